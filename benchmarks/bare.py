@@ -26,7 +26,7 @@ class Bare(Protocol):
 
 def bare(entry: dict[str, Any]) -> Bare:
     """Load the model of an entry of models.yaml into this process."""
-    spec = spec_of(entry)
+    spec = spec_of(entry | ({"graphs": False} if entry["engine"] == "exllamav2" else {}))
     return BareGenerator(spec) if spec.engine == "exllamav2" else BareEngine(spec)
 
 

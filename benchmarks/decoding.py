@@ -110,7 +110,7 @@ def main() -> None:
     for model in arguments.models:
         most = max(arguments.streams)
         made = entry(arguments, model, most, max(most, 8) * 2 * PAGES)
-        with Server({model: made | {"graphs": True}, f"{model}-uncaptured": made}) as server:
+        with Server({model: made, f"{model}-uncaptured": made | {"graphs": False}}) as server:
             results += measure(server, model, made, arguments.streams, arguments.quick)
         write("decoding", results, arguments.out)  # also when a later model fails
 

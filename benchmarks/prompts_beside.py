@@ -84,7 +84,7 @@ def main() -> None:
     # The model's own context is shorter. A larger base of the rotary embedding does not change what is computed.
     made = entry(
         arguments, arguments.model, ANSWERS + 1, ANSWERS * 4096 + 2 * CONTEXT, CONTEXT, rope_alpha=4.0,
-        max_gap_ms=MAX_GAP_MS, graphs=True,
+        max_gap_ms=MAX_GAP_MS,
     )  # fmt: skip
     with Server({arguments.model: made}) as server:
         results = asyncio.run(measure(server.runtime_dir, arguments.model, made["model_dir"], size))

@@ -30,7 +30,7 @@ SPLIT_GB = [1.5, 16.0]
 """GB of weights and buffers per GPU. The first GPU gets less than a 1B takes, so that it has to be split."""
 SPLIT_TOKENS = 48
 PARALLEL_STREAMS = (1, 8)
-"""Numbers of requests at once for which the speed with --tensor-parallel is measured."""
+"""Numbers of requests at once for which the speed over two GPUs is measured."""
 
 
 class GroupClient:
@@ -112,16 +112,16 @@ def over_two(made: dict[str, Any], model: str, keys: dict[str, Any], held: Memor
         for name in ("two", "one"):
             with server.client() as client:
                 answers.append([client.complete(name, max_tokens=SPLIT_TOKENS, temperature=0, **f) for f in fields])
-            if parallel:
-                rates.append([speed(server, name, model, made, streams, quick) for streams in PARALLEL_STREAMS])
+            rates.append([speed(server, name, model, made, streams, quick) for streams in PARALLEL_STREAMS])
         status = server.wait_idle("two")
         places = held.of(status["pid"])
-        print(f"{label}: on {status['device']}; {status['attention']}; holds {places} (bytes by GPU)", flush=True)
+        how = f"{status['attention']}; {status['decoding']}"
+        print(f"{label}: on {status['device']}; {how}; holds {places} (bytes by GPU)", flush=True)
     results = [Result(f"{label}: loaded in", float(status["load_seconds"]), "s")] if parallel else []
     results += [Result(f"{label}: memory on GPU {gpu}", places.get(gpu, 0) / GIB, "GiB", ">= 0.8") for gpu in (0, 1)]
     of_two, of_one = answers
     results += compare(label, "one GPU's", of_two, of_one, must_equal=not parallel)
-    for streams, two, one in zip(PARALLEL_STREAMS, *rates, strict=True) if parallel else ():
+    for streams, two, one in zip(PARALLEL_STREAMS, *rates, strict=True):
         results += [
             Result(f"{label}: {streams} streams", two, "tok/s"),
             Result(f"{label}: {streams} streams, over one GPU", two / one, "ratio"),

@@ -24,7 +24,7 @@ def demo_spec(engine: str, model: str, **changes: Any) -> EngineSpec:
     """Return the spec of a demo model with a batch size of 8 and chunks of 256 tokens."""
     options: dict[str, Any] = {"chunk_size": 256}
     if engine == "exllamav2":
-        options |= {"cache_size": 8 * 2048, "graphs": True}
+        options |= {"cache_size": 8 * 2048}
     device = "cpu" if engine == "transformers" else "cuda"
     name = engine.removesuffix("-cuda")
     fields: dict[str, Any] = {"device": device, "max_batch_size": 8, "options": options} | changes

@@ -165,6 +165,26 @@ def test_a_prompt_is_read_in_pieces_between_the_steps_of_an_answer() -> None:
     assert all(outcome.finished for outcome in prompts)
 
 
+def test_a_gap_is_counted_for_the_chunk_that_was_read_in_it() -> None:
+    """A step is accepted when the next chunk and step have been queued. Its gap holds the chunk before it."""
+    h, rng = harness(chunk=4 * PAGE, pages=24), random.Random(12)
+    sizes = iter([PAGE, 2 * PAGE, PAGE, PAGE])
+    measured: list[int] = []
+    h.pace.tokens = lambda running: next(sizes) if running else 4 * PAGE  # type: ignore[method-assign]
+    h.pace.measured = lambda gap_s, tokens: measured.append(tokens)  # type: ignore[method-assign]
+    h.submit(h.random_ids(rng, 10), 60)
+    for _ in range(3):
+        h.driver.step()
+    quiet = len(measured)
+    prompt = h.submit(h.random_ids(rng, 5 * PAGE + 1), 5)
+    h.driver.step()
+    assert measured[quiet:] == [], "the step before was accepted: a chunk is behind it, so it is no measure of a step"
+    h.driver.run()
+    assert measured[quiet : quiet + 4] == [PAGE, 2 * PAGE, PAGE, PAGE]
+    assert not any(measured[quiet + 4 :])
+    assert prompt.finished
+
+
 def test_the_pace_follows_what_was_measured() -> None:
     pace = Pace(2048, limit_s=0.030)
     assert pace.tokens(running=False) == 2048

@@ -86,13 +86,13 @@ def test_a_1b_as_measured(mode: str, measured: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "batch", "context", "measured"),
-    [("FP16", 32, 2048, 3330), ("FP16", 8, 2048, 2882), ("Q4", 32, 8192, 3022)],
+    [("FP16", 32, 2048, 3316), ("FP16", 8, 2048, 2866), ("Q4", 32, 8192, 3032)],
 )  # MiB on one H200, torch 2.11, what mem_get_info counts less a context, after a long prompt and a full batch
 def test_a_1b_with_captured_steps_as_measured(
     mode: str, batch: int, context: int, measured: int, tmp_path: Path
 ) -> None:
     write_llama(tmp_path, **LLAMA_1B)
-    options = {"cache_size": max(batch * 512, context), "cache_mode": mode, "graphs": True}
+    options = {"cache_size": max(batch * 512, context), "cache_mode": mode}
     asked = EngineSpec(
         "m", "exllamav2", str(tmp_path), device="cuda", max_seq_len=context, max_batch_size=batch, options=options
     )
@@ -110,13 +110,15 @@ def test_weights_stay_as_they_are_kept(tmp_path: Path) -> None:
 def test_every_part_counts(tmp_path: Path) -> None:
     path = tmp_path / "m"
     write_llama(path)
-    base = estimate(spec(path))
+    base = estimate(spec(path, graphs=False))
     assert base.total == base.weights + base.cache + base.draft + base.workspace
     assert base.draft == 0
-    assert estimate(spec(path, cache_size=8192)).cache == 4 * base.cache
-    assert estimate(spec(path, cache_size=2048, graphs=True)).cache == base.cache // 8 * 9, "and a spare page"
+    assert estimate(spec(path, cache_size=8192, graphs=False)).cache == 4 * base.cache
+    captured = estimate(spec(path))
+    assert captured.cache == base.cache // 8 * 9, "and a spare page"
+    assert captured.workspace > base.workspace
     assert estimate(spec(path, draft_model=str(path))).draft > base.weights + base.cache
-    assert estimate(spec(path), gpus=2).total == base.total + base.per_gpu
+    assert estimate(spec(path, graphs=False), gpus=2).total == base.total + base.per_gpu
     with pytest.raises(LoadError, match="less than the context"):
         estimate(spec(path, cache_size=1024))
 

@@ -17,7 +17,7 @@ SHORT = 6
 """Most results of a file that are shown without a selection."""
 GROUPS = {
     "Speed": (
-        "decoding", "prompts-beside", "draws",
+        "decoding", "prompts-beside", "draws", "gpu-idle",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
         "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",
@@ -25,8 +25,8 @@ GROUPS = {
     ),
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing"),
     "Faults": (
-        "chaos", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2", "hangs", "orphans",
-        "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak", "http-faults",
+        "chaos", "chaos-exllamav2", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2",
+        "hangs", "orphans", "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak", "http-faults",
     ),
     "Hostile input": ("flooding", "fuzzing", "http-fuzzing", "keys", "slow-consumers"),
     "Every model from load to unload": ("models-run", "models-run-gptq"),

@@ -94,16 +94,23 @@ class ExLlamaV2Engine:
         self._warm_up(loaded, progress)
 
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:
-        """Compute a full chunk and a few steps of a full batch.
+        """Compute chunks of prompts of all sizes, and a few steps of a full batch.
 
         At their first use kernels are loaded and scratch memory grows. That must not delay the first request.
         """
         context = self.capabilities.context
         new = min(4, context - 1)
         room = min(context, self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens) - new
+        greedy = SamplingParams(temperature=0)
+        # Chunks are multiples of pages. No two prompts begin alike, so that none is in the cache. The largest comes
+        # first, so that PyTorch's allocator reuses its blocks for the others.
+        for size in reversed(range(PAGE_TOKENS, min(room, loaded.chunk_size + 1), PAGE_TOKENS)):
+            self.submit(Job(-1, (size // PAGE_TOKENS % self._drawable,) * (size + 1), 1, greedy))
+            while self._answers:
+                self.step()
         for number in range(self._spec.max_batch_size):
             prompt = (0,) * min(room, 2 if number else loaded.chunk_size + 1)
-            self.submit(Job(-1 - number, prompt, new, SamplingParams(temperature=0), min_new_tokens=new))
+            self.submit(Job(-1 - number, prompt, new, greedy, min_new_tokens=new))
         steps = 0
         progress("warmup", 0, new)
         while self._answers:

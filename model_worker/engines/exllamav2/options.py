@@ -84,7 +84,7 @@ class ExLlamaV2Options:
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     ngram_draft: bool = False
     loras: tuple[Adapter, ...] = ()
-    graphs: bool = False
+    graphs: bool = True
     max_gap_ms: int = DEFAULT_MAX_GAP_MS
 
     @property
@@ -176,7 +176,7 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
         draft_tokens=options.integer("draft_tokens", DEFAULT_DRAFT_TOKENS),
         ngram_draft=_flag(given, "ngram_draft"),
         loras=_adapters(given),
-        graphs=_flag(given, "graphs"),
+        graphs=_flag(given, "graphs", default=True),
         max_gap_ms=options.integer("max_gap_ms", DEFAULT_MAX_GAP_MS),
     )
     _check_together(read, given)
@@ -248,8 +248,8 @@ def _reserve(given: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _flag(given: Mapping[str, Any], key: str) -> bool:
-    value = given.get(key, False)
+def _flag(given: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    value = given.get(key, default)
     if not isinstance(value, bool):
         raise _wrong(key, value, "true or false")
     return value

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
-from model_worker.engines.exllamav2.decode.buckets import page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.buckets import PASSES, page_sizes, row_sizes
 from model_worker.engines.exllamav2.gpu_draws.sizes import MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
@@ -222,15 +222,20 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
     rows, padded = sizes.rows, -(-shape.vocab // 32) * 32
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if directory.is_quantized:
-        alive = 2 * queries + 2 * keys + shape.hidden + padded
+        alive = 2 * queries + 2 * keys + shape.hidden
     else:
-        alive = 4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate + padded
+        alive = 4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.intermediate
+    passes = [] if shape.experts else PASSES
+    shared = max([2 * rows * (alive + padded), *(2 * tokens * alive for tokens in passes)])
+    embedded = sum(2 * tokens * shape.hidden for tokens in passes)
     draft_tokens = options.draft_tokens if options.speculates else 0
     pages = -(-(sizes.context + draft_tokens) // PAGE_TOKENS)
-    graphs = len(row_sizes(rows // (draft_tokens + 1))) * len(page_sizes(pages, options.cache_mode != "FP16"))
+    quantized = options.cache_mode != "FP16"
+    graphs = len(row_sizes(rows // (draft_tokens + 1))) * len(page_sizes(pages, quantized))
+    graphs += len(passes) * len(page_sizes(pages + 1, quantized))
     # Draws: for each row bias, two tables and weights of the vocabulary, and the candidates (gpu_draws.batched).
     draws = 0 if draft_tokens else rows * (16 * shape.vocab + 12 * MOST)
-    return _block(2 * rows * padded) + 2 * rows * alive + draws + graphs * shape.layers * NODES * NODE_BYTES
+    return _block(2 * rows * padded) + shared + embedded + draws + graphs * shape.layers * NODES * NODE_BYTES
 
 
 def _page_buffers(shape: ModelShape, mode: str) -> int:

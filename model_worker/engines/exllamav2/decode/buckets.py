@@ -3,6 +3,8 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
+PASSES = 64, 256
+"""Tokens of the passes over prompts that are captured, ascending. The pace counts prompts in pages of 256 tokens."""
 FEWEST_PAGES = 4
 """Pages of the narrowest block table. Kernels for quantised caches cost little for a kilobyte of tokens."""
 

@@ -1,11 +1,12 @@
 """Make the captured decode steps of a loaded model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from model_worker.engine import ProgressCallback
-from model_worker.engines.exllamav2.decode.buckets import page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.buckets import PASSES, page_sizes, row_sizes
 from model_worker.engines.exllamav2.decode.device_steps import DeviceSteps
 from model_worker.engines.exllamav2.decode.embedding import HostEmbedding, NotReadableError
 from model_worker.engines.exllamav2.decode.forward import use_graphs
@@ -13,6 +14,7 @@ from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs
 from model_worker.engines.exllamav2.decode.loop import DecodeLoop
 from model_worker.engines.exllamav2.decode.obstacles import MIXTURE, most_rows, obstacle
 from model_worker.engines.exllamav2.decode.pace import Pace
+from model_worker.engines.exllamav2.decode.prompts import PromptPasses
 from model_worker.engines.exllamav2.decode.tuning import finish_tuning
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import PAGE_TOKENS
@@ -41,13 +43,14 @@ def make_loop(
     except NotReadableError as e:
         return None, _one_by_one(str(e))
     steps = None if loaded.draft_tokens else DeviceSteps(graphs, drawable)
-    graphs.capture(lambda done, total: progress("capturing", done, total))
-    use_graphs(loaded.model, loaded.cache, graphs)
+    _capture(loaded, loaded.model, loaded.cache, loaded.loras, graphs, lambda *counts: progress("capturing", *counts))
     if loaded.draft_model is not None and obstacle(loaded.draft_model, None) is None:
         most = most_rows(loaded.draft_model, generator.max_batch_size, 1)
         draft = _graphs(loaded, loaded.draft_model, loaded.draft_cache, None, most, 1)
-        draft.capture(lambda done, total: progress("capturing draft", done, total))
-        use_graphs(loaded.draft_model, loaded.draft_cache, draft)
+        _capture(
+            loaded, loaded.draft_model, loaded.draft_cache, None, draft,
+            lambda *counts: progress("capturing draft", *counts),
+        )  # fmt: skip
     loop = None
     if steps is not None:
         loop = DecodeLoop(generator, steps, generator.iterate_gen, Pace(loaded.chunk_size, loaded.max_gap_s))
@@ -65,15 +68,46 @@ def _one_by_one(why: str) -> str:
 
 def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queries: int) -> DecodeGraphs:
     finish_tuning(loaded.core, model)
-    quantised = cache.all_tensors()[0].dtype == torch.uint8
-    context = min(loaded.context + loaded.draft_tokens, loaded.cache_size)
     return DecodeGraphs(
         model,
         cache,
         loras,
         HostEmbedding(model.modules[0].embedding.weight.data),
         rows=row_sizes(rows),
-        widths=page_sizes(-(-context // PAGE_TOKENS), quantised),
+        widths=_widths(loaded, cache),
         queries=queries,
         spare=loaded.cache_size // PAGE_TOKENS,
     )
+
+
+def _capture(
+    loaded: Loaded, model: Any, cache: Any, loras: Any, graphs: DecodeGraphs, progress: Callable[[int, int], None]
+) -> None:
+    """Capture steps and passes over prompts, and have the generator use them. ``progress``: see DecodeGraphs.capture.
+
+    A mixture of experts is routed by the host for as many tokens as a pass has, so it has none.
+    """
+    passes = [
+        DecodeGraphs(
+            model, cache, loras, graphs.embedding, rows=[1], widths=_widths(loaded, cache, 1), queries=tokens,
+            spare=graphs.spare, head=False, pools=graphs.pools,
+        )
+        for tokens in PASSES
+        if most_rows(model, 1, tokens)
+    ]  # fmt: skip
+    captured, total = 0, sum(len(each.sizes) for each in (graphs, *passes))
+
+    def tell(done: int, _: int) -> None:
+        progress(captured + done, total)
+
+    for each in (graphs, *passes):
+        each.capture(tell)
+        captured += len(each.sizes)
+    use_graphs(model, cache, graphs, PromptPasses(passes, int(model.config.max_seq_len)) if passes else None)
+
+
+def _widths(loaded: Loaded, cache: Any, more: int = 0) -> list[int]:
+    """Return the widths of block tables in pages, the last of them ``more`` than a sequence may have."""
+    quantised = cache.all_tensors()[0].dtype == torch.uint8
+    context = min(loaded.context + loaded.draft_tokens, loaded.cache_size)
+    return page_sizes(-(-context // PAGE_TOKENS) + more, quantised)

@@ -41,16 +41,19 @@ class DecodeGraphs:
     rows                 sizes to capture, ascending
     widths               widths of block tables to capture, in pages, ascending
     queries              tokens for each row
+    head                 False: for prompts. The pass ends with the last keys and values, and there are no ``logits``
+    pools                memory that the graphs share with other graphs, by GPU
     drawn                int64 [rows] on the first GPU: where the step before has left its tokens
     """
 
     def __init__(
         self, model: Any, cache: Any, loras: Sequence[Any] | None, embedding: HostEmbedding, *,
-        rows: Sequence[int], widths: Sequence[int], queries: int, spare: int,
+        rows: Sequence[int], widths: Sequence[int], queries: int, spare: int, head: bool = True,
+        pools: dict[int, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._cache, self._loras, self._embedding = model, cache, loras or None, embedding
-        self.rows, self.widths, self.queries = list(rows), list(widths), queries
-        self._segments = _segments(model)
+        self._model, self._cache, self._loras, self.embedding = model, cache, loras or None, embedding
+        self.rows, self.widths, self.queries, self.spare, self._head = list(rows), list(widths), queries, spare, head
+        self._segments = _segments(model.modules[1:] if head else model.modules[1 : model.last_kv_layer_idx + 1])
         self.devices = [device for device, _ in self._segments]
         most, config = rows[-1], model.config
         first, last = self.devices[0], self.devices[-1]
@@ -66,11 +69,11 @@ class DecodeGraphs:
             d: torch.zeros(shape, dtype=self._hidden_type, device=f"cuda:{d}") for d in self.devices[:-1]
         }
         self.drawn = torch.zeros(most, dtype=torch.long, device=f"cuda:{first}")
-        padded = model.modules[-1].out_features
+        padded = model.modules[-1].out_features if head else 0
         self.logits = torch.zeros((most, queries, padded), dtype=torch.half, device=f"cuda:{last}")
         # Not imported above: it needs Triton.
         self._kernels: Any = importlib.import_module("model_worker.engines.exllamav2.decode.kernels")
-        self._pools = {device: torch.cuda.graph_pool_handle() for device in self.devices}
+        self.pools = pools or {device: torch.cuda.graph_pool_handle() for device in self.devices}
         self._captured: dict[tuple[int, int], list[Any]] = {}
         self._alive: list[Any] = []
         self.behind: Behind | None = None
@@ -117,7 +120,7 @@ class DecodeGraphs:
             torch.cuda.synchronize(device)
             attention.forget_step(device)
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.pools[device], capture_error_mode="thread_local")
             try:
                 self._run(number, rows, params)
             finally:
@@ -134,6 +137,8 @@ class DecodeGraphs:
         if device in self._handed_on:
             self._handed_on[device][:rows].copy_(hidden)
             return
+        if not self._head:
+            return
         _finish(self._model, hidden)
         self.logits[:rows].copy_(hidden)
         if self.behind is not None:
@@ -142,7 +147,7 @@ class DecodeGraphs:
     def _embed(self, device: int, rows: int) -> torch.Tensor:
         queries, size = self.queries, self._embedded.shape[2]
         self._kernels.embed[(rows * queries, -(-size // _BLOCK))](
-            self._embedding.table, self.inputs.given(device, rows), self.inputs.sources(device, rows), self.drawn,
+            self.embedding.table, self.inputs.given(device, rows), self.inputs.sources(device, rows), self.drawn,
             self._embedded, QUERIES=queries, HIDDEN=size, BLOCK=_BLOCK,
         )  # fmt: skip
         hidden = self._embedded[:rows]
@@ -178,10 +183,10 @@ class DecodeGraphs:
         return self.logits[: len(step)]
 
 
-def _segments(model: Any) -> list[tuple[int, list[Any]]]:
-    """Return (GPU, modules in order) for each GPU, without the embedding, which is in host memory."""
+def _segments(modules: Sequence[Any]) -> list[tuple[int, list[Any]]]:
+    """Return (GPU, modules in order) for each GPU. ``modules`` begin behind the embedding, which is in host memory."""
     found: list[tuple[int, list[Any]]] = []
-    for module in model.modules[1:]:
+    for module in modules:
         if not found or module.device_idx not in (None, found[-1][0]):
             found.append((module.device_idx, []))
         found[-1][1].append(module)

@@ -13,8 +13,8 @@ from model_worker.engines.exllamav2.gpu_draws.sizes import WORDS
 Array = np.ndarray[Any, Any]
 
 PINNED_SETS = 3
-"""Sets of pinned memory. A set may be written again once the copy that reads it has run. At most two steps are
-queued."""
+"""Sets of pinned memory. A set is written again once the copy that reads it has run. At most two steps are queued, so
+that never takes long."""
 _ALIGNED = 4
 """int32 numbers to which parts are aligned: Triton launches fast with addresses that are multiples of 16 bytes."""
 
@@ -59,6 +59,7 @@ class StepInputs:
         self._pinned = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(PINNED_SETS)]
         self._arrays = [tensor.numpy() for tensor in self._pinned]
         self._next = 0
+        self._copied: list[list[Any]] = [[] for _ in range(PINNED_SETS)]  # events behind the copies of each set
         self.device = {index: torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}") for index in devices}
 
     def given(self, device: int, rows: int) -> torch.Tensor:
@@ -82,8 +83,10 @@ class StepInputs:
 
         draws  what each row draws; None, and rows without an element: nothing
         """
-        block, pinned = self._arrays[self._next], self._pinned[self._next]
+        block, pinned, copied = self._arrays[self._next], self._pinned[self._next], self._copied[self._next]
         self._next = (self._next + 1) % PINNED_SETS
+        while copied:
+            copied.pop().synchronize()
         queries, used = self.queries, len(step)
         end = self._table + rows * width
         table = block[self._table : end].reshape(rows, width)
@@ -98,5 +101,6 @@ class StepInputs:
         block[self._lengths : self._lengths + used] = [row.length for row in step]
         block[used * queries : rows * queries] = 0
         write_words(block[self._words : self._words + rows * WORDS].reshape(rows, WORDS), draws)
-        for tensor in self.device.values():
+        for index, tensor in self.device.items():
             tensor[:end].copy_(pinned[:end], non_blocking=True)
+            copied.append(torch.cuda.current_stream(index).record_event())

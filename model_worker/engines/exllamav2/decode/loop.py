@@ -79,11 +79,13 @@ class _Flight:
 
     spans     jobs that get a token
     by_host   the spans whose token the host draws, in the order of the logits that were asked for
+    read      prompt tokens that were queued before the step, behind the step before it
     """
 
     queued: Any
     spans: list[_Span]
     by_host: list[_Span]
+    read: int
 
 
 class DecodeLoop:
@@ -105,7 +107,7 @@ class DecodeLoop:
         self._generator, self._steps, self._package, self._pace, self._clock = generator, steps, package, pace, clock
         self._flight: _Flight | None = None
         self._accepted_at: float | None = None  # None: no answer has waited since
-        self._read_since = 0  # prompt tokens
+        self._read_since = 0  # prompt tokens, since a step was queued
 
     @torch.inference_mode()
     def iterate(self, results: list[Any]) -> None:
@@ -118,11 +120,12 @@ class DecodeLoop:
         spans, pages = self._spans()
         if not spans:
             self._accept(results)
-            self._accepted_at = None
+            self._accepted_at, self._read_since = None, 0
             return
         if not self._steps.fits(spans[-1][2], pages):
             self._accept(results)
             self._package(results)
+            self._accepted_at, self._read_since = None, 0
             return
         if self._flight is not None and any(self._draws_by_host(job) for job, _, _ in spans):
             self._accept(results)
@@ -222,7 +225,8 @@ class DecodeLoop:
                 pages = _page_numbers(job, sequence)[: length // PAGE_TOKENS + 1]
                 step.append(Row((token,), length, pages, source))
         wanted = [row for _, first, last in by_host for row in range(first, last)]
-        return _Flight(self._steps.queue(step, jobs, places, wanted), spans, by_host)
+        read, self._read_since = self._read_since, 0
+        return _Flight(self._steps.queue(step, jobs, places, wanted), spans, by_host, read)
 
     def _accept(self, results: list[Any]) -> None:
         """Read and accept the step that has not been read, if there is one."""
@@ -253,7 +257,7 @@ class DecodeLoop:
                     job.note_logprob(computed.logprobs[first])
             if job.receive_sample(None, job.drawn_tensor, None, None, None, None, results)[0]:
                 ended.append(job)
-        self._note_gap()
+        self._note_gap(flight.read)
         waiting = generator.num_remaining_jobs()
         for job in ended:
             job.deallocate_pages()
@@ -261,11 +265,17 @@ class DecodeLoop:
         if waiting and not generator.num_remaining_jobs():
             generator.defrag_cache()
 
-    def _note_gap(self) -> None:
+    def _note_gap(self, read: int) -> None:
+        """Note the time since the step before was accepted, in which ``read`` prompt tokens were read.
+
+        A gap without prompts is no measure of a step if a chunk has been queued behind that step: the launches of a
+        chunk that is not captured take the host's time.
+        """
         now = self._clock()
-        if self._accepted_at is not None:
-            self._pace.measured(now - self._accepted_at, self._read_since)
-        self._accepted_at, self._read_since = now, 0
+        behind = self._flight.read if self._flight is not None else 0
+        if self._accepted_at is not None and (read or not behind):
+            self._pace.measured(now - self._accepted_at, read)
+        self._accepted_at = now
 
     def _draw_by_host(self, flight: _Flight, logits: torch.Tensor, active: set[Any]) -> None:
         generator, at = self._generator, 0

@@ -30,8 +30,6 @@ def obstacle(model: Any, loras: Any) -> str | None:
     embedding = getattr(model.modules[0], "embedding", None)
     if embedding is None or embedding.weight.is_cuda or embedding.weight.element_size() != 2:
         return "its embedding is not a table of 16-bit numbers in host memory"
-    if len({module.device_idx for module in model.modules if module.device_idx not in (None, -1)}) > 1:
-        return "its layers are split over several GPUs, where captured steps have not been tested"
     if any(type(module).__name__ == "ExLlamaV2PosEmbedding" for module in model.modules):
         return "its positions are embedded by the host"
     if loras and loras[0].embed_tokens is not None:
