@@ -60,7 +60,6 @@ WAIT_S = 0.005
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"), 0, -np.inf)
 _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32).reshape(256, 8)
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-Bits = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Constraint:
@@ -78,7 +77,7 @@ class Constraint:
         self._kind, self._matcher = kind, matcher
         self._pieces, self._vocab = pieces, vocab
         self._end_ids = np.array([token for token in end_ids if token < vocab], np.int64)
-        self._bits: Bits | None = None
+        self._bits: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._allowed: Mask | None = None
         self._accepting = False
         self.position = 0
@@ -90,7 +89,7 @@ class Constraint:
         Raises RequestError where the computation is too costly.
         """
         if self._allowed is None:
-            self._allowed = np.unpackbits(self.bits, count=self._vocab, bitorder="little").view(np.bool_)
+            self._allowed = np.unpackbits(self._mask(), count=self._vocab, bitorder="little").view(np.bool_)
         return self._allowed
 
     def write_bias(self, bias: np.ndarray[Any, np.dtype[np.float32]]) -> None:
@@ -100,17 +99,13 @@ class Constraint:
 
         Raises RequestError where the computation is too costly.
         """
-        bits = self.bits
+        bits = self._mask()
         known = 8 * len(bits)
         np.take(_BIAS_OF_BITS, bits, axis=0, out=bias[:known].reshape(-1, 8), mode="clip")
         bias[known:] = -np.inf
 
-    @property
-    def bits(self) -> Bits:
-        """Return a bit for each id, lowest id first, set for ids that may come next. No bit is set beyond vocab.
-
-        The array must not be changed. It is computed once per position. Raises RequestError where that is too costly.
-        """
+    def _mask(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a bit for each id, lowest id first; no bit is set beyond vocab."""
         if self._bits is None:
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
@@ -130,7 +125,7 @@ class Constraint:
     @property
     def accepting(self) -> bool:
         """Return whether the answer may end here."""
-        _ = self.bits
+        self._mask()
         return self._accepting
 
     @property

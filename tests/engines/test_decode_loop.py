@@ -6,7 +6,6 @@ has: a row whose answer has ended, or was cancelled, while its next step is queu
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,24 +17,9 @@ from tests.engines.driver import GREEDY
 from tests.engines.exllamav2_cpu.harness import PAGE, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 
-BY_HOST = SamplingParams(temperature=0, dry_multiplier=1e-6)
-"""Greedy, with a penalty that is too small to change a token, and that the rule for draws does not cover."""
-
-
-made: list[Harness] = []
-
-
-@pytest.fixture(autouse=True)
-def close() -> Iterator[None]:
-    """End the processes that try constraints."""
-    yield
-    while made:
-        made.pop().engine.close()
-
 
 def harness(**options: object) -> Harness:
-    made.append(Harness(queues_ahead=True, **options))  # type: ignore[arg-type]
-    return made[-1]
+    return Harness(queues_ahead=True, **options)  # type: ignore[arg-type]
 
 
 def check_claims(h: Harness) -> None:
@@ -113,44 +97,13 @@ def test_reset_while_a_step_is_queued() -> None:
 def test_an_answer_that_the_host_draws_beside_others() -> None:
     h, rng = harness(), random.Random(6)
     plain = h.submit(h.random_ids(rng, 30), 60)
-    shown = h.submit(h.random_ids(rng, 30), 10, BY_HOST)
-    queued_before = h.steps.queued_ahead if h.steps else 0
-    h.model.forwards.clear()
-    while shown.finished is None:
-        h.driver.step()
-    assert h.steps is not None
-    assert h.steps.queued_ahead - queued_before >= 15, "while the host draws, steps of the other answer are queued"
-    assert len(plain.ids) >= 17, "the other answer gets a token in each step"
+    shown = h.submit(h.random_ids(rng, 30), 10, SamplingParams(temperature=0, mirostat_mode=2))
     h.driver.run()
     h.check()
     assert len(plain.ids) == 60
     assert len(shown.ids) == 10
-
-
-def test_answers_that_the_host_draws_alone() -> None:
-    h, rng = harness(chunk=PAGE, pages=24), random.Random(6)
-    outcomes = [h.submit(h.random_ids(rng, 30), 10 + size, BY_HOST) for size in range(3)]
-    for _ in range(4):
-        h.driver.step()
-    outcomes.append(h.submit(h.random_ids(rng, 6 * PAGE), 10, BY_HOST))  # read in pieces, beside the others
-    h.driver.run()
-    h.check()
-    assert [len(outcome.ids) for outcome in outcomes] == [10, 11, 12, 10]
-
-
-def test_a_row_with_a_constraint_keeps_no_step_from_being_queued() -> None:
-    h, rng = harness(), random.Random(12)
     assert h.steps is not None
-    plain = h.submit(h.random_ids(rng, 30), 60)
-    shape = {"constraint": ("regex", "[a-c]+"), "min_new_tokens": 40}
-    shaped = h.submit(h.random_ids(rng, 30), 40, SamplingParams(temperature=1.0, seed=4), **shape)
-    while shaped.finished is None:
-        h.driver.step()
-    assert set(shaped.text) <= set("abc")
-    assert h.steps.drawn_under_masks >= len(shaped.ids) == 40
-    assert h.steps.queued_ahead >= len(shaped.ids) - 3
-    h.driver.run()
-    assert plain.ids == h.expected(plain)
+    assert h.steps.queued_ahead > 40, "once the host draws nothing, steps are queued ahead again"
 
 
 def test_a_page_that_a_queued_step_overwrites_does_not_get_its_old_name_back() -> None:
@@ -304,10 +257,6 @@ def some_job(rng: random.Random, h: Harness) -> tuple[tuple[list[int], int, Samp
         fields["stop_token_ids"] = (11, 12)
     if rng.random() < 0.2:
         fields["banned_strings"] = ("e", "a")
-    if rng.random() < 0.4:
-        fields["constraint"] = rng.choice(
-            [("regex", "[a-z ]{2,30}"), ("choice", '["yes", "no", "perhaps"]'), ("regex", "(a|bc|def)+ [0-9]{4}")]
-        )
     return (h.random_ids(rng, rng.randrange(2, 40)), rng.randrange(9, 40), some_sampling(rng)), fields
 
 

@@ -174,13 +174,3 @@ def test_the_kernels_draw_what_the_reference_draws(setting: str) -> None:
     for rows, small, large in ((1, 1000, 4), (8, 500, 4), (32, 200, 4), (128, 100 if slow else LAUNCHES, 4)):
         compare("cuda", setting, rows, VOCAB, small, SEED)
         compare("cuda", setting, rows, 128_256, large, SEED)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("setting", ["greedy", "plain", "all cuts", "penalties"])
-def test_the_kernels_draw_under_masks_what_the_reference_draws(setting: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device is visible")
-    for rows in (1, 8, 32):
-        compare("cuda", setting, rows, VOCAB, 100, SEED, masked=True)
-        compare("cuda", setting, rows, 128_256, 4, SEED, masked=True)

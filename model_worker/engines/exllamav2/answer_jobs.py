@@ -61,6 +61,7 @@ class AnswerJobs:
             first_bias=self._first_bias(healing.allowed if healing else None, ()),
             constraint=constraint,
         )
+        handle.limit_draw(self._padded)
         if constraint and not handle.can_draw():
             raise RequestError("resumed_ids are a whole answer", field="resumed_ids")
         if healing and not handle.can_draw():
@@ -89,6 +90,7 @@ class AnswerJobs:
                 first_bias=self._first_bias(healing.allowed if healing and not kept else None, blocked),
                 constraint=old.constraint,
             )
+            new.limit_draw(self._padded)
             if not new.can_draw():
                 return None
             self._batch.add(new, first=True)

@@ -21,7 +21,7 @@ import torch
 from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 
 from model_worker.engine import DrawnToken
-from model_worker.engines.constraint import Bits, Constraint
+from model_worker.engines.constraint import Constraint
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
 from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
@@ -95,7 +95,6 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.constraint = constraint
         self.failure: RequestError | None = None
         self.limits: torch.Tensor | None = None
-        self._left: Bits | None = None
         tensor = bias.tensor if bias else None
         if first_bias is not None:
             tensor = first_bias if tensor is None else first_bias + tensor
@@ -137,46 +136,39 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self._drawn_tensor = torch.from_numpy(self._drawn)
         self._logprob: DrawnToken | None = None
 
-    def can_draw(self) -> bool:
-        """Return whether the next draw has a token left. Raises RequestError if the constraint is too costly."""
-        left = self._unbanned()
-        if self.constraint is not None:
-            left = self.constraint.bits if left is None else left & self.constraint.bits
-        if left is None:
-            return True
-        if 0 <= self.new_tokens < self.minimum:
-            left = left.copy()
-            for token in self.end_list:
-                left[token >> 3] &= ~(1 << (token & 7)) & 255
-        return bool(left.any())
+    def limit_draw(self, padded: int) -> None:
+        """Limit the next draw to the tokens that the constraint allows. Raises RequestError if the constraint is too
+        costly.
 
-    def _unbanned(self) -> Bits | None:
-        """Return a bit for each id that the biases of the next draw leave, lowest id first; None without biases."""
-        if self._left is None:
-            for bias in (self.first_bias, self.bias.base if self.bias else None):
-                if bias is not None:
-                    left = np.packbits(bias.numpy()[: self.vocab] > NEVER, bitorder="little")
-                    self._left = left if self._left is None else self._left & left
-        return self._left
-
-    # --- drawing
-
-    def _limit(self, constraint: Constraint, padded: int) -> None:
-        """Make the bias of a draw by the host under a constraint."""
+        padded  size of the padded vocabulary
+        """
+        if self.constraint is None:
+            return
         if self.limits is None:
             self.limits = torch.empty(padded)
-        constraint.write_bias(self.limits.numpy())
+        self.constraint.write_bias(self.limits.numpy())
         own = None if self.bias is None else self.bias.tensor if self.rule is None else self.bias.base
         for bias in (self.first_bias, own):
             if bias is not None:
                 self.limits += bias
         self.gen_settings.token_bias = self.limits
 
+    def can_draw(self) -> bool:
+        """Return whether the next draw has a token left."""
+        bias = self.gen_settings.token_bias
+        if bias is None:
+            return True
+        left = bias.numpy()[: self.vocab]
+        if 0 <= self.new_tokens < self.minimum:
+            left = left.copy()
+            left[self.end_list] = NEVER
+        return bool(left.max() > NEVER)
+
+    # --- drawing
+
     def receive_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, None, None, bool]:
         """Draw from float32 logits [sequences, 1, padded vocabulary]. May run on a thread of the generator's pool."""
         raw = logits[0, 0, : self.vocab].clone() if self.top is not None else None
-        if self.constraint is not None:
-            self._limit(self.constraint, logits.shape[-1])
         if self.shortcut:
             token = self._likeliest(logits)
         else:
@@ -260,7 +252,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         if self.bias is not None and self.bias.counts:
             self.bias.count(token)
         if self.first_bias is not None:
-            self.first_bias = self._left = None
+            self.first_bias = None
             self.gen_settings.token_bias = self.bias.tensor if self.bias else None
         if self.past is not None:
             self.past.push(token)
@@ -273,13 +265,15 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         return self.ended is not None, next_token
 
     def _constrained(self, constraint: Constraint, token: int) -> str | None:
-        """Return why the answer ends behind its newest token, or None if it does not end."""
+        """Return why the answer ends behind its newest token. If it does not end, limit the next draw and return
+        None."""
         try:
             constraint.push(token)
             if constraint.finished:
                 return COMPLETE
             if self.new_tokens >= self.limit:
                 return "length"
+            self.limit_draw(self.generator.padded_vocab_size)
             if self.can_draw():
                 return None
             return COMPLETE if constraint.accepting else FinishReason.BANNED

@@ -4,7 +4,7 @@ A queued step is computed when it is read, or when other work on the cache would
 relies on a result too early, or changes what a queued step is going to read, gets a wrong answer here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,21 +31,9 @@ class _Params:
 
 
 class _Queued:
-    """Work in the line, and the step that it belongs to.
-
-    logits         of the step
-    waiting        what the rows draw that wait for a mask; None once their draws are queued, or if none waits
-    draws          the draws of those rows, behind the step
-    note_logprobs  notes the log-probabilities, once all tokens are drawn
-    """
-
     def __init__(self, compute: Callable[[], None]) -> None:
         self.compute: Callable[[], None] | None = compute
         self.result = Computed(np.zeros(0, np.int64))
-        self.logits: torch.Tensor | None = None
-        self.waiting: dict[int, RowDraw] | None = None
-        self.draws: _Queued | None = None
-        self.note_logprobs: Callable[[], None] = lambda: None
 
 
 class QueuedSteps:
@@ -66,8 +54,6 @@ class QueuedSteps:
         """Number of steps that were queued while another had not been read."""
         self.drawn_here = 0
         """Number of tokens that the host did not draw."""
-        self.drawn_under_masks = 0
-        self._newest: _Queued | None = None
         self._before(generator, "iterate_start_jobs", lambda: bool(generator.pending_jobs))
         self._before(generator, "defrag_cache", lambda: True)
         self._before(generator.model, "forward_chunk", lambda: True)
@@ -93,23 +79,12 @@ class QueuedSteps:
         self._line.append(_Queued(compute))
 
     def queue(
-        self,
-        rows: Sequence[Row],
-        jobs: Sequence[Any | None],
-        places: Sequence[int],
-        logits: Sequence[int],
-        waiting: Sequence[int],
+        self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
     ) -> _Queued:
-        assert self._newest is None or self._newest.waiting is None, "rows of the step before still wait for masks"
         self.queued_ahead += bool(self._line)
         tables = [np.array(row.pages) for row in rows]
         step = [Row(tuple(r.tokens), r.length, table, r.source) for r, table in zip(rows, tables, strict=True)]
         draws = self._tables.step(jobs, places, [row.length for row in rows])
-        later: dict[int, RowDraw] = {}
-        for row in waiting:
-            draw, draws[row] = draws[row], None
-            assert draw is not None
-            later[row] = draw
         tops = [job.top if job is not None else None for job in jobs]
         wanted = list(logits)
         self.drawn_here += sum(draw is not None for draw in draws)
@@ -123,49 +98,20 @@ class QueuedSteps:
                 [-2 if draw is None else self._draw(row, draw) for row, draw in zip(out[:, 0], draws, strict=True)]
             )
             queued.result = Computed(self._drawn, out[wanted].float() if wanted else None)
-            queued.logits = out
-            if not later:
-                note_logprobs()
-
-        def note_logprobs() -> None:
-            assert queued.logits is not None
             for number, top in enumerate(tops):
                 if top is not None:
-                    raw = queued.logits[number, 0, : self._drawable].float()
+                    raw = out[number, 0, : self._drawable].float()
                     queued.result.logprobs[number] = logprob_of(raw, int(self._drawn[number]), top)
 
-        queued = self._newest = _Queued(compute)
-        queued.waiting, queued.note_logprobs = later or None, note_logprobs
+        queued = _Queued(compute)
         self._line.append(queued)
         return queued
 
-    def draw_waiting(self, queued: _Queued, masks: Mapping[int, Array]) -> None:
-        assert queued is self._newest
-        draws, queued.waiting = queued.waiting, None
-        assert draws is not None
-        given = {row: np.array(mask) for row, mask in masks.items()}
-        self.drawn_here += len(given)
-        self.drawn_under_masks += len(given)
-
-        def compute() -> None:
-            assert queued.compute is None
-            assert queued.logits is not None
-            for row, mask in given.items():
-                self._drawn[row] = self._draw(queued.logits[row, 0], draws[row], mask)
-            queued.note_logprobs()
-
-        behind = _Queued(compute)
-        queued.draws = behind
-        self._line.append(behind)
-
-    def _draw(self, logits: torch.Tensor, row: RowDraw, mask: Array | None = None) -> int:
+    def _draw(self, logits: torch.Tensor, row: RowDraw) -> int:
         own = {name: None if row.slot < 0 else table[row.slot] for name, table in self._filled.items()}
         x = penalised(
             logits[: self._drawable].numpy(), row.rule, row.position, own["last_seen"], own["counts"], own["bias"]
         )
-        if mask is not None:
-            allowed = np.unpackbits(mask, count=self._drawable, bitorder="little")
-            x = x + np.where(allowed, np.float32(0), np.float32(-np.inf))
         try:
             token = draw(x, row.rule, row.point)
         except ValueError:
@@ -176,8 +122,7 @@ class QueuedSteps:
         return token
 
     def read(self, queued: _Queued) -> Computed:
-        assert queued.waiting is None, "its rows still wait for masks"
-        while queued.compute is not None or (queued.draws is not None and queued.draws.compute is not None):
+        while queued.compute is not None:
             self._compute_first()
         return queued.result
 

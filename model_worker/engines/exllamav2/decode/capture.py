@@ -44,8 +44,6 @@ def make_loop(
         return None, _one_by_one(str(e))
     steps = None if loaded.draft_tokens else DeviceSteps(graphs, drawable)
     _capture(loaded, loaded.model, loaded.cache, loaded.loras, graphs, lambda *counts: progress("capturing", *counts))
-    if steps is not None:
-        steps.capture()
     if loaded.draft_model is not None and obstacle(loaded.draft_model, None) is None:
         most = most_rows(loaded.draft_model, generator.max_batch_size, 1)
         draft = _graphs(loaded, loaded.draft_model, loaded.draft_cache, None, most, 1)

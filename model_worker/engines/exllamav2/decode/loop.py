@@ -9,16 +9,12 @@ is dropped, and the slot that it writes belongs to no token that anybody counts:
 made only for tokens that were accepted. The page may be handed out at once, because all work on pages is queued on one
 stream: the new owner writes after the late row.
 
-A row with a constraint needs its last token before its mask can be computed. So its draw is queued by itself, once the
-step before has been accepted: the host computes the mask while the GPU computes the forward pass.
-
-A token that the host draws (mirostat, guidance) is known only when its step has been accepted. The next step, which is
-queued before, is computed without that row. So such an answer gets a token in every second step, and the other answers
-do not wait for it.
+An answer whose next token has to be drawn by the host (a constraint, mirostat, guidance) cannot be queued ahead. While
+there is one in the batch, each step is read before the next is queued.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,26 +40,13 @@ class Steps(Protocol):
         ...
 
     def queue(
-        self,
-        rows: Sequence[Row],
-        jobs: Sequence[Any | None],
-        places: Sequence[int],
-        logits: Sequence[int],
-        waiting: Sequence[int],
+        self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
     ) -> Any:
-        """Queue a step and return what ``draw_waiting`` and ``read`` take.
+        """Queue a step and return what ``read`` takes.
 
-        jobs     the job of each row; None for a row whose token the host draws
-        places   the number of the token that each row draws, counted from the answer's first as 0
-        logits   rows whose logits the host needs
-        waiting  rows whose draw waits for a mask. If there are any, ``draw_waiting`` must follow, before another step
-        """
-        ...
-
-    def draw_waiting(self, queued: Any, masks: Mapping[int, Array]) -> None:
-        """Queue the draws of a step's waiting rows.
-
-        masks  by row, uint8: a bit for each id that may be drawn, lowest id first. A row without a mask draws nothing
+        jobs    the job of each row; None for a row whose token the host draws
+        places  the number of the token that each row draws, counted from the answer's first as 0
+        logits  rows whose logits the host needs
         """
         ...
 
@@ -97,14 +80,12 @@ class _Flight:
     spans     jobs that get a token
     by_host   the spans whose token the host draws, in the order of the logits that were asked for
     read      prompt tokens that were queued before the step, behind the step before it
-    waiting   the spans whose draw has not been queued, because it needs a mask
     """
 
     queued: Any
     spans: list[_Span]
     by_host: list[_Span]
     read: int
-    waiting: list[_Span]
 
 
 class DecodeLoop:
@@ -139,8 +120,6 @@ class DecodeLoop:
         spans, pages = self._spans()
         if not spans:
             self._accept(results)
-            spans, pages = self._spans()  # of answers whose token the host has drawn just now
-        if not spans:
             self._accepted_at, self._read_since = None, 0
             return
         if not self._steps.fits(spans[-1][2], pages):
@@ -148,7 +127,11 @@ class DecodeLoop:
             self._package(results)
             self._accepted_at, self._read_since = None, 0
             return
-        self._queue_and_accept(spans, results, alone)
+        if self._flight is not None and any(self._draws_by_host(job) for job, _, _ in spans):
+            self._accept(results)
+            spans, _ = self._spans()
+        if spans:
+            self._queue_and_accept(spans, results, alone)
 
     def _queue_and_accept(self, spans: list[_Span], results: list[Any], alone: bool) -> None:
         """Queue a step and accept the one before.
@@ -157,26 +140,16 @@ class DecodeLoop:
         ``alone`` if the next chunk of a prompt goes behind it.
         """
         before, self._flight = self._flight, self._queue(spans, self._flight)
-        if before is None:
-            self._draw_waiting(self._flight)
-            if alone:
-                return
+        if self._flight.by_host:
+            self._accept_flight(before, results)
+            self._accept(results)
+            return
+        if before is None and not alone:
             before, self._flight = self._flight, None
             following, pages = self._spans(before)
             if following and self._steps.fits(following[-1][2], pages):
                 self._flight = self._queue(following, before)
         self._accept_flight(before, results)
-        if self._flight is not None:
-            self._draw_waiting(self._flight)
-
-    def _draw_waiting(self, flight: _Flight) -> None:
-        """Queue the draws of a step that wait for masks. All steps before have been accepted."""
-        if not flight.waiting:
-            return
-        active = set(self._generator.active_jobs)
-        masks = {first: job.constraint.bits for job, first, _ in flight.waiting if job in active}
-        flight.waiting = []
-        self._steps.draw_waiting(flight.queued, masks)
 
     def _read(self, reading: list[Any], results: list[Any]) -> None:
         """Read the next tokens of the prompts, in the order of their jobs, as many as the pace allows."""
@@ -210,8 +183,7 @@ class DecodeLoop:
     def _spans(self, before: _Flight | None = None) -> tuple[list[_Span], int]:
         """Return the spans of all jobs that get a token, and the pages of the longest.
 
-        Left out is a job that gets its last token in the step that has not been read, and a job whose token the host
-        will draw from that step.
+        A job that gets its last token in the step that has not been read is left out.
 
         before  that step; None: the one that has been queued last
         """
@@ -221,8 +193,6 @@ class DecodeLoop:
         for job in self._generator.active_jobs:
             ahead = job in flying
             if not job.is_prefill_done() or job.new_tokens + ahead >= job.limit:
-                continue
-            if ahead and self._draws_by_host(job):
                 continue
             count = len(job.sequences)
             spans.append((job, rows, rows + count))
@@ -237,7 +207,6 @@ class DecodeLoop:
         jobs: list[Any | None] = []
         places: list[int] = []
         by_host: list[_Span] = []
-        waiting: list[_Span] = []
         for job, first, last in spans:
             source = sources.get(job, -1)
             ahead = source >= 0
@@ -246,8 +215,6 @@ class DecodeLoop:
                 jobs += [None] * (last - first)
             else:
                 jobs.append(job)
-                if job.constraint is not None:
-                    waiting.append((job, first, last))
             places += [job.new_tokens + ahead] * (last - first)
             job.begun = True
             for sequence, token in zip(job.sequences, job.last_tokens(), strict=True):
@@ -259,8 +226,7 @@ class DecodeLoop:
                 step.append(Row((token,), length, pages, source))
         wanted = [row for _, first, last in by_host for row in range(first, last)]
         read, self._read_since = self._read_since, 0
-        queued = self._steps.queue(step, jobs, places, wanted, [first for _, first, _ in waiting])
-        return _Flight(queued, spans, by_host, read, waiting)
+        return _Flight(self._steps.queue(step, jobs, places, wanted), spans, by_host, read)
 
     def _accept(self, results: list[Any]) -> None:
         """Read and accept the step that has not been read, if there is one."""

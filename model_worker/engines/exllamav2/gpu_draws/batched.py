@@ -1,7 +1,7 @@
 """Draws of all rows of a step, launched together on one GPU."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import pack_into
 from typing import Any
@@ -30,40 +30,17 @@ class RowDraw:
 def write_words(words: Array, draws: Sequence[RowDraw | None]) -> None:
     """Write the rows of a step into int32 [rows, WORDS]. Rows beyond ``draws``, and those of None, draw nothing."""
     words[:, 0] = HOST
-    mask = 0
     for row, draw in zip(words, draws, strict=False):
         if draw is None:
             continue
         rule = draw.rule
         pack_into(
-            "<8i3Qd5fi", row, 0,
+            "<8i3Qd5f", row, 0,
             GREEDY if rule.greedy else WEIGHED, draw.slot, draw.position, rule.penalty_range, rule.penalty_end,
             rule.top_k, rule.smoothed, rule.cuts,
             draw.point << 11, rule.top_p, rule.min_p, rule.top_a * 2.0**80,
-            rule.scale, rule.penalty, rule.fade, rule.frequency, rule.presence, mask,
+            rule.scale, rule.penalty, rule.fade, rule.frequency, rule.presence,
         )  # fmt: skip
-        mask += 1
-
-
-def mask_words(vocab: int) -> int:
-    """Return the int32 numbers of a row's mask."""
-    return -(-vocab // 32)
-
-
-def write_masked(block: Array, rows: int, vocab: int, draws: Mapping[int, tuple[RowDraw, Array]]) -> int:
-    """Write the words of ``rows`` rows and the masks of those that draw. Return how much of the block is used.
-
-    block  int32 [rows * (WORDS + mask_words)]
-    draws  by row: (what it draws, uint8: a bit for each id that may be drawn, lowest id first)
-    """
-    by_row = [draws.get(row, (None, None)) for row in range(rows)]
-    write_words(block[: rows * WORDS].reshape(rows, WORDS), [draw for draw, _ in by_row])
-    masks = block[rows * WORDS :].view(np.uint8).reshape(-1, 4 * mask_words(vocab))
-    written = [mask for _, mask in by_row if mask is not None]
-    for row, mask in zip(masks, written, strict=False):
-        row[: len(mask)] = mask
-        row[len(mask) :] = 0
-    return rows * WORDS + len(written) * mask_words(vocab)
 
 
 class BatchedDraws:
@@ -72,8 +49,6 @@ class BatchedDraws:
     rows    most rows of a step, and number of slots with tables
     padded  elements of a row of logits; ids below ``vocab`` can be drawn
     words   int32 [rows, WORDS] on the device: what the rows draw; by default zeros
-    masked  int32 [rows * (WORDS + mask_words)] on the device: what rows with a mask draw, and the masks
-            (``write_masked``)
     drawn   int64 [rows]: where the tokens go; -1 for a row whose logits are not numbers
     """
 
@@ -95,7 +70,6 @@ class BatchedDraws:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.words = make(rows, WORDS) if words is None else words
-        self.masked = make(rows * (WORDS + mask_words(vocab)))
         self.bias = make(rows, vocab, dtype=torch.float32)
         self.last_seen, self.counts = make(rows, vocab), make(rows, vocab)
         self.drawn = make(rows, dtype=torch.int64) if drawn is None else drawn
@@ -113,36 +87,29 @@ class BatchedDraws:
         tables = {"bias": self.bias, "last_seen": self.last_seen, "counts": self.counts}
         tables[table][slot].copy_(torch.from_numpy(values))
 
-    def launch(self, logits: torch.Tensor, rows: int, masked: bool = False) -> None:
-        """Queue the draws of fp16 logits [rows, padded]; the tokens go to ``drawn``. May be captured.
-
-        masked  draw what ``masked`` says, for all rows. Else draw what ``words`` says
-        """
+    def launch(self, logits: torch.Tensor, rows: int) -> None:
+        """Queue the draws of fp16 logits [rows, padded] by ``words``; the tokens go to ``drawn``. May be captured."""
         k, blocks = self._kernels, self.blocks
-        end = self.rows * WORDS
-        words, masks = (self.masked[:end], self.masked[end:]) if masked else (self.words, self.words)
         tables = self.bias, self.last_seen, self.counts
         power = max(1 << (blocks - 1).bit_length(), 2)
         options = {"num_warps": 8, "enable_fp_fusion": False}
         sizes = {"VOCAB": self.vocab, "BLOCKS": blocks, "BLOCK": BLOCK}
         grid = rows, blocks
-        mask = {"MASK": mask_words(self.vocab), "MASKED": masked}
         k.adjust[grid](
-            logits, words, masks, *tables, self._largest, self._where, self._wrong, ROW=self._padded,
-            **mask, **sizes, **options,
-        )  # fmt: skip
+            logits, self.words, *tables, self._largest, self._where, self._wrong, ROW=self._padded, **sizes, **options
+        )
         sizes["BLOCKS_2"] = power
         k.weigh[grid](
-            logits, words, masks, *tables, self._largest, self._powers, self._sums, self._above, self._mass_above,
-            ROW=self._padded, **mask, **sizes, **options,
+            logits, self.words, *tables, self._largest, self._powers, self._sums, self._above, self._mass_above,
+            ROW=self._padded, **sizes, **options,
         )  # fmt: skip
         chosen = self._likely, self._likely_ids, self._gathered
         k.gather[grid](
-            words, self._powers, self._sums, self._above, self._mass_above, *chosen, MOST=MOST, **sizes, **options
+            self.words, self._powers, self._sums, self._above, self._mass_above, *chosen, MOST=MOST, **sizes, **options
         )
         k.choose[(rows,)](
-            words, self._largest, self._where, self._wrong, self._powers, self._sums, *chosen, self.drawn,
+            self.words, self._largest, self._where, self._wrong, self._powers, self._sums, *chosen, self.drawn,
             MOST=MOST, **sizes, **options,
         )  # fmt: skip
-        k.choose_slowly[(rows,)](words, self._powers, self._sums, self._gathered, self.drawn, **sizes, **options)
-        k.note[(rows,)](words, self.drawn, self.last_seen, self.counts, VOCAB=self.vocab)
+        k.choose_slowly[(rows,)](self.words, self._powers, self._sums, self._gathered, self.drawn, **sizes, **options)
+        k.note[(rows,)](self.words, self.drawn, self.last_seen, self.counts, VOCAB=self.vocab)

@@ -1,4 +1,4 @@
-"""The rule's draws on the host: for speculated tokens, and for steps that were not captured."""
+"""The rule's draws on the host, for answers whose draws cannot wait for the GPU: speculation and constraints."""
 
 from typing import Any
 

@@ -1,16 +1,15 @@
 # mypy: ignore-errors
 """The rule of ``rule`` as Triton kernels, over all rows of a step at once.
 
-``adjust`` reads the logits: penalties, bias, mask, and the largest of each block. ``weigh`` computes the weights. It
-sums those of each block, and counts and sums those above each of LEVELS thresholds. ``gather`` takes the highest
-threshold above which all candidates of a row must be, and collects the tokens above it. ``choose`` draws from these,
-with one program for each row. ``choose_slowly`` does the same over the whole vocabulary, for rows that keep too many
-tokens.
+``adjust`` reads the logits: penalties, bias, and the largest of each block. ``weigh`` computes the weights. It sums
+those of each block, and counts and sums those above each of LEVELS thresholds. ``gather`` takes the highest threshold
+above which all candidates of a row must be, and collects the tokens above it. ``choose`` draws from these, with one
+program for each row. ``choose_slowly`` does the same over the whole vocabulary, for rows that keep too many tokens.
 
 Weights are kept as float32 powers of 2, and made integers where they are summed. The kernels must be launched without
 fusing multiplication and addition (``enable_fp_fusion=False``), as each operation is rounded by itself.
 
-Words of a row, int32, written by the host for each step (``batched.write_words``):
+Words of a row, int32, written by the host for each step (``rows.RowWords``):
 
     0  kind: 0 the host draws, 1 greedy, 2 by weights       8, 9    point, 64 bits: the 53 bits, shifted left by 11
     1  slot of the row's tables; -1: none                   10, 11  top_p, of 2**64; 0: off
@@ -20,10 +19,6 @@ Words of a row, int32, written by the host for each step (``batched.write_words`
     5  top_k; 0: off                                        17      penalty, float32; 1: off
     6  1: smoothed                                          18      fade, float32
     7  1: any cut                                           19, 20  frequency and presence, float32
-                                                            21      number of the row's mask
-
-``MASKED`` kernels draw for rows with a mask, by words of their own. They also get ``masks``, int32 [masks, MASK]: a bit
-for each id that may be drawn, lowest id in the lowest bit. Other kernels do not read it.
 """
 
 import triton
@@ -54,9 +49,8 @@ def _weight(power):
 
 @triton.jit
 def adjust(
-    logits, words, masks, bias, last_seen, counts, largest, where, wrong,
-    ROW: tl.constexpr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr,
-    MASKED: tl.constexpr,
+    logits, words, bias, last_seen, counts, largest, where, wrong,
+    ROW: tl.constexpr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the largest adjusted logit of a block, its lowest id, and whether the block has a NaN.
 
@@ -69,7 +63,7 @@ def adjust(
     if tl.load(row_words) == 0:
         return
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = _adjusted(logits, row_words, masks, bias, last_seen, counts, row, ids, ROW, VOCAB, MASK, MASKED)
+    x = _adjusted(logits, row_words, bias, last_seen, counts, row, ids, ROW, VOCAB)
     at = row * BLOCKS + block
     bad = tl.sum((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
@@ -80,11 +74,8 @@ def adjust(
 
 
 @triton.jit
-def _adjusted(
-    logits, row_words, masks, bias, last_seen, counts, row, ids,
-    ROW: tl.constexpr, VOCAB: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return float32 logits after penalties, bias and mask; -inf beyond the vocabulary."""
+def _adjusted(logits, row_words, bias, last_seen, counts, row, ids, ROW: tl.constexpr, VOCAB: tl.constexpr):
+    """Return float32 logits after penalties and bias; -inf beyond the vocabulary."""
     inside = ids < VOCAB
     x = tl.load(logits + row.to(tl.int64) * ROW + ids, mask=inside, other=float("-inf")).to(tl.float32)
     slot = tl.load(row_words + 1)
@@ -105,9 +96,6 @@ def _adjusted(
             n = tl.load(counts + table, mask=inside, other=0)
             x = x - tl.where(n > 0, frequency * n.to(tl.float32) + presence, 0.0)
         x = x + tl.load(bias + table, mask=inside, other=0.0)
-    if MASKED:
-        packed = tl.load(masks + tl.load(row_words + 21) * MASK + (ids >> 5), mask=inside, other=0)
-        x = x + tl.where(((packed >> (ids & 31)) & 1) != 0, 0.0, float("-inf"))  # a NaN stays one
     return x
 
 
@@ -119,9 +107,8 @@ def _top(largest, row, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
 
 @triton.jit
 def weigh(
-    logits, words, masks, bias, last_seen, counts, largest, powers, sums, above, mass_above,
+    logits, words, bias, last_seen, counts, largest, powers, sums, above, mass_above,
     ROW: tl.constexpr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, BLOCK: tl.constexpr,
-    MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights of a block.
 
@@ -134,7 +121,7 @@ def weigh(
     if tl.load(row_words) != 2:
         return
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = _adjusted(logits, row_words, masks, bias, last_seen, counts, row, ids, ROW, VOCAB, MASK, MASKED)
+    x = _adjusted(logits, row_words, bias, last_seen, counts, row, ids, ROW, VOCAB)
     top = _top(largest, row, BLOCKS, BLOCKS_2)
     below = tl.where(x == top, 0.0, x - top)
     z = tl.where(tl.load(row_words + 6) != 0, -(below * below), below)

@@ -21,7 +21,7 @@ _SIZE_OF_POINT = 1 << 53
 
 def draws_on_gpu(job: Any) -> bool:
     """Return whether the GPU can draw the tokens of an AnswerJob."""
-    return job.rule is not None and len(job.sequences) == 1
+    return job.rule is not None and job.constraint is None and len(job.sequences) == 1
 
 
 class DrawTables(Protocol):
