@@ -1,24 +1,30 @@
 """Measure a step of decoding: captured as a CUDA graph, one kernel at a time, and the package's own generator.
 
-    python -m benchmarks.decoding [--models 1b 8b 1b-exl2-rounded] [--streams 1 8 32 64 128]
+    python -m benchmarks.decoding [--models 1b 8b 1b-exl2-rounded 8b-exl2-rounded] [--streams 1 8 32 64 128]
 
 A step has to read all weights once, so the measure of a step is the time of reading as many bytes, in the same run. The
 step is the median of the gaps between two tokens of a stream at the client, while all streams run. All three serve the
-same greedy requests in turn. Rates include reading the prompts, of 64 tokens each.
+same greedy requests in turn. Rates include reading the prompts, of 64 tokens each. The median round counts.
+
+Figures of other models that the same machine and commit have left in the result file stay there.
 """
 
+import json
+import re
 import statistics
+from pathlib import Path
 from typing import Any
 
 from benchmarks.bare import bare
 from benchmarks.harness import Request, Run, Server, arguments_for, entry, quiet_heap, requests, served
-from benchmarks.report import Result, write
+from benchmarks.report import Result, commit, machine, write
 from model_worker.engines.exllamav2.vram import weight_bytes
 from model_worker.engines.model_dir import ModelDir
 
 STREAMS = (1, 8, 32, 64, 128)
 TOKENS, PAGES = 128, 256
 ROUNDS = 2
+"""Rounds that count. One more comes first."""
 MOST_STEPS = {
     "1b": {1: 2.2, 32: 3.0},
     "8b": {1: 1.5, 32: 1.8},
@@ -56,7 +62,7 @@ def step(run: Run) -> float:
     return statistics.median(gaps) if gaps else 0.0
 
 
-def measure(server: Server, name: str, made: dict[str, Any], streams: list[int], quick: bool) -> list[Result]:
+def measure(server: Server, name: str, made: dict[str, Any], streams: list[int], rounds: int) -> list[Result]:
     """Measure one model, which the server serves as ``name`` and ``name-uncaptured``."""
     directory = made["model_dir"]
     size = weight_bytes(ModelDir(directory))
@@ -67,15 +73,14 @@ def measure(server: Server, name: str, made: dict[str, Any], streams: list[int],
     ]
     other = bare(made)
     quiet_heap()
-    tokens = 24 if quick else TOKENS
     for count in streams:
-        asked: list[list[Request]] = [requests(name, directory, count, seed=number) for number in range(ROUNDS + 1)]
+        asked: list[list[Request]] = [requests(name, directory, count, seed=number) for number in range(rounds + 1)]
         runs: dict[str, list[Run]] = {"graphs": [], "uncaptured": [], "package": []}
         for number, some in enumerate(asked):
             one = {
-                "package": other.run(some, tokens),
-                "uncaptured": served(server, f"{name}-uncaptured", some, tokens),
-                "graphs": served(server, name, some, tokens),
+                "package": other.run(some, TOKENS),
+                "uncaptured": served(server, f"{name}-uncaptured", some, TOKENS),
+                "graphs": served(server, name, some, TOKENS),
             }
             if number:
                 for kind, run in one.items():
@@ -101,17 +106,30 @@ def measure(server: Server, name: str, made: dict[str, Any], streams: list[int],
     return results
 
 
+def others(directory: Path, models: list[str]) -> list[Result]:
+    """Return the figures of other models in the result file, if the same machine and commit have measured them."""
+    path = directory / "decoding.json"
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    if (content["machine"], content["commit"]) != (machine(), commit()):
+        return []
+    found = [Result(*(result[key] for key in ("name", "value", "unit", "target"))) for result in content["results"]]
+    return [result for result in found if re.split(r"[,:]", result.name)[0] not in models]
+
+
 def main() -> None:
     parser = arguments_for(__doc__)
-    parser.add_argument("--models", nargs="+", default=["1b", "8b", "1b-exl2-rounded"])
+    parser.add_argument("--models", nargs="+", default=["1b", "8b", "1b-exl2-rounded", "8b-exl2-rounded"])
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    results: list[Result] = []
+    results = others(arguments.out, arguments.models)
     for model in arguments.models:
         most = max(arguments.streams)
         made = entry(arguments, model, most, max(most, 8) * 2 * PAGES)
         with Server({model: made, f"{model}-uncaptured": made | {"graphs": False}}) as server:
-            results += measure(server, model, made, arguments.streams, arguments.quick)
+            results += measure(server, model, made, arguments.streams, arguments.rounds)
         write("decoding", results, arguments.out)  # also when a later model fails
 
 

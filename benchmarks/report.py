@@ -53,15 +53,19 @@ def machine() -> str:
     return f"{found.splitlines()[0]}, {text}" if found else text
 
 
+def commit() -> str:
+    """Return the commit of the working tree. "-dirty" behind it says that files have changed."""
+    command = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    # BENCH_COMMIT names the commit on a machine that has the files without git's history
+    return found or os.environ.get("BENCH_COMMIT", "unknown")
+
+
 def write(name: str, results: list[Result], directory: Path = RESULTS) -> Path:
     """Write ``NAME.json`` and print the figures. Returns its path."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     content = {
         "machine": machine(),
-        # BENCH_COMMIT names the commit on a machine that has the files without git's history
-        "commit": commit or os.environ.get("BENCH_COMMIT", "unknown"),
+        "commit": commit(),
         "command": re.sub(r" --out \S+", "", " ".join(["python", *sys.orig_argv[1:]])),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "results": [{**asdict(result), "meets": result.meets} for result in results],
