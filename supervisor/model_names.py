@@ -77,7 +77,7 @@ class ModelNames:
             return self.find(name)
         if self.default is None:
             message = "the request names no model, and models.yaml has no default_model: name a model"
-            raise RequestError(message, field="model", code=ErrorCode.MODEL_NOT_FOUND)
+            raise RequestError(message, field="model", code=ErrorCode.INVALID_REQUEST)
         return self.find(self.default)
 
 

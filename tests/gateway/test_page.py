@@ -144,7 +144,10 @@ def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Pag
     assert "supervisor" in seen
     _, seen = next(page.pictures(page.sign_in("guest")))
     assert "supervisor" not in seen
-    assert seen["model m"] == {"name": "m", "model": "m", "state": "ready", "context": 100_000, "chat": True}
+    assert seen["model m"] == {
+        "name": "m", "model": "m", "state": "ready", "context": 100_000, "chat": True,
+        "aliases": [], "variants": [], "default": None,
+    }  # fmt: skip
     for name, status in (("watcher", 403), ("guest", 403), ("ops", 200)):
         cookie = page.sign_in(name)
         assert page.ask("POST", "/page/orders/stop", {"model": "n"}, cookie=cookie, **OWN)[0] == status

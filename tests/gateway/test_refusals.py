@@ -154,14 +154,21 @@ def test_paths_with_a_slash_or_another_base_url_are_found(port: int) -> None:
 def test_models_that_are_not_running(port: int) -> None:
     (*_, stopped) = ask(port, "GET", "/v1/models")[2]["data"]
     assert (stopped["state"], stopped["status"], stopped["modelctl"]) == (
-        "not-loaded", {"value": "unloaded"}, {"state": "stopped"},
-    )  # fmt: skip
+        "not-loaded",
+        {"value": "unloaded"},
+        {"state": "stopped", "model": "stopped", "aliases": [], "variants": [], "default": None},
+    )
     status, headers, answer = ask(port, "POST", "/v1/completions", PROMPT | {"model": "stopped"})
     assert (status, answer["error"]["code"], headers["x-should-retry"]) == (503, "model_not_running", "false")
-    for name in ("none", "M/..", "", "m" * 300):
+    for name, expected in {
+        "none": (404, "model_not_found"),
+        "M/..": (404, "model_not_found"),
+        "m" * 300: (404, "model_not_found"),
+        "": (400, "invalid_request"),  # names no model, and there is no default model
+    }.items():
         for path, body in (("/v1/completions", PROMPT | {"stream": True}), ("/tokenize", {"prompt": "x"})):
             status, _, answer = ask(port, "POST", path, body | {"model": name})
-            assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (*expected, "model")
 
 
 def test_a_token_that_the_model_does_not_have(port: int) -> None:

@@ -41,7 +41,7 @@ def test_without_a_default_model_a_request_has_to_name_one(tmp_path: Path) -> No
     found = names(tmp_path, f"models: {{a: {{{ENGINE}}}}}")
     with pytest.raises(RequestError, match="the request names no model") as refused:
         found.find_or_default("")
-    assert (refused.value.code, refused.value.field) == (ErrorCode.MODEL_NOT_FOUND, "model")
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "model")
 
 
 @pytest.mark.parametrize(
