@@ -30,6 +30,10 @@ class Headline:
 
 HEADLINES = (
     Headline(
+        "ExLlamaV2, 1B, 32 requests at once: tokens per second with captured steps, over `graphs: false`",
+        "decoding", "1b, 32 streams: graphs over graphs: false", "{:.1f}", " times",
+    ),
+    Headline(
         "ExLlamaV2, 8B, 32 requests at once: tokens per second, over the package's own generator without a server",
         "serving-exllamav2", "8b, 32 streams: served over bare", "{:.2f}", " times",
     ),

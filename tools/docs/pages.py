@@ -12,6 +12,7 @@ from pathlib import Path
 from tools.docs.client import client_page
 from tools.docs.commands import commands_page
 from tools.docs.configuration import configuration_page
+from tools.docs.decoding_plot import decoding_plot
 from tools.docs.errors import error_table
 from tools.docs.headlines import readme
 from tools.docs.http_errors import http_error_table
@@ -27,6 +28,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "python-client.md": client_page,
     "_generated/errors.md": error_table,
     "_generated/http-errors.md": http_error_table,
+    "images/decoding.svg": decoding_plot,
     **PARTS,
     "../README.md": readme,
     "../supervisor/cli/models.schema.json": models_schema,
