@@ -154,3 +154,30 @@ def test_no_options_stop_the_process(extreme: float) -> None:
     for fields in ({"temperature": 10.0}, {"repetition_penalty": 1e-300}, {"presence_penalty": -2.0, "top_p": 0.5}):
         drawing = Draws((3,), 8, **fields)
         assert all(drawing.draw(logits) in range(8) for _ in range(3))
+
+
+@pytest.mark.parametrize("vocab", [512, 32_000])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"temperature": 0.7}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.8},
+        {"temperature": 1.5, "temperature_last": True, "top_k": 100, "top_p": 0.95, "min_p": 0.01},
+    ],
+)  # fmt: skip
+def test_rows_that_are_drawn_together_get_the_ids_that_they_get_alone(fields: dict[str, Any], vocab: int) -> None:
+    logits = torch.randn(17, vocab, generator=torch.Generator().manual_seed(5)) * 3
+    samplers = [Sampler(Job(n, (0,), 5000, SamplingParams(**(fields | {"seed": n}))), vocab) for n in range(17)]
+    assert len({each.alike for each in samplers}) == 1
+    alone = [each.draw(row, 1 + n) for n, (each, row) in enumerate(zip(samplers, logits, strict=True))]
+    points = [each.point(1 + n, 0) for n, each in enumerate(samplers)]
+    assert samplers[0].draw_together(points, logits) == alone
+    assert len(set(alone)) > 1
+
+
+def test_only_requests_whose_draws_depend_on_nothing_else_are_alike() -> None:
+    job = Job(1, (0,), 10, SamplingParams(seed=1))
+    assert Sampler(job, 5).alike == Sampler(Job(2, (0, 1), 20, SamplingParams(seed=2)), 5).alike is not None
+    for fields in (
+        {"presence_penalty": 1.0}, {"logit_bias": {3: 0.5}}, {"repetition_penalty": 1.1}, {"temperature": 0.0},
+    ):  # fmt: skip
+        assert Sampler(Job(1, (0,), 10, SamplingParams(**fields)), 5).alike is None  # type: ignore[arg-type]

@@ -246,7 +246,10 @@ class TransformersEngine:
         batch = self._rows[: self._decoding]
         logits = self._model.decode([r.answer.newest for r in batch], [r.cached for r in batch])
         logits = logits[:, : self._drawable]  # the rows beyond are padding, which was never trained
-        likeliest: list[int] = logits.argmax(-1).tolist()
+        drawn: list[int] = logits.argmax(-1).tolist()
+        together = _draw_together(batch, logits)
+        for i, token in together.items():
+            drawn[i] = token
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(batch)
         now = time.monotonic()
@@ -255,18 +258,19 @@ class TransformersEngine:
         events: list[EngineEvent] = []
         for i, running in enumerate(batch):
             answer, sampler = running.answer, running.sampler
-            token: int | None = likeliest[i]
+            next_token: int | None = drawn[i]
             event: EngineEvent | None
             try:
-                if not (sampler.plain and answer.is_free):
-                    token = sampler.draw(
+                if i not in together and not (sampler.plain and answer.is_free):
+                    next_token = sampler.draw(
                         logits[i], answer.length, answer.excluded, answer.only, answer.returns, answer.allowed
                     )
-                if token is None:
+                if next_token is None:
                     event = answer.give_up(now)
                 else:
                     top = answer.job.top_logprobs
-                    event = answer.take(token, None if top is None else log_probability(logits[i], token, top), now)
+                    logprob = None if top is None else log_probability(logits[i], next_token, top)
+                    event = answer.take(next_token, logprob, now)
             except RequestError as e:
                 event = Failed(answer.job.id, e)
             if isinstance(event, Finished | Failed):
@@ -318,3 +322,19 @@ class TransformersEngine:
         """End the process that tries constraints."""
         if self._constraints is not None:
             self._constraints.close()
+
+
+def _draw_together(batch: Sequence[_Running], logits: torch.Tensor) -> dict[int, int]:
+    """Draw for all rows that differ from others in nothing but their random number. Return {row: id}.
+
+    logits  [rows, vocab]
+    """
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for row, running in enumerate(batch):
+        if running.sampler.alike is not None and running.answer.is_free:
+            groups.setdefault(running.sampler.alike, []).append(row)
+    drawn: dict[int, int] = {}
+    for rows in groups.values():
+        points = [batch[row].sampler.point(batch[row].answer.length, batch[row].answer.returns) for row in rows]
+        drawn.update(zip(rows, batch[rows[0]].sampler.draw_together(points, logits[rows]), strict=True))
+    return drawn

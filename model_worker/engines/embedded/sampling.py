@@ -1,6 +1,10 @@
-"""Draw the next token of one request, with the transformers library's own logits processors."""
+"""Draw the next token of a request, with the transformers library's own logits processors.
 
-from collections.abc import Collection
+Requests with the same settings are drawn in one pass over their rows (``draw_together``), unless penalties, biases or
+limits make a row differ from the others.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -22,6 +26,11 @@ from model_worker.engines.draws import Draws
 from protocol.request import SamplingParams
 
 _NEVER = float("-inf")
+_WARPED_BY = ("temperature", "temperature_last", "top_k", "top_p", "min_p", "typical_p")
+"""The options that ``_warpers`` reads."""
+MOST_TOGETHER = 1 << 16
+"""Scores that are drawn from in one pass. 32 rows of 512 ids with top_p take 1.0 ms instead of 3.9. Rows of 128,256 ids
+gain nothing: one row fits the processor's cache, and two do not (32 rows: 392 ms together, 347 one by one)."""
 _LARGE = 1e30  # finite stand-in for infinite logits: a softmax over two infinities is NaN, and drawing from it raises
 
 
@@ -48,6 +57,9 @@ class Sampler:
     eos_ids  ids that end an answer
 
     A ``plain`` request takes the likeliest token of unchanged logits. The engine finds it for the whole batch at once.
+
+    alike  what a draw depends on besides the logits. Samplers that have it in common can draw together. None if a draw
+           also depends on earlier tokens or on a bias
     """
 
     def __init__(self, job: Job, vocab: int, eos_ids: Collection[int] = ()) -> None:
@@ -65,8 +77,11 @@ class Sampler:
         self._bias = _bias(job, vocab, eos_ids)
         self.plain = self.greedy and not self._looks_back and self._bias is None
         self._warpers = LogitsProcessorList()
+        self.alike: tuple[float, ...] | None = None
         if not self.greedy:
             self._warpers = _warpers(sampling)
+            if not self._looks_back and self._bias is None:
+                self.alike = tuple(float(getattr(sampling, name)) for name in _WARPED_BY)
         self._draws = Draws(sampling.seed)
         self._prompt_tokens = prompt_tokens
         self._ids = torch.empty(0, dtype=torch.int64)
@@ -115,23 +130,42 @@ class Sampler:
             token = int(scores.argmax())
         else:
             scores = self._warpers(past, scores)
-            point = self._draws.at(length - self._prompt_tokens, returns=returns)
-            token = _at(point, scores[0].softmax(-1))
+            (token,) = _at([self.point(length, returns)], scores.softmax(-1))
         if self._looks_back:
             self._ids[length] = token
         return token
 
+    def point(self, length: int, returns: int) -> float:
+        """Return the random number in [0, 1) of the token that follows ``length`` tokens of prompt and answer."""
+        return self._draws.at(length - self._prompt_tokens, returns=returns)
 
-def _at(point: float, probabilities: torch.Tensor) -> int:
-    """Return the id at ``point`` in [0, 1) of the cumulated probabilities [vocab].
+    def draw_together(self, points: Sequence[float], logits: torch.Tensor) -> list[int]:
+        """Return the next ids of requests whose samplers are ``alike``: the ids that each would draw alone.
+
+        points  for each row, the ``point`` of the row's own sampler
+        logits  [rows, vocab], of any device and floating type
+        """
+        ids: list[int] = []
+        rows = max(1, MOST_TOGETHER // logits.shape[-1])
+        for first in range(0, len(points), rows):
+            part = logits[first : first + rows].to("cpu", torch.float32)
+            scores = self._warpers(cast(torch.LongTensor, self._ids), part)
+            ids += _at(points[first : first + rows], scores.softmax(-1))
+        return ids
+
+
+def _at(points: Sequence[float], probabilities: torch.Tensor) -> list[int]:
+    """Return for each row the id at its point in [0, 1) of the cumulated probabilities [rows, vocab].
 
     This needs one random number per token, and less than half the time of ``torch.multinomial``, which takes one random
     number per id.
     """
-    sums = probabilities.cumsum(-1, dtype=torch.float64).numpy()
-    if not sums[-1] > 0:  # also for NaN
-        raise RuntimeError("the model's logits are not numbers")
-    return int(sums.searchsorted(point * sums[-1], side="right"))  # never an id of probability 0
+    ids = []
+    for point, sums in zip(points, probabilities.cumsum(-1, dtype=torch.float64).numpy(), strict=True):
+        if not sums[-1] > 0:  # also for NaN
+            raise RuntimeError("the model's logits are not numbers")
+        ids.append(int(sums.searchsorted(point * sums[-1], side="right")))  # never an id of probability 0
+    return ids
 
 
 def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
