@@ -7,7 +7,7 @@ the process (invariant 9). So an engine need not be able to go on after an excep
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from protocol.errors import WireError
 from protocol.process.worker_spec import EngineSpec
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[str, int, int], None]
 """Called often by ``load``, with (phase, done, total). Phase "loading" counts modules or bytes, "warmup" counts steps.
 An engine that compiles something does that first, under a phase name of its own."""
+
+
+Place = Literal["before", "inside", "behind"]
+"""Where a prompt ends: before a possible reasoning of the model, inside it, or behind it."""
 
 
 class LoadError(Exception):
@@ -56,7 +60,8 @@ class Capabilities:
     max_batch_size  requests that are decoded together
     offered         names of the optional fields of a request that may differ from their neutral default: those of
                     SamplingParams, and min_tokens, stop_token_ids, banned_strings, token_healing, json_schema, regex,
-                    choice, logprobs, top_logprobs, negative_prompt
+                    choice, tools (calls under the schemas of tools), reasoning_budget, logprobs, top_logprobs,
+                    negative_prompt
     chat            whether the model has a chat template
     device          for people: "cpu", "NVIDIA H200", ...
     attention       for people: how the engine computes attention, and the reason if that is not the best way
@@ -72,6 +77,32 @@ class Capabilities:
     decoding: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an answer is written, and what a request wants of that: its reasoning, and calls of tools.
+
+    visible    markers that are part of the text, also where they are special tokens
+    reasoning  the markers before and behind the reasoning; None if the model does not reason
+    place      where the prompt ends
+    calls      texts with which a call of a tool begins. None are given for a request without tools
+    stops      whether stop strings act in the text only: not in the reasoning, and not from the first call on
+    waits      whether the constraint begins behind the reasoning
+    budget     most tokens of the reasoning; None for no limit
+    """
+
+    visible: frozenset[str] = frozenset()
+    reasoning: tuple[str, str] | None = None
+    place: Place = "behind"
+    calls: tuple[str, ...] = ()
+    stops: bool = False
+    waits: bool = False
+    budget: int | None = None
+
+
+PLAIN: Final = Layout()
+"""An answer of which nothing is known, and of which nothing is wanted."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One request, ready for the engine.
@@ -82,7 +113,9 @@ class Job:
     token_healing    see engines.healing
     top_logprobs     None: report no log-probabilities. 0: report only those of the drawn tokens
     negative_ids     the negative prompt of classifier-free guidance. Given if and only if sampling.cfg_scale is not 1
-    constraint       the shape that the answer must have, as GenerateRequest.constraint; see engines.constraint
+    constraint       the shape that the answer must have, as Intake.constraint; see engines.constraint
+    lazy             whether the constraint begins with the first call of a tool (engines.gated)
+    layout           how the answer is written
     resumed_ids      the first tokens of the answer, which another worker computed before it died
 
     The client has received the ``resumed_ids`` and all text that they complete. The engine computes them like a prompt,
@@ -104,6 +137,8 @@ class Job:
     top_logprobs: int | None = None
     negative_ids: tuple[int, ...] | None = None
     constraint: tuple[str, str] | None = None
+    lazy: bool = False
+    layout: Layout = PLAIN
     resumed_ids: tuple[int, ...] = ()
 
 

@@ -42,6 +42,67 @@ class StopMatcher:
         return held
 
 
+class ContentStops:
+    """Looks for stop strings in the text of an answer only: not in its reasoning, and not from the first call on.
+
+    reasoning  the markers of the reasoning; None if there is none
+    inside     whether the answer begins within the reasoning
+    calls      texts with which a call begins
+    """
+
+    def __init__(self, reasoning: tuple[str, str] | None, inside: bool, calls: Iterable[str]) -> None:
+        self._start, self._end = reasoning or ("", "")
+        self._calls = tuple(calls)
+        self._inside, self._called = inside, False
+        self._longest = max(map(len, (self._start, self._end, *self._calls)))
+        self._tail = ""
+        """The end of the text so far, in which a marker may begin."""
+        self._matcher = StopMatcher(())
+        self._passed: str | None = None
+        """The marker that the text now ends with."""
+
+    def use(self, stops: Iterable[str]) -> None:
+        """Look for these stop strings from now on. No text that could begin one of them may be held now."""
+        self._matcher = StopMatcher(stops)
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return (text to deliver, whether a stop string was found). Do not push after one was found."""
+        if self._called:
+            return text, False
+        out: list[str] = []
+        while text:
+            markers = (self._end,) if self._inside else (self._start, *self._calls)
+            size = self._until_marker(text, markers)
+            piece, text = text[:size], text[size:]
+            if self._inside:
+                out.append(piece)
+            else:
+                told, found = self._matcher.push(piece)
+                out.append(told)
+                if found:
+                    return "".join(out), True
+            if self._passed is not None:
+                out.append(self._matcher.flush())
+                self._called = self._passed in self._calls
+                self._inside, self._tail = self._passed == self._start and not self._called, ""
+                if self._called:
+                    out.append(text)
+                    break
+        return "".join(out), False
+
+    def _until_marker(self, text: str, markers: Iterable[str]) -> int:
+        """Return how much of a text goes up to the end of the first marker, and note that marker in ``_passed``."""
+        known = self._tail + text
+        ends = [(at + len(marker), marker) for marker in markers if marker and (at := known.find(marker)) >= 0]
+        end, self._passed = min(ends, default=(len(known), None))
+        self._tail = known[max(0, end - self._longest + 1) : end]
+        return end - (len(known) - len(text))
+
+    def flush(self) -> str:
+        """Return the text that was held back and turned out to be no stop string."""
+        return self._matcher.flush()
+
+
 def _search(text: str, stop: str, matched: int) -> tuple[int, int]:
     """Search a stop string in the next piece of a text.
 

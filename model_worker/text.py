@@ -14,7 +14,7 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from model_worker.stop_strings import StopMatcher
+from model_worker.stop_strings import ContentStops, StopMatcher
 
 Decode = Callable[[Sequence[int]], str]
 """A function that decodes token ids to text. It leaves special tokens out. Incomplete UTF-8 becomes U+FFFD."""
@@ -214,17 +214,29 @@ class TextStream:
 
     source   how ids become text: a table, or the tokenizer's decoding
     context  the ids before the answer, as Detokenizer takes them
+    stops    the stop strings; ``stop_at`` replaces them
+    matcher  looks for the stop strings, if they do not act everywhere
     """
 
-    def __init__(self, source: Pieces | Decode, context: Sequence[int] = (), stops: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        source: Pieces | Decode,
+        context: Sequence[int] = (),
+        stops: Iterable[str] = (),
+        matcher: ContentStops | None = None,
+    ) -> None:
         self._detokenizer: PieceDetokenizer | Detokenizer = (
             PieceDetokenizer(source, context) if isinstance(source, Pieces) else Detokenizer(source, context)
         )
-        self._matcher = StopMatcher(stops)
+        self._matcher: StopMatcher | ContentStops = matcher or StopMatcher(())
+        self.stop_at(stops)
 
     def stop_at(self, stops: Iterable[str]) -> None:
         """Use these stop strings from the next id on. No text that could begin one of them may be held now."""
-        self._matcher = StopMatcher(stops)
+        if isinstance(self._matcher, ContentStops):
+            self._matcher.use(stops)
+        else:
+            self._matcher = StopMatcher(stops)
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Return (text to deliver, whether a stop string ended the answer)."""

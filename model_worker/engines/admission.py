@@ -89,6 +89,7 @@ def _check_offered(job: Job, offered: Collection[str]) -> None:
         "logprobs": job.top_logprobs is not None,
         "top_logprobs": bool(job.top_logprobs),
         "negative_prompt": job.negative_ids is not None,
+        "reasoning_budget": job.layout.budget is not None,
     }
     if job.constraint is not None:
         optional[job.constraint[0]] = True

@@ -18,6 +18,7 @@ import torch.
   the healed token belongs to the prompt. Speculation works: a proposal of the draft is accepted only if it is the token
   that is drawn under the mask.
 * A resumed answer goes through the constraint first (``replay``).
+* A constraint may wait for the end of the reasoning, or for a call of a tool (``gated``).
 * A mask that exceeds the library's limits (constraint_grammar.LIMITS) ends the answer with an error. The limits hold
   for each mask, so that no answer delays other answers for long.
 * The model chooses the tokens that spell a text: every spelling is allowed. JSON has no white space between its parts,
@@ -42,7 +43,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import llguidance
 import numpy as np
@@ -51,10 +52,15 @@ from model_worker.engine import Job
 from model_worker.engines.admission import excluded_ids
 from model_worker.engines.constraint_compiler import Compilation, ConstraintCompiler
 from model_worker.engines.constraint_grammar import TOO_COSTLY
+from model_worker.engines.gated import GatedConstraint
+from model_worker.engines.gates import Gates
 from model_worker.text import Pieces
 from protocol.errors import ErrorCode, RequestError
 
-OFFERED = frozenset({"json_schema", "regex", "choice"})
+if TYPE_CHECKING:
+    from model_worker.engines.tokenizer import Tokenizer
+
+OFFERED = frozenset({"json_schema", "regex", "choice", "tools", "reasoning_budget"})
 WAIT_S = 0.005
 """Seconds that a step with nothing to compute waits, at most, for a constraint that is being compiled."""
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"), 0, -np.inf)
@@ -69,14 +75,30 @@ class Constraint:
     pieces   number of ids that the matcher knows, without its own id that ends every answer
     vocab    ids below this can be drawn
     end_ids  ids that end the answer: allowed wherever the answer is complete
+    hidden   ids that may not be drawn: markers that would not be part of this answer's text
     """
 
+    free: Final = False
+    """Whether every token may be drawn next. Only a constraint that waits is free at times: see engines.gated."""
+    dormant: Final = False
+
+    def takes(self, token: int) -> bool:
+        """Return whether a token that was drawn while the constraint was dormant may stay."""
+        return False
+
     def __init__(
-        self, kind: str, matcher: llguidance.LLMatcher, pieces: int, vocab: int, end_ids: Collection[int]
+        self,
+        kind: str,
+        matcher: llguidance.LLMatcher,
+        pieces: int,
+        vocab: int,
+        end_ids: Collection[int],
+        hidden: Collection[int] = (),
     ) -> None:
         self._kind, self._matcher = kind, matcher
         self._pieces, self._vocab = pieces, vocab
         self._end_ids = np.array([token for token in end_ids if token < vocab], np.int64)
+        self._hidden = [token for token in hidden if token < vocab]
         self._bits: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._allowed: Mask | None = None
         self._accepting = False
@@ -117,6 +139,8 @@ class Constraint:
             bits[:shared] = known[:shared]
             if ids & 7:
                 bits[ids >> 3] &= (1 << (ids & 7)) - 1
+            for token in self._hidden:
+                bits[token >> 3] &= ~(1 << (token & 7)) & 0xFF
             if self._accepting:
                 np.bitwise_or.at(bits, self._end_ids >> 3, (1 << (self._end_ids & 7)).astype(np.uint8))
             self._bits = bits
@@ -168,23 +192,28 @@ class Constraint:
             raise RequestError(f"{self._kind} {why}", field=self._kind)
 
 
+AnyConstraint = Constraint | GatedConstraint
+
+
 class Constraints:
     """The constraints of one model, and the jobs that wait until their constraint is compiled.
 
-    pieces   the model's tokens
-    vocab    ids below this can be drawn
-    eos_ids  ids that end an answer
+    pieces     the model's tokens
+    vocab      ids below this can be drawn
+    eos_ids    ids that end an answer
+    tokenizer  knows the markers of reasoning and calls
     """
 
-    def __init__(self, pieces: Pieces, vocab: int, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self, pieces: Pieces, vocab: int, eos_ids: Collection[int], tokenizer: "Tokenizer | None" = None
+    ) -> None:
         spelled = [piece.encode(errors="surrogatepass") if isinstance(piece, str) else piece for piece in pieces.table]
         self._pieces = len(spelled)
+        self._gates = Gates([piece or b"" for piece in spelled], vocab, eos_ids, tokenizer)
         self._vocab, self._eos_ids = vocab, frozenset(eos_ids)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         bell = self._bell
-        self._compiler = ConstraintCompiler(
-            [piece or b"" for piece in spelled], self._eos_ids, lambda: os.eventfd_write(bell, 1)
-        )
+        self._compiler = ConstraintCompiler(self._gates.spelled, self._eos_ids, lambda: os.eventfd_write(bell, 1))
         self._waiting: dict[int, tuple[Job, Compilation]] = {}
         self._ahead: dict[int, Compilation] = {}
         self._untold: set[int] = set()
@@ -277,7 +306,7 @@ class Constraints:
         for job_id in list(self._waiting):
             self.cancel(job_id)
 
-    def ready(self, patience: float = 0.0) -> list[tuple[Job, Callable[[], Constraint]]]:
+    def ready(self, patience: float = 0.0) -> list[tuple[Job, Callable[[], AnyConstraint]]]:
         """Return the jobs whose compilation has ended, each with a function that returns the job's constraint.
 
         The constraint is at the position where the answer goes on. The function raises RequestError for a refused
@@ -294,17 +323,28 @@ class Constraints:
             del self._waiting[job.id]
         return [(job, partial(self._result, job, made)) for job, made in done]
 
-    def _result(self, job: Job, made: Compilation) -> Constraint:
+    def _result(self, job: Job, made: Compilation) -> AnyConstraint:
         matcher = made.future.result()
         assert job.constraint is not None
         assert matcher is not None
         end_ids = self._eos_ids.union(job.stop_token_ids)
-        constraint = Constraint(job.constraint[0], matcher, self._pieces, self._vocab, end_ids)
+        kind = job.constraint[0]
+        hidden = () if kind == "tools" else self._gates.special_ids
+        inner = Constraint(kind, matcher, self._pieces, self._vocab, end_ids, hidden)
+        constraint = self._gates.around(job, inner) or inner
         constraint.replay(job.resumed_ids)
         self._check_draw(job, constraint)
         return constraint
 
-    def _check_draw(self, job: Job, constraint: Constraint) -> None:
+    def of_reasoning(self, job: Job) -> GatedConstraint | None:
+        """Return what limits the reasoning of a job without another constraint, at the position where the answer goes
+        on; None if nothing does. Raises RequestError."""
+        if job.layout.budget is None or (constraint := self._gates.around(job, None)) is None:
+            return None
+        constraint.replay(job.resumed_ids)
+        return constraint
+
+    def _check_draw(self, job: Job, constraint: AnyConstraint) -> None:
         """Raise RequestError if the first draw has no token left."""
         left = constraint.allowed.copy()
         left[[i for i in self._excluded(job, len(job.resumed_ids)) if i < self._vocab]] = False

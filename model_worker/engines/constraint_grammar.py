@@ -10,6 +10,7 @@ from typing import Any
 
 import llguidance
 
+from answer_formats.grammar import grammar as calls_grammar
 from protocol.errors import ErrorCode, RequestError
 
 LIMITS = llguidance.LLParserLimits(
@@ -101,6 +102,9 @@ def grammar(kind: str, text: str) -> str:
         white_space = _FLEXIBLE if given.get(WHITESPACE_OPTION) else _COMPACT
         schema["x-guidance"] = {**white_space, "lenient": False, "coerce_one_of": False}
         return f"{_PREFIX}%json {json.dumps(schema, ensure_ascii=False)}"
+    if kind == "tools":
+        given = json.loads(text)
+        return calls_grammar(given["format"], given["tools"], required=given["required"], parallel=given["parallel"])
     if kind == "choice":
         text = "|".join("".join(map(_literal, choice)) for choice in json.loads(text))
     elif (len(text) - len(text.rstrip("\\"))) % 2:  # the library would lose such a backslash

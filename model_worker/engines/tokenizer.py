@@ -4,19 +4,21 @@ tokenizer.json is read as it is. The transformers library would rebuild some tok
 then count other tokens than the engine computes. This module does not import torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import jinja2
 import tokenizers
 
-from model_worker.engine import ChatTemplate, LoadError
+from model_worker.engine import PLAIN, ChatTemplate, Layout, LoadError
 from model_worker.engines.model_dir import MOST_IDS, ModelDir, token_text
 from model_worker.engines.token_pieces import NoPieces, read_pieces
 from model_worker.engines.tokenizer_growth import check_growth
 from model_worker.engines.vetting import TEMPLATE_BYTES, is_panic, read_bytes
+from model_worker.stop_strings import ContentStops
 from model_worker.template_child import environment
-from model_worker.text import Pieces, TextStream
+from model_worker.text import Decode, Pieces, TextStream
 from protocol.errors import RequestError
 
 
@@ -47,6 +49,10 @@ class Tokenizer:
         self._special = {name: text for name in names if (text := token_text(config.get(name)))}
         self._bos_id = self.token_id(self._special.get("bos_token", ""))
         self.eos_ids = directory.eos_ids(self.token_id)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token for token, known in added.items() if known.special)
+        self._sources: dict[frozenset[int], Pieces | Decode] = {}
+        """How ids become text, by the special tokens that are part of it."""
         self.chat_template = _chat_template(directory, self._special)
 
     @cached_property
@@ -122,9 +128,42 @@ class Tokenizer:
             piece = self._tokenizer.id_to_token(token_id) or ""
         return piece if isinstance(piece, bytes) else piece.encode(errors="surrogatepass")
 
-    def stream(self, context: Sequence[int], stops: Iterable[str] = ()) -> TextStream:
+    def stream(self, context: Sequence[int], stops: Iterable[str] = (), layout: Layout = PLAIN) -> TextStream:
         """Return a stream for the text of an answer behind the ids ``context``, up to the first of the stop strings."""
-        return TextStream(self.pieces or self.decode, context, stops)
+        matcher = None
+        if layout.stops and (layout.reasoning or layout.calls):
+            matcher = ContentStops(layout.reasoning, layout.place == "inside", layout.calls)
+        return TextStream(self._source(layout.visible), context, stops, matcher)
+
+    def _source(self, visible: frozenset[str]) -> Pieces | Decode:
+        """Return how ids become text if these markers are part of it. Special tokens with other names have no text."""
+        shown = self.special_ids(visible)
+        if not shown:
+            return self.pieces or self.decode
+        key = frozenset(shown)
+        if key not in self._sources:
+            self._sources[key] = self._showing(shown)
+        return self._sources[key]
+
+    def _showing(self, shown: dict[int, str]) -> Pieces | Decode:
+        if self.pieces is not None:
+            table = list(self.pieces.table)
+            for token, text in shown.items():
+                table[token] = text
+            return replace(self.pieces, table=table)
+        hidden = self._special_ids.difference(shown)
+
+        def decode(token_ids: Sequence[int]) -> str:
+            text: str = self._tokenizer.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
+            return text
+
+        return decode
+
+    def special_ids(self, texts: Collection[str]) -> dict[int, str]:
+        """Return the special tokens with these names, by id. Such a token adds nothing to a text unless it is asked
+        for."""
+        named = {text: self.token_id(text) for text in texts}
+        return {token: text for text, token in named.items() if token is not None and token in self._special_ids}
 
 
 def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatTemplate | None:

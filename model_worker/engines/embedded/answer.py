@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from model_worker.engine import DrawnToken, Finished, Job, NewTokens
 from model_worker.engines.banned import BannedStrings, Verdict
-from model_worker.engines.constraint import Constraint, Mask
+from model_worker.engines.constraint import AnyConstraint, Mask
 from model_worker.engines.healing import Healing
 from model_worker.text import TextStream
 from protocol.errors import RequestError
@@ -31,7 +31,7 @@ class EmbeddedAnswer:
         new_stream: NewStream,
         eos_ids: Collection[int],
         healing: Healing | None = None,
-        constraint: Constraint | None = None,
+        constraint: AnyConstraint | None = None,
     ) -> None:
         self.job, self._healing, self._constraint = job, healing, constraint
         self.prompt = healing.prompt_ids if healing else job.prompt_ids
@@ -80,7 +80,8 @@ class EmbeddedAnswer:
     @property
     def is_free(self) -> bool:
         """Return whether nothing limits the next draw."""
-        return self._judge is None and self._constraint is None and len(self.ids) >= self._early
+        limited = self._constraint is not None and not self._constraint.free
+        return self._judge is None and not limited and len(self.ids) >= self._early
 
     @property
     def only(self) -> Collection[int] | None:
@@ -91,7 +92,7 @@ class EmbeddedAnswer:
     def allowed(self) -> Mask | None:
         """Return the ids that the constraint leaves for the next draw; None for all. Raises RequestError if it is too
         costly to compute them."""
-        return None if self._constraint is None else self._constraint.allowed
+        return None if self._constraint is None or self._constraint.free else self._constraint.allowed
 
     @property
     def excluded(self) -> Collection[int]:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ from model_worker.engine import (
 )
 from model_worker.engines.admission import check_job, left_to_draw
 from model_worker.engines.constraint import OFFERED as CONSTRAINTS
-from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
+from model_worker.engines.constraint import WAIT_S, AnyConstraint, Constraints
 from model_worker.engines.embedded.answer import EmbeddedAnswer
 from model_worker.engines.embedded.check import OFFERED, check, read_options
 from model_worker.engines.embedded.load import check_room, device_name, load_model
@@ -91,7 +92,7 @@ class TransformersEngine:
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._drawable = min(self._vocab_size, self._tokenizer.vocab_size)
         eos_ids = self._tokenizer.eos_ids
-        self._constraints = Constraints(pieces, self._drawable, eos_ids) if pieces else None
+        self._constraints = Constraints(pieces, self._drawable, eos_ids, self._tokenizer) if pieces else None
         self._model = SlotModel(model, device, self._spec.max_batch_size, context)
         self._capabilities = Capabilities(
             context=context,
@@ -153,12 +154,13 @@ class TransformersEngine:
         if job.constraint is not None and self._constraints is not None:  # check_job has refused it if there are none
             self._constraints.add(job)
         else:
-            self._queue(job)
+            self._queue(job, self._constraints.of_reasoning(job) if self._constraints is not None else None)
 
-    def _queue(self, job: Job, constraint: Constraint | None = None) -> None:
+    def _queue(self, job: Job, constraint: AnyConstraint | None = None) -> None:
         eos_ids = self._tokenizer.eos_ids
         healing = self._healer.heal(job.prompt_ids) if job.token_healing and self._healer else None
-        answer = EmbeddedAnswer(job, self._tokenizer.stream, eos_ids, healing, constraint)
+        stream = partial(self._tokenizer.stream, layout=job.layout)
+        answer = EmbeddedAnswer(job, stream, eos_ids, healing, constraint)
         if healing and not left_to_draw(job, self._drawable, answer.end_ids, healing.allowed):
             raise RequestError(
                 "token_healing: no token that may be drawn begins as the prompt's last one does", field="token_healing"

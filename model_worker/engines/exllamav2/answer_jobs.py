@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from model_worker.engine import Job
-from model_worker.engines.constraint import Constraint
+from model_worker.engines.constraint import AnyConstraint
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import Redraw
 from model_worker.engines.exllamav2.batch import Batch
@@ -40,7 +40,7 @@ class AnswerJobs:
         self._breakers[[token for token in punctuation if token < drawable]] = True
 
     def first(
-        self, job: Job, prompts: list[tuple[int, ...]], healing: Healing | None, constraint: Constraint | None
+        self, job: Job, prompts: list[tuple[int, ...]], healing: Healing | None, constraint: AnyConstraint | None
     ) -> Any:
         """Return the AnswerJob with which a request begins.
 

@@ -11,6 +11,7 @@ decides which of two stop strings it finds. It reports ids that it took back.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from model_worker.engine import (
 )
 from model_worker.engines.admission import check_job
 from model_worker.engines.constraint import OFFERED as CONSTRAINTS
-from model_worker.engines.constraint import WAIT_S, Constraint, Constraints
+from model_worker.engines.constraint import WAIT_S, AnyConstraint, Constraints
 from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
 from model_worker.engines.exllamav2.answer_jobs import AnswerJobs
 from model_worker.engines.exllamav2.batch import Batch
@@ -79,7 +80,7 @@ class ExLlamaV2Engine:
         eos_ids = self._tokenizer.eos_ids
         self._jobs = AnswerJobs(loaded, self._batch, self._generator.padded_vocab_size, self._drawable, eos_ids)
         self._healer = Healer(pieces) if pieces else None
-        self._constraints = Constraints(pieces, self._drawable, eos_ids) if pieces else None
+        self._constraints = Constraints(pieces, self._drawable, eos_ids, self._tokenizer) if pieces else None
         self._loop, decoding = make_loop(loaded, self._generator, self._drawable, progress)
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
@@ -165,14 +166,14 @@ class ExLlamaV2Engine:
         if job.constraint is not None and self._constraints is not None:  # check_job has refused it if there are none
             self._constraints.add(job)
         else:
-            self._queue(job, prompts)
+            self._queue(job, prompts, self._constraints.of_reasoning(job) if self._constraints is not None else None)
 
-    def _queue(self, job: Job, prompts: list[tuple[int, ...]], constraint: Constraint | None = None) -> None:
+    def _queue(self, job: Job, prompts: list[tuple[int, ...]], constraint: AnyConstraint | None = None) -> None:
         healing = self._healing(job)
         if healing:
             prompts = [healing.prompt_ids]
         handle = self._jobs.first(job, prompts, healing, constraint)
-        stream = self._tokenizer.stream
+        stream = partial(self._tokenizer.stream, layout=job.layout)
         answer = (
             GuardedAnswer(job, handle, stream, self._jobs.redraw_of(job, prompts, healing), healing)
             if job.banned_strings or healing  # a GuardedAnswer finds stop strings in a healed token

@@ -21,7 +21,7 @@ import torch
 from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 
 from model_worker.engine import DrawnToken
-from model_worker.engines.constraint import Constraint
+from model_worker.engines.constraint import AnyConstraint
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
 from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
@@ -89,22 +89,19 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         breakers: np.ndarray[Any, Any] | None = None,
         by_rule: bool = False,
         xtc: tuple[float, float, Collection[int], float] | None = None,
-        constraint: Constraint | None = None,
+        constraint: AnyConstraint | None = None,
     ) -> None:
         self.bias, self.first_bias = bias, first_bias
         self.constraint = constraint
         self.failure: RequestError | None = None
         self.limits: torch.Tensor | None = None
-        tensor = bias.tensor if bias else None
-        if first_bias is not None:
-            tensor = first_bias if tensor is None else first_bias + tensor
         super().__init__(
             input_ids=[torch.tensor([ids], dtype=torch.long) for ids in prompts],
             max_new_tokens=limit - drawn + draft,
             min_new_tokens=0,
             max_skips=1 << 30,  # the engine decides which job goes first
             identifier=identifier,
-            gen_settings=ExLlamaV2Sampler.Settings(**settings, token_bias=tensor),
+            gen_settings=ExLlamaV2Sampler.Settings(**settings, token_bias=self._own_bias()),
         )
         sequence_ids = self.sequences[0].sequence_ids
         self.before_draw = (
@@ -142,7 +139,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
 
         padded  size of the padded vocabulary
         """
-        if self.constraint is None:
+        if self.constraint is None or self.constraint.free:
+            self.gen_settings.token_bias = self._own_bias()
             return
         if self.limits is None:
             self.limits = torch.empty(padded)
@@ -152,6 +150,13 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             if bias is not None:
                 self.limits += bias
         self.gen_settings.token_bias = self.limits
+
+    def _own_bias(self) -> torch.Tensor | None:
+        """Return what the request itself adds to the logits of the next draw."""
+        own = None if self.bias is None else self.bias.tensor
+        if self.first_bias is None:
+            return own
+        return self.first_bias if own is None else self.first_bias + own
 
     def can_draw(self) -> bool:
         """Return whether the next draw has a token left."""
@@ -264,7 +269,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
             self.ended = "length"
         return self.ended is not None, next_token
 
-    def _constrained(self, constraint: Constraint, token: int) -> str | None:
+    def _constrained(self, constraint: AnyConstraint, token: int) -> str | None:
         """Return why the answer ends behind its newest token. If it does not end, limit the next draw and return
         None."""
         try:
@@ -312,6 +317,11 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     def begun_here(self, place: int) -> bool:
         """Return whether the token of this place follows another one that this job drew."""
         return place > self._from
+
+    def takes(self, token: int) -> bool:
+        """Return whether a token stays that the GPU drew while the constraint was dormant, or seemed to be."""
+        constraint = self.constraint
+        return constraint is None or (constraint.dormant and constraint.takes(token))
 
     def note_logprob(self, drawn: DrawnToken) -> None:
         """Note the log-probabilities of the token that is taken next."""

@@ -10,7 +10,9 @@ made only for tokens that were accepted. The page may be handed out at once, bec
 stream: the new owner writes after the late row.
 
 An answer whose next token has to be drawn by the host (a constraint, mirostat, guidance) cannot be queued ahead. While
-there is one in the batch, each step is read before the next is queued.
+there is one in the batch, each step is read before the next is queued. A constraint that waits (engines/gated) lets the
+GPU draw meanwhile. When the host learns that it waits no more, the GPU has drawn one token too many. That token is
+dropped, too, and the host draws it again.
 """
 
 import time
@@ -248,6 +250,8 @@ class DecodeLoop:
         for job, first, _ in flight.spans:
             if job not in active:
                 continue  # cancelled, ended or gone back since the step was queued
+            if job not in by_host and not job.takes(tokens[first]):
+                continue  # the host draws this token again
             job.claim_last()
             if job not in by_host:
                 if tokens[first] == NOT_A_TOKEN:

@@ -27,7 +27,7 @@ def draw_by_rule(job: Any, logits: torch.Tensor) -> int:
         counts = np.zeros(vocab, np.int32)
         for token, count in job.bias.counted.items():
             counts[token] = count
-    if job.constraint is not None and job.limits is not None:
+    if job.limits is not None and job.gen_settings.token_bias is job.limits:
         bias = job.limits.numpy()[:vocab]
     elif job.bias is not None or job.first_bias is not None:
         bias = np.zeros(vocab, np.float32)

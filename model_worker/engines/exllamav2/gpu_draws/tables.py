@@ -20,8 +20,9 @@ _SIZE_OF_POINT = 1 << 53
 
 
 def draws_on_gpu(job: Any) -> bool:
-    """Return whether the GPU can draw the tokens of an AnswerJob."""
-    return job.rule is not None and job.constraint is None and len(job.sequences) == 1
+    """Return whether the GPU can draw the next token of an AnswerJob."""
+    waits = job.constraint is None or job.constraint.dormant
+    return job.rule is not None and waits and len(job.sequences) == 1
 
 
 class DrawTables(Protocol):
