@@ -28,6 +28,7 @@ from time import perf_counter, thread_time
 import zmq
 
 from benchmarks.report import RESULTS, Result, write
+from model_worker.answer_format import AnswerFormat
 from model_worker.engine import Capabilities, EngineEvent, EngineStats, Finished, Job, NewTokens, ProgressCallback
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
@@ -175,7 +176,7 @@ def serve(engine: PacedEngine, streams: int) -> None:
         link = SupervisorLink(spec)
         loop = WorkerLoop(engine, link)
         link.hello()
-        link.ready(engine.capabilities, load_seconds=0.0, max_jobs=loop.max_jobs)
+        link.ready(engine.capabilities, AnswerFormat(), load_seconds=0.0, max_jobs=loop.max_jobs)
         loop.run()
         done.set()
         link.close()

@@ -94,6 +94,7 @@ def pin_devices(visible_devices: str) -> None:
 
 def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     """Connect, load the model and serve requests. Return the process's exit code."""
+    from model_worker.answer_format import AnswerFormat
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
     from model_worker.intake import check_defaults
@@ -121,12 +122,13 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         link.close()
         return EXIT_CONFIG
     lease.loading()
-    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow)
+    format = AnswerFormat.of(engine.chat_template, spec)
+    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow, format)
     # The objects of the loaded model stay, too. Without gc.freeze() the garbage collector scans all of them whenever
     # enough new objects have gathered. Each scan stops every stream for about 160 ms.
     gc.collect()
     gc.freeze()
-    link.ready(engine.capabilities, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
+    link.ready(engine.capabilities, format, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
     loop.run()
     lease.step()
     engine.close()

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from model_worker.engine import Engine, Job, LoadError
+from model_worker.answer_format import UNKNOWN, AnswerFormat, calls_text
+from model_worker.engine import PLAIN, Engine, Job, Layout, LoadError
 from protocol.chat import ChatFields
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -21,10 +22,20 @@ tokenizing it would stall the loop. English text has 4 to 5 bytes per token."""
 
 
 class Intake:
-    """Turns requests into jobs for one loaded engine. ``sampling`` and ``limits`` are the model's, as in WorkerSpec."""
+    """Turns requests into jobs for one loaded engine.
 
-    def __init__(self, engine: Engine, sampling: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
-        self._engine = engine
+    sampling, limits  the model's, as in WorkerSpec
+    format            how the model writes
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        format: AnswerFormat = UNKNOWN,
+    ) -> None:
+        self._engine, self._format = engine, format
         self._capabilities = engine.capabilities
         self._sampling, self._limits = sampling, limits
         self.longest_text = self._capabilities.context * MAX_BYTES_PER_TOKEN
@@ -40,6 +51,10 @@ class Intake:
         """
         variables = variant.get("template_kwargs", {})
         request = parse_generate(body, self._defaults(variant), self._limits, variables)
+        if request.tool_choice == "required" and self._format.tools is None:
+            raise _unsupported("tool_choice", "the format in which this model calls tools is not known", "tool_format")
+        if request.reasoning_budget is not None and self._format.reasoning is None:
+            raise _unsupported("reasoning_budget", "the markers of this model's reasoning are not known", "reasoning")
         if resumed and (why := not_resumable(request)):
             raise WireError(ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another")
         return request
@@ -53,7 +68,8 @@ class Intake:
             return None
         if self._engine.chat_template is None:
             raise RequestError("the model has no chat template: send prompt instead of messages", field="messages")
-        self._check_size("messages", [message.content or "" for message in request.messages])
+        texts = [text or "" for message in request.messages for text in (message.content, message.reasoning_content)]
+        self._check_size("messages", texts)
         return request.for_template()
 
     def _defaults(self, variant: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -63,6 +79,32 @@ class Intake:
         """Return the most tokens of an answer if the request does not say it."""
         bounds = (self._defaults(variant).get("max_tokens"), self._limits.get("max_tokens"))
         return min((bound for bound in bounds if bound is not None), default=self._capabilities.context)
+
+    def constraint(self, request: GenerateRequest) -> tuple[str, str] | None:
+        """Return the constraint of a request as (field, text), or None: ``GenerateRequest.constraint``, or "tools".
+
+        Calls that the model may make are constrained if the engine offers that, and the model's format is known. Calls
+        that it must make always are. Raises RequestError.
+        """
+        if request.tool_choice is None or self._format.tools is None:
+            return request.constraint
+        if request.constraint is not None:
+            kind = request.constraint[0]
+            raise RequestError(
+                f"{kind} and tools are not offered together: leave one of them out", field=kind,
+                code=ErrorCode.UNSUPPORTED,
+            )  # fmt: skip
+        if request.tool_choice == "auto" and "tools" not in self._capabilities.offered:
+            return None
+        return "tools", calls_text(request, self._format.tools)
+
+    def layout(self, request: GenerateRequest, rendered: str | None) -> Layout:
+        """Return how the answer to a request is written. ``rendered`` is as for ``job``."""
+        if rendered is None or not (request.with_format or request.reasoning_budget is not None or request.tool_choice):
+            return PLAIN
+        assert request.messages is not None
+        continued = (request.messages[-1].content or "") if request.continue_final_message else None
+        return self._format.layout(request, self._format.place(rendered, continued))
 
     def job(
         self,
@@ -105,7 +147,9 @@ class Intake:
             token_healing=request.token_healing,
             top_logprobs=request.top_logprobs if request.logprobs else None,
             negative_ids=self._negative(request),
-            constraint=request.constraint,
+            constraint=self.constraint(request),
+            lazy=request.tool_choice == "auto",
+            layout=self.layout(request, rendered),
             resumed_ids=resumed_ids,
         )
 
@@ -155,6 +199,10 @@ def variant_of(carry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the variant that a request names, from the ``carry`` of its job. Empty without one."""
     packed = carry.get("defaults")
     return NO_VARIANT if packed is None else unpack_body(packed)
+
+
+def _unsupported(field: str, why: str, key: str) -> RequestError:
+    return RequestError(f"{field}: {why}: set {key} in models.yaml", field=field, code=ErrorCode.UNSUPPORTED)
 
 
 def prompt_field(request: GenerateRequest) -> str:

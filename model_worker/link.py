@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import zmq
 
+from model_worker.answer_format import AnswerFormat
 from model_worker.engine import Capabilities
 from model_worker.sending import Outbox
 from protocol import __version__, limits
@@ -95,7 +96,8 @@ class SupervisorLink:
         self._last_progress = (phase, now)
         self._socket.send(encode(ProgressMessage(pack_body({"phase": phase, "done": done, "total": total}))))
 
-    def ready(self, capabilities: Capabilities, *, load_seconds: float, max_jobs: int) -> None:
+    def ready(self, capabilities: Capabilities, format: AnswerFormat, *, load_seconds: float, max_jobs: int) -> None:
+        """Say that the model is loaded, and describe it."""
         body = {
             "context": capabilities.context,
             "max_batch_size": capabilities.max_batch_size,
@@ -104,6 +106,9 @@ class SupervisorLink:
             "device": capabilities.device,
             "attention": capabilities.attention,
             "decoding": capabilities.decoding,
+            "tool_format": format.tools,
+            "reasoning_start": format.reasoning and format.reasoning[0],
+            "reasoning_end": format.reasoning and format.reasoning[1],
             "load_seconds": round(load_seconds, 3),
         }
         self._socket.send(encode(Ready(pack_body(body))))

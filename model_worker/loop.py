@@ -8,10 +8,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from model_worker.answer_format import UNKNOWN, AnswerFormat
 from model_worker.engine import DrawnToken, Engine, EngineEvent, Failed, Finished, NewTokens, Prefilling
 from model_worker.intake import Intake, prompt_field, variant_of
 from model_worker.link import SupervisorLink
@@ -46,13 +48,24 @@ SLACK_JOBS = 2
 
 
 class _Tracked(JobCursor):
-    """A job of this worker, with the position in its stream of events."""
+    """A job of this worker, with the position in its stream of events.
 
-    __slots__ = ("carry", "prompt_tokens")
+    format  what the first event says about the answer; None if it says nothing, or has been sent
+    """
+
+    __slots__ = ("carry", "format", "prompt_tokens")
 
     def __init__(self, channel: int, request: int, seq: int, tokens: int, carry: dict[str, Any]) -> None:
         super().__init__(channel, request, seq, tokens)
         self.prompt_tokens, self.carry = 0, carry
+        self.format: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Unopened:
+    """Stands for a job whose first event has more than a text. The outbox leaves such a job's events to the loop."""
+
+    job: _Tracked
 
 
 class WorkerLoop:
@@ -71,18 +84,20 @@ class WorkerLoop:
         limits: Mapping[str, Any] = MappingProxyType({}),
         lease: ProgressLease | None = None,
         every_second: Callable[[], None] = lambda: None,
+        format: AnswerFormat = UNKNOWN,
     ) -> None:
         self._engine = engine
         self._link = link
         self._lease = lease or ProgressLease()
         self._every_second = every_second
-        self._intake = Intake(engine, sampling, limits)
+        self._intake = Intake(engine, sampling, limits, format)
+        self._format = format
         template = engine.chat_template
         self._renderer = None if template is None else Renderer(template, self._intake.longest_text)
         self._writer = EventWriter()
         self._token_bytes = lru_cache(1 << 16)(engine.token_bytes)
         self._ids = itertools.count(1)
-        self._jobs: dict[int, _Tracked] = {}
+        self._jobs: dict[int, _Tracked | _Unopened] = {}
         self._job_ids: dict[tuple[int, int], int] = {}
         # conversations that are being rendered, by the ids that the jobs and questions will have
         self._chats: dict[int, tuple[_Tracked, GenerateRequest]] = {}
@@ -169,11 +184,12 @@ class WorkerLoop:
         try:
             asked = self._intake.parse(body, resumed=bool(tracked.seq), variant=variant_of(carry))
             conversation = self._intake.conversation(asked)
+            constraint = self._intake.constraint(asked)
         except WireError as e:
             self._parking.forget(job_id)
             self._send_error(tracked, e)
             return
-        if parked is None and self._parking.park(job_id, channel, request, carry, asked.constraint):
+        if parked is None and self._parking.park(job_id, channel, request, carry, constraint):
             return
         if conversation is None or self._renderer is None:
             self._start(job_id, tracked, asked)
@@ -213,6 +229,9 @@ class WorkerLoop:
             self._parking.forget(job_id)
         tracked.prompt_tokens = len(job.prompt_ids)
         self._jobs[job_id] = tracked
+        if asked.with_format and not tracked.seq:
+            tracked.format = self._format.to_wire(inside=job.layout.place == "inside")
+            self._jobs[job_id] = _Unopened(tracked)
         self._job_ids[tracked.channel, tracked.request] = job_id
 
     def _ask(self, number: int, verb: str, body: bytes) -> None:
@@ -251,15 +270,16 @@ class WorkerLoop:
         # If an engine names a job that the worker does not have, it may have mixed up the tokens of its jobs. The
         # KeyError ends the process (invariant 2 in docs/invariants.md).
         if isinstance(event, NewTokens):
-            tracked = self._jobs[event.job]
+            tracked = _opened(self._jobs[event.job])
             if event.token_ids or event.text:
+                self._jobs[event.job] = tracked
                 fields: dict[str, object] = {"text": event.text}
                 if event.logprobs:
                     fields["logprobs"] = self._logprobs(event.logprobs)
                 self._send(tracked, event.token_ids, fields, 0)
             return
         if isinstance(event, Prefilling):
-            tracked = self._jobs[event.job]
+            tracked = _opened(self._jobs[event.job])
             if tracked.carry.get("progress"):
                 self._link.prefill(tracked.channel, tracked.request, event.done, event.total)
             return
@@ -270,7 +290,7 @@ class WorkerLoop:
         self._send_finished(tracked, event.token_ids, event.text, event.finish_reason, event)
 
     def _forget(self, job_id: int) -> _Tracked:
-        tracked = self._jobs.pop(job_id)
+        tracked = _opened(self._jobs.pop(job_id))
         del self._job_ids[tracked.channel, tracked.request]
         return tracked
 
@@ -315,6 +335,8 @@ class WorkerLoop:
         tokens = len(ids)
         if tokens and not tracked.tokens:
             flags |= EventFlag.FIRST
+        if tracked.format is not None and flags != EventFlag.ERROR:
+            fields["format"], tracked.format = tracked.format, None
         event = self._writer.event(ids, fields)
         entry = EventEntry(tracked.request, tracked.seq, int(flags), tokens, len(event))
         self._link.queue(tracked.channel, entry, event)
@@ -331,6 +353,10 @@ class WorkerLoop:
         figures = {"pending": pending, "active": stats.active, "steps": stats.steps}
         figures |= {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
         self._link.stats({**figures, **stats.extra})
+
+
+def _opened(job: _Tracked | _Unopened) -> _Tracked:
+    return job.job if isinstance(job, _Unopened) else job
 
 
 def _timings(carry: dict[str, Any], completion: int, finished: Finished | None) -> dict[str, float]:

@@ -176,6 +176,17 @@ class Timings(TypedDict):
     """The speed of decoding. The first token is not counted."""
 
 
+class AnswerFormat(TypedDict):
+    """The way in which a model writes reasoning and calls of tools."""
+
+    tools: str | None
+    """The name of the format of calls, such as `hermes`. Null if it is not known."""
+    reasoning: list[str] | None
+    """The markers before and behind the reasoning. Null if the model does not reason, or its markers are not known."""
+    inside: bool
+    """True if the prompt ended within the reasoning, so that the answer begins within it."""
+
+
 class DeltaEvent(TypedDict):
     """The map of an event without a terminal flag."""
 
@@ -187,6 +198,8 @@ class DeltaEvent(TypedDict):
     float, is the natural logarithm of the token's probability by the model alone, before penalties, bias and
     temperature. `bytes`, a bin, is what the token adds to the text: UTF-8, of which a character may be incomplete.
     `top`, an array, holds the likeliest tokens at this place, best first, each as `[id, logprob, bytes]`."""
+    format: NotRequired[AnswerFormat]
+    """With the first event of an answer, if the request asked `with_format`."""
 
 
 class FinishedEvent(TypedDict):
@@ -196,6 +209,8 @@ class FinishedEvent(TypedDict):
     """The last text. Append it to the answer."""
     logprobs: NotRequired[list[list[Any]]]
     """Log-probabilities of the last ids, in the form that a delta has."""
+    format: NotRequired[AnswerFormat]
+    """If the request asked `with_format`, and the answer has no other event."""
     finish_reason: str
     """The reason why the answer ended. The values are listed below."""
     usage: Usage

@@ -68,11 +68,15 @@ class ChatMessage(BaseModel):
     """In an assistant's turn: maps as the template expects them, usually {type, function: {name, arguments}}."""
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     """In a tool's turn: the id of the call that the turn answers, for the template."""
+    reasoning_content: str | None = None
+    """In an assistant's turn: what the assistant reasoned, for the template. Templates show it or leave it out."""
 
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are an assistant's, not a {self.role}'s")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError(f"reasoning_content is an assistant's, not a {self.role}'s")
         if self.content is None and not self.tool_calls:
             raise ValueError("content must be a string (except in an assistant's turn with tool_calls)")
         return self

@@ -123,6 +123,24 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Report each token's log-probability (natural) by the model alone, before any sampling parameter."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     """The number of likeliest tokens to report with each token. Needs logprobs."""
+    with_format: bool = False
+    """Say with the first event of the answer how the model writes reasoning and calls of tools, in the key `format`.
+    Keep the markers of reasoning and calls in the text, also where they are special tokens. Stop strings then act in
+    the text only: not in the reasoning, and not from the first call on. Needs messages."""
+    tool_choice: Literal["auto", "required"] | None = None
+    """Constrain calls of tools, for a model whose tool format is known. With "auto" the model decides whether it calls
+    a tool, and a call that it begins has the shape of the tool's schema. With "required" the answer consists of calls.
+    Unset: the template shows the tools to the model, and nothing constrains the answer. Needs tools."""
+    allowed_tools: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] | None,
+        Field(strict=False, min_length=1, max_length=256, fail_fast=True),
+    ] = None
+    """Names of the tools that may be called. Unset: all. Needs tool_choice."""
+    parallel_tool_calls: bool = True
+    """Allow more than one call in an answer. False needs tool_choice."""
+    reasoning_budget: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    """Most tokens of reasoning. After that many, the marker that ends the reasoning is written in the model's place,
+    and the model goes on with the answer. For a model whose reasoning markers are known. Needs messages."""
     preset: Literal["none", "steady"] | None = None
     """The name of a set of sampling parameters, for options that the request leaves out: ``protocol.presets``. "none"
     switches off the preset among the model's defaults."""
@@ -153,9 +171,21 @@ class GenerateRequest(SamplingParams, ChatFields):
             raise FieldsDisagree("whitespace_flexible", "is true: needs json_schema")
         if self.top_logprobs and not self.logprobs:
             raise FieldsDisagree("top_logprobs", f"is {self.top_logprobs}: needs logprobs to be true")
+        self._check_format()
         if self.negative_prompt is not None and self.cfg_scale == 1:
             raise FieldsDisagree("negative_prompt", "does nothing while cfg_scale is 1: give another cfg_scale")
         return self
+
+    def _check_format(self) -> None:
+        if self.messages is None:
+            for name in ("with_format", "reasoning_budget"):
+                if getattr(self, name) not in (None, False):
+                    raise FieldsDisagree(name, "needs messages: the model's chat template tells how it writes")
+        if self.tool_choice is not None and not self.tools:
+            raise FieldsDisagree("tool_choice", f"is {self.tool_choice}: needs tools")
+        for name, unset in (("allowed_tools", None), ("parallel_tool_calls", True)):
+            if self.tool_choice is None and getattr(self, name) != unset:
+                raise FieldsDisagree(name, "needs tool_choice")
 
     @property
     def constraint(self) -> tuple[str, str] | None:

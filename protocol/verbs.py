@@ -179,6 +179,15 @@ class Totals(TypedDict):
     """The number of times that a request was resumed in another worker."""
 
 
+class ReasoningMarkers(TypedDict):
+    """The markers between which a model writes its reasoning."""
+
+    start: str
+    """The marker before the reasoning."""
+    end: str
+    """The marker behind the reasoning."""
+
+
 class WorkerStatus(TypedDict):
     """One worker of a model. A value that is not known is null."""
 
@@ -214,6 +223,10 @@ class WorkerStatus(TypedDict):
     """The number of requests that are computed at once, from models.yaml."""
     chat: bool | None
     """True if the model has a chat template."""
+    tool_format: str | None
+    """The name of the format in which the model writes calls of tools; null if it is not known."""
+    reasoning: ReasoningMarkers | None
+    """The markers of the model's reasoning; null if it does not reason."""
     active: int
     """Requests that the worker has."""
     queued: int

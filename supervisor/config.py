@@ -74,7 +74,10 @@ class ModelSpec:
     def process_key(self) -> tuple[object, ...]:
         """Return the settings that a worker gets at its start. If they change, the worker must be replaced."""
         config = self.config
-        return self.engine_spec, config.gpu, config.sampling, config.limits, config.step_timeout
+        return (
+            self.engine_spec, config.gpu, config.sampling, config.limits, config.step_timeout, config.tool_format,
+            config.reasoning,
+        )  # fmt: skip
 
     @property
     def engine_spec(self) -> EngineSpec:

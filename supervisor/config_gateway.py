@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from protocol.process.gateway_settings import ReasoningKey
 from supervisor.placement.sizes import parse_size
 from supervisor.schema_validation import Read, Within
 
@@ -129,6 +130,12 @@ class GatewayConfig:
     says what the request waits for. ``chunk``: a chunk without text, for clients that fail at comments. ``off``: none.
 
     Example: chunk
+    """
+    reasoning_key: ReasoningKey = "reasoning_content"
+    """Key of the reasoning in the messages and deltas of /v1/chat/completions. Most clients read
+    ``reasoning_content``; clients of newer versions of vLLM and of OpenRouter read ``reasoning``.
+
+    Example: reasoning
     """
 
 

@@ -8,7 +8,7 @@ is a value as it stands in the file.
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Tokens, Ttl, Vram
+from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Reasoning, Tokens, ToolFormat, Ttl, Vram
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Within
 
@@ -291,6 +291,20 @@ class ModelConfig:
     ``qwen:precise``. The workers are the model's own. A reload changes variants without a restart of workers.
 
     Example: {precise: {sampling: {temperature: 0.2}}}
+    """
+    tool_format: ToolFormat = None
+    """The format in which the model writes calls of tools. ``off``: the model does not call tools.
+
+    An unknown name is refused with the names that are known. ``status`` shows the format of a loaded model.
+
+    Default: the format that the chat template shows
+    Example: hermes
+    """
+    reasoning: Reasoning = None
+    """The markers between which the model writes its reasoning. ``off``: the model does not reason.
+
+    Default: the markers that the chat template shows
+    Example: {start: <think>, end: </think>}
     """
     step_timeout: Lease | None = None
     """Longest time that one step of the engine may take. After that time the supervisor kills the worker as hung.

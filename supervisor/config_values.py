@@ -4,7 +4,9 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
+from answer_formats.families import FORMATS
 from protocol.process.progress_lease import MAX_LEASE_S
+from protocol.process.worker_spec import OFF
 from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from supervisor.schema_validation import Read, Within
@@ -12,6 +14,8 @@ from supervisor.schema_validation import Read, Within
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 MIN_LEASE_S = 1.0
+MOST_MARKER = 64
+"""Characters of a marker of reasoning."""
 MAX_DURATION_S = 7 * 24 * 3600.0
 """The longest duration in seconds. No key needs a longer one, and no clock overflows."""
 
@@ -94,6 +98,28 @@ def parse_lease(value: object) -> float:
     return seconds
 
 
+def parse_tool_format(value: object) -> str:
+    """Return the name of a format of calls, or ``off``. Raises ValueError."""
+    if value is False or value == OFF:  # YAML reads a bare `off` as false
+        return OFF
+    if value not in FORMATS:
+        raise ValueError(f"must be off, or one of {', '.join(FORMATS)}")
+    return str(value)
+
+
+def parse_reasoning(value: object) -> tuple[str, str] | Literal["off"]:
+    """Return the markers before and behind the reasoning, or ``off``. Raises ValueError."""
+    if value is False or value == OFF:
+        return "off"
+    if not isinstance(value, dict) or set(value) != {"start", "end"}:
+        raise ValueError("must be off, or the markers as {start: <think>, end: </think>}")
+    start, end = value["start"], value["end"]
+    for marker in (start, end):
+        if not isinstance(marker, str) or not 0 < len(marker) <= MOST_MARKER or marker != marker.strip():
+            raise ValueError(f"must have two texts of 1 to {MOST_MARKER} characters, without blanks around them")
+    return start, end
+
+
 Duration = Annotated[float, Read(parse_duration, "duration")]
 Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]
 Lease = Annotated[float, Read(parse_lease, "duration from 1s to 24h")]
@@ -101,6 +127,8 @@ Listen = Annotated[str | None, Read(parse_listen, "tcp://ADDRESS:PORT")]
 Gpu = Annotated[Any, Read(parse_gpu, "cpu, auto, an index, a UUID, or a list of indices and UUIDs")]
 Vram = Annotated[Any, Read(parse_vram, "size, or a list of sizes")]
 VramLimit = Annotated[Any, Read(parse_vram_limit, "size or share of a GPU, or a map from GPU to one of them")]
+ToolFormat = Annotated[str | None, Read(parse_tool_format, "name of a format, or off")]
+Reasoning = Annotated[Any, Read(parse_reasoning, "{start: TEXT, end: TEXT}, or off")]
 Tokens = Annotated[int, Within(1, 1 << 24)]
 Factor = Annotated[float, Within(0, 1e6, above=True)]
 CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]

@@ -278,6 +278,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         certificate_changed_at=max(changed_at(config.certificate), changed_at(config.private_key)),
         max_body=config.max_body,
         keepalive=config.keepalive,
+        reasoning_key=config.reasoning_key,
         parent=os.getpid(),
     )
 

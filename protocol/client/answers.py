@@ -113,6 +113,7 @@ class StreamState:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    format: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -139,6 +140,15 @@ def read_logprobs(token_ids: tuple[int, ...], entries: Any) -> tuple[TokenLogpro
         )
     except (TypeError, ValueError):
         raise FrameError(ErrorCode.BAD_FRAME, "its logprobs have the wrong shape") from None
+
+
+def read_format(given: Any) -> dict[str, Any]:
+    """Return the ``format`` of an answer. Raises FrameError if it has another shape."""
+    markers = given.get("reasoning") if type(given) is dict else None
+    known = markers is None or (type(markers) is list and len(markers) == 2 and all(type(m) is str for m in markers))
+    if type(given) is not dict or not known or type(given.get("tools")) not in (str, type(None)):
+        raise FrameError(ErrorCode.BAD_FRAME, "its format has the wrong shape")
+    return given
 
 
 def _checked(token_id: Any, logprob: Any, data: Any) -> tuple[int, float, bytes]:

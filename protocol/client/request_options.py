@@ -61,6 +61,11 @@ class RequestOptions(TypedDict, total=False):
     # The worker checks these.
     add_generation_prompt: bool | None
     continue_final_message: bool | None
+    with_format: bool | None
+    tool_choice: Literal["auto", "required"] | None
+    allowed_tools: Sequence[str] | None
+    parallel_tool_calls: bool | None
+    reasoning_budget: int | None
     top_k: int | None
     top_p: float | None
     min_p: float | None

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from protocol import limits
-from protocol.client.answers import CallState, Delta, StreamState, Touched, read_logprobs, read_report
+from protocol.client.answers import CallState, Delta, StreamState, Touched, read_format, read_logprobs, read_report
 from protocol.client.request_builder import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
@@ -203,6 +203,8 @@ class ClientSession:
             state.finish_reason, state.usage, state.timings = reason, usage, timings
         elif terminal:
             raise FrameError(ErrorCode.BAD_FRAME, "it is flagged both FINISHED and ERROR")
+        if "format" in fields:
+            state.format = read_format(fields["format"])
         if kept := bool(ids or text) and not state.abandoned:
             entries = fields.get("logprobs")
             state.deltas.append(Delta(text, ids, read_logprobs(ids, entries)) if entries else Delta(text, ids))

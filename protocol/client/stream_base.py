@@ -54,6 +54,15 @@ class StreamBase:
         return tuple(self._state.logprobs)
 
     @property
+    def format(self) -> dict[str, Any]:
+        """The way in which the model writes reasoning and calls of tools, if the request asked ``with_format``.
+
+        The keys are those of ``AnswerFormat`` in the wire protocol: tools, reasoning and inside. Empty until the first
+        event has arrived.
+        """
+        return self._state.format
+
+    @property
     def finish_reason(self) -> str | None:
         """The reason why the answer ended: "stop", "length", "cancelled" or "banned_strings".
 

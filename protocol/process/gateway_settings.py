@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 MIB = 1 << 20
+ReasoningKey = Literal["reasoning_content", "reasoning"]
 READY: Final = b"+"
 """What a gateway process writes to its standard input, a socket, about once a second while it serves."""
 TROUBLE: Final = b"!"
@@ -33,6 +34,7 @@ class GatewaySettings:
     body_pace_s    seconds in which each 160 KiB of a body must come, unless the body ends
     keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
     keepalive_s    seconds of silence after which that is sent
+    reasoning_key  the key of a chat's reasoning in messages and deltas
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
     parent         pid of the process that started this one, and with which it ends; None to live on
     log            path of the process's log; None to write to standard error
@@ -55,6 +57,7 @@ class GatewaySettings:
     body_pace_s: float = 10.0
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     keepalive_s: float = 10.0
+    reasoning_key: ReasoningKey = "reasoning_content"
     cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     parent: int | None = None
     log: str | None = None

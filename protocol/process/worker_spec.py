@@ -1,7 +1,7 @@
 """The specification with which the supervisor starts a worker process. It is plain data."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 
@@ -10,6 +10,9 @@ PAGE_TOKENS = 256
 DEFAULT_RESERVE_MB = 256
 """MB that ExLlamaV2's automatic split leaves free on each GPU, unless models.yaml sets another value. The memory is for
 kernels that are loaded later, cuBLAS, attention and logits."""
+
+OFF: Final = "off"
+"""The value of ``tool_format`` and ``reasoning`` for a model that does not call tools, or does not reason."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class WorkerSpec:
     sampling        values for options that requests leave out (``sampling_defaults.DEFAULTS``), checked
     limits          the most that requests may ask for (``sampling_defaults.LIMITS``), checked
     cpus            numbers of the CPUs that the worker may use: those next to its GPUs. Empty: all
+    tool_format     name of the format of the model's calls, or OFF; None: the chat template tells
+    reasoning       the markers before and behind the model's reasoning, or OFF; None: the chat template tells
     leases          longest times without a heartbeat, by phase
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     """
@@ -62,5 +67,7 @@ class WorkerSpec:
     sampling: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
+    tool_format: str | None = None
+    reasoning: tuple[str, str] | Literal["off"] | None = None
     leases: Leases = DEFAULT_LEASES
     name: str = ""

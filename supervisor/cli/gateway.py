@@ -38,6 +38,11 @@ PATIENCE_S = 35.0
 @click.option("--private-key", help="PEM file of its private key.")
 @click.option("--max-body", help="Largest body of a request.  [default: 16MiB]")
 @click.option("--keepalive", metavar="comment|chunk|off", help="What keeps silent streams open.  [default: comment]")
+@click.option(
+    "--reasoning-key",
+    metavar="reasoning_content|reasoning",
+    help="The key of the reasoning in answers.  [default: reasoning_content]",
+)
 @supervisor_options
 def gateway(runtime_dir: Path, **given: Any) -> int:
     """Serve OpenAI's API over HTTP in this terminal, for a supervisor that runs already.

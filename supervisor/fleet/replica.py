@@ -144,6 +144,12 @@ class Replica:
         return self.info.get("chat")
 
     @property
+    def reasoning(self) -> dict[str, str] | None:
+        """The markers of the model's reasoning. None if it does not reason, or until a worker has loaded it."""
+        start, end = self.info.get("reasoning_start"), self.info.get("reasoning_end")
+        return None if start is None or end is None else {"start": start, "end": end}
+
+    @property
     def may_be_evicted(self) -> bool:
         """Whether the worker may be unloaded to make room for another model. Its next request starts it again."""
         return self.spec.config.lazy and not self.spec.config.pinned
@@ -196,6 +202,8 @@ class Replica:
             "context": self.info.get("context") or config.max_seq_len,
             "max_batch_size": config.max_batch_size,
             "chat": self.chat,
+            "tool_format": self.info.get("tool_format"),
+            "reasoning": self.reasoning,
             "active": running,
             "queued": waiting,
             "tokens_per_s": round(self.tokens_per_s, 1),

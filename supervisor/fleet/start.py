@@ -239,6 +239,8 @@ class Start:
             cpus=replica.memory.cpus,
             sampling=config.sampling or {},
             limits=config.limits or {},
+            tool_format=config.tool_format,
+            reasoning=config.reasoning,
             endpoint=starts.back_endpoint,
             routing_id=replica.routing_id,
             log_path=str(replica.log_path),

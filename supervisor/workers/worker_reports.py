@@ -19,6 +19,9 @@ _READY: dict[str, tuple[type, ...]] = {
     "attention": (str,),
     "decoding": (str,),
     "chat": (bool,),
+    "tool_format": (str, type(None)),
+    "reasoning_start": (str, type(None)),
+    "reasoning_end": (str, type(None)),
 }
 _PROGRESS: dict[str, tuple[type, ...]] = {"phase": (str,), "done": (int,), "total": (int,)}
 
@@ -31,7 +34,7 @@ def checked_hello(body: bytes) -> None:
 
 
 def checked_ready(body: bytes) -> dict[str, Any]:
-    """Return context, max_jobs (at least 1), load_seconds, device, attention and chat. Raises FrameError."""
+    """Return the report of a loaded model: the keys of ``_READY``, with max_jobs at least 1. Raises FrameError."""
     ready = _flat(body, _READY)
     if ready["max_jobs"] < 1 or ready["context"] < 1:
         raise FrameError(ErrorCode.BAD_FRAME, "READY with no room for a job")

@@ -106,3 +106,25 @@ def test_what_only_a_template_reads_needs_messages(fields: dict[str, Any]) -> No
         parse(prompt="x", **fields)
     assert refused.value.field == next(iter(fields))
     assert "needs messages" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        ({"tools": [CALL], "tool_choice": "none"}, "tool_choice", "must be"),
+        ({"tools": [CALL], "allowed_tools": ["look"]}, "allowed_tools", "needs tool_choice"),
+        ({"tools": [CALL], "parallel_tool_calls": False}, "parallel_tool_calls", "needs tool_choice"),
+        ({"reasoning_budget": -1}, "reasoning_budget", "at least 0"),
+        ({"with_format": 1}, "with_format", "must be true or false"),
+        ({"messages": [{**USER, "reasoning_content": "x"}]}, "messages", "reasoning_content is an assistant's"),
+        ({"messages": None, "prompt": "x", "with_format": True}, "with_format", "needs messages"),
+        ({"messages": None, "prompt": "x", "reasoning_budget": 3}, "reasoning_budget", "needs messages"),
+    ],
+)
+def test_fields_of_reasoning_and_calls(fields: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse(**{"messages": [USER], **fields})
+    assert (refused.value.field or "").partition(".")[0] == field
+    assert message in refused.value.message
+    assert SECRET not in str(refused.value)

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from answer_formats.families import FORMATS
 from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from protocol.presets import PRESETS
+from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, LIMITS
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig
-from supervisor.config_values import MAX_DURATION_S, MIN_LEASE_S
+from supervisor.config_values import MAX_DURATION_S, MIN_LEASE_S, MOST_MARKER
 from supervisor.placement.sizes import MAX_BYTES
 from supervisor.schema_validation import Read, Within
 from tools.docs.attribute_docs import attribute_docs
@@ -39,6 +41,7 @@ _ONE_GPU: list[Schema] = [
     {"type": "integer", "minimum": 0, "maximum": 1023},
     {"type": "string", "pattern": f"^{_UUID}$"},
 ]
+_MARKER: Schema = {"type": "string", "minLength": 1, "maxLength": MOST_MARKER}
 _READ: Mapping[str, Schema] = {
     "duration": {"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_DURATION_S}, _DURATION]},
     "duration, or never": {
@@ -66,6 +69,18 @@ _READ: Mapping[str, Schema] = {
                 "type": "object",
                 "propertyNames": {"pattern": rf"^([0-9]{{1,3}}|{_UUID})$"},
                 "additionalProperties": _LIMIT,
+            },
+        ]
+    },
+    "name of a format, or off": {"enum": [*FORMATS, OFF, False]},
+    "{start: TEXT, end: TEXT}, or off": {
+        "anyOf": [
+            {"enum": [OFF, False]},
+            {
+                "type": "object",
+                "properties": {"start": _MARKER, "end": _MARKER},
+                "required": ["start", "end"],
+                "additionalProperties": False,
             },
         ]
     },

@@ -1,0 +1,122 @@
+"""How the loaded model writes reasoning and calls of tools, and what of that a request asks for.
+
+``answer_formats`` knows the families of models. This module chooses among them: by the chat template, or by the keys
+``tool_format`` and ``reasoning`` of models.yaml.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from answer_formats.families import beginnings_of, markers_of, recognise
+from model_worker.engine import ChatTemplate, Layout, Place
+from protocol.errors import RequestError
+from protocol.process.worker_spec import OFF, WorkerSpec
+from protocol.request import GenerateRequest
+
+LONGEST_TOOLS: Final = 1 << 19
+"""Characters of JSON of the tools of a request, without their descriptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes.
+
+    tools      name of the format of its calls; None if it is not known
+    reasoning  the markers before and behind its reasoning; None if it does not reason, or its markers are not known
+    """
+
+    tools: str | None = None
+    reasoning: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, template: ChatTemplate | None, spec: WorkerSpec) -> "AnswerFormat":
+        """Return the format of a model with this chat template. Keys of models.yaml come before the template."""
+        if template is None:
+            return cls()
+        tools, reasoning = recognise(template.source, template.tool_source)
+        if spec.tool_format is not None:
+            tools = None if spec.tool_format == OFF else spec.tool_format
+        if spec.reasoning is not None:
+            reasoning = None if spec.reasoning == OFF else spec.reasoning
+        return cls(tools, reasoning)
+
+    def layout(self, request: GenerateRequest, place: Place) -> Layout:
+        """Return how the answer to a request is written. ``place``: where its prompt ends."""
+        markers = frozenset[str]()
+        if request.with_format:
+            markers = frozenset(self.reasoning or ())
+            if request.tools and self.tools is not None:
+                markers = markers.union(markers_of(self.tools))
+        return Layout(
+            visible=markers,
+            reasoning=self.reasoning,
+            place=place,
+            calls=beginnings_of(self.tools) if request.tools and self.tools is not None else (),
+            stops=request.with_format,
+            waits=request.with_format or request.reasoning_budget is not None,
+            budget=request.reasoning_budget,
+        )
+
+    def place(self, rendered: str, continued: str | None) -> Place:
+        """Return where a prompt ends: before a possible reasoning, inside it, or behind it.
+
+        The template decides that, and clients choose among its ways by variables. So look at the text. Only blanks may
+        stand between a marker and the prompt's end, because a user's message may hold a marker, too.
+
+        continued  the text of the message that the answer continues; None if the answer is a message of its own
+        """
+        if self.reasoning is None:
+            return "behind"
+        text = rendered.rstrip() if continued is None else continued
+        start, end = (text.rfind(marker) + len(marker) if marker in text else -1 for marker in self.reasoning)
+        if continued is not None:
+            return "inside" if start > end else "behind"
+        return "inside" if start == len(text) else "behind" if end == len(text) else "before"
+
+    def to_wire(self, *, inside: bool) -> dict[str, Any]:
+        """Return protocol.bodies.AnswerFormat. ``inside``: whether the prompt ended within the reasoning."""
+        return {"tools": self.tools, "reasoning": list(self.reasoning) if self.reasoning else None, "inside": inside}
+
+
+def calls_text(request: GenerateRequest, format: str) -> str:
+    """Return the constraint of the calls that a request allows, as JSON. ``grammar_of_calls`` reads it.
+
+    Raises RequestError for tools from which no constraint can be made.
+    """
+    tools = [_tool(number, given) for number, given in enumerate(request.tools or ())]
+    names = {tool["name"] for tool in tools}
+    if unknown := next((name for name in request.allowed_tools or () if name not in names), None):
+        raise RequestError(f"allowed_tools names {unknown[:64]!r}, which is not one of tools", field="allowed_tools")
+    allowed = names if request.allowed_tools is None else set(request.allowed_tools)
+    text = json.dumps(
+        {
+            "format": format,
+            "tools": [tool for tool in tools if tool["name"] in allowed],
+            "required": request.tool_choice == "required",
+            "parallel": request.parallel_tool_calls,
+        },
+        ensure_ascii=False,
+        separators=(",", ":"),
+    )
+    if len(text) > LONGEST_TOOLS:
+        raise RequestError(
+            f"tools has {len(text)} characters of JSON: at most {LONGEST_TOOLS} can constrain an answer", field="tools"
+        )
+    return text
+
+
+def _tool(number: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Return {name, parameters, strict} of a tool in OpenAI's shape."""
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise RequestError(f"tools[{number}] must be {{type, function: {{name, parameters}}}}", field="tools")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"tools[{number}].function.parameters must be a JSON schema, which is a map", field="tools")
+    return {"name": name, "parameters": parameters or {}, "strict": function.get("strict") is True}
+
+
+UNKNOWN: Final = AnswerFormat()
+"""The format of a model of which nothing is known."""
