@@ -8,13 +8,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answering import Answers
 from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive, OpenStream, comment
-from gateway.openai.chunks import DONE, Shape, TextOffset, finish_reason, usage_of
+from gateway.openai.chunks import Shape
 from gateway.openai.models import default_model
 from gateway.openai.options import Wanted, read_chat, read_completion
+from gateway.openai.streaming import send_answers, timings_of, usage, usages_of
 from gateway.supervisor_link import SupervisorLink
 from protocol.client.answers import Progress
 from protocol.client.async_client import AsyncClient
@@ -58,7 +60,9 @@ def _answer(
     settings: GatewaySettings = request.app.state.settings
     link: SupervisorLink = request.app.state.link
     keep_alive: KeepAlive = request.app.state.keep_alive
-    shape = Shape(wanted.model, is_chat=is_chat, include_usage=wanted.include_usage)
+    shape = Shape(
+        wanted.model, is_chat=is_chat, include_usage=wanted.include_usage, reasoning_key=settings.reasoning_key
+    )
 
     async def stream(events: EventStream) -> None:
         progress: list[Progress | None] = [None]
@@ -72,15 +76,21 @@ def _answer(
         try:
             with _named(wanted):
                 streams = _begin(link.client, caller, wanted, prompts, progress)
-                await _stream(events, streams, shape, wanted)
+                await send_answers(events, streams, shape, wanted)
         finally:
             keep_alive.streams.discard(silent)
 
     async def whole() -> Response:
         with _named(wanted):
             streams = _begin(link.client, caller, wanted, prompts, None)
-            answers = await AsyncChoices(streams, None).complete()
-        return Response(shape.whole(answers, _usage(streams, wanted.n)), media_type="application/json")
+            if is_chat:
+                answers = Answers(streams, wanted.tools)
+                parsed = await answers.complete()
+                body = shape.whole_chat(parsed, usage(answers.usages, wanted.n), timings_of(streams))
+            else:
+                texts = await AsyncChoices(streams, None).complete()
+                body = shape.whole(texts, usage(usages_of(streams), wanted.n), timings_of(streams))
+        return Response(body, media_type="application/json")
 
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)
 
@@ -131,37 +141,3 @@ def _begin(
             stream.close()
         raise
     return tuple(streams)
-
-
-async def _stream(events: EventStream, streams: tuple[AsyncStream, ...], shape: Shape, wanted: Wanted) -> None:
-    """Send the pieces of the answers as they come, and the end of each answer with its last piece."""
-    begun = b"".join(shape.begin(index) for index in range(len(streams)))
-    with_logprobs = wanted.options.get("logprobs")
-    if len(streams) == 1 and not with_logprobs:
-        async for delta in streams[0]:  # as few steps as possible: this runs for each token
-            if delta.text:
-                await events.send(begun + shape.piece(0, delta.text))
-                begun = b""
-        last = [shape.finish(0, finish_reason(streams[0].finish_reason or ""))]
-    else:
-        offsets = [TextOffset() for _ in streams]
-        async for index, delta in AsyncChoices(streams, None, tell_ends=True):
-            parts = []
-            if delta.text or delta.logprobs:
-                logprobs = shape.logprobs(delta.logprobs, offsets[index]) if with_logprobs else None
-                parts.append(shape.piece(index, delta.text, logprobs))
-            if (reason := streams[index].finish_reason) is not None:
-                parts.append(shape.finish(index, finish_reason(reason)))
-            if parts:
-                await events.send(b"".join((begun, *parts)))
-                begun = b""
-        last = []
-    if wanted.include_usage:
-        timings = streams[0].timings if len(streams) == 1 else {}
-        last.append(shape.totals(_usage(streams, wanted.n), timings))
-    await events.send(b"".join((begun, *last, DONE)))
-
-
-def _usage(streams: Sequence[AsyncStream], n: int) -> dict[str, Any]:
-    """Return the usage of all answers. A prompt counts once, however many answers it has."""
-    return usage_of([[stream.usage for stream in streams[i : i + n]] for i in range(0, len(streams), n)])

@@ -8,13 +8,27 @@ from uuid import uuid4
 
 import orjson
 
+from answer_formats.parts import CallArguments, CallStart, Part, Reasoning, Text
+from gateway.answering import TOOL_CALLS, ParsedAnswer
 from gateway.http.errors import ApiError
 from protocol.client.answers import Completion, TokenLogprob
+from protocol.process.gateway_settings import ReasoningKey
 
 DONE: Final = b"data: [DONE]\n\n"
 LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
-_REASONS: Final = {"stop": "stop", "length": "length", "banned_strings": "content_filter"}
+_REASONS: Final = {
+    "stop": "stop",
+    "length": "length",
+    "banned_strings": "content_filter",
+    TOOL_CALLS: "tool_calls",
+}
+_DETAILS: Final = {
+    "reasoning_tokens": "reasoning_tokens",
+    "draft_accepted": "accepted_prediction_tokens",
+    "draft_rejected": "rejected_prediction_tokens",
+}
+"""OpenAI's names of the counts that only some answers have."""
 
 
 def finish_reason(reason: str) -> str:
@@ -27,7 +41,8 @@ def finish_reason(reason: str) -> str:
 def usage_of(prompts: Iterable[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Return OpenAI's ``usage``.
 
-    prompts  for each prompt, the ``usage`` of each of its answers, as ``Completion`` has it. A prompt counts once
+    prompts  for each prompt, the ``usage`` of each of its answers, as ``Completion`` has it, perhaps with
+             ``reasoning_tokens``. A prompt counts once
     """
     answers: list[dict[str, Any]] = []
     prompt = cached = 0
@@ -42,11 +57,13 @@ def usage_of(prompts: Iterable[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if any("draft_accepted" in each for each in answers):
-        usage["completion_tokens_details"] = {
-            "accepted_prediction_tokens": sum(each.get("draft_accepted", 0) for each in answers),
-            "rejected_prediction_tokens": sum(each.get("draft_rejected", 0) for each in answers),
-        }
+    details = {
+        shown: sum(each.get(name, 0) for each in answers)
+        for name, shown in _DETAILS.items()
+        if any(name in each for each in answers)
+    }
+    if details:
+        usage["completion_tokens_details"] = details
     return usage
 
 
@@ -89,17 +106,27 @@ def completion_logprobs(entries: Sequence[TokenLogprob], offset: TextOffset) -> 
 class Shape:
     """The JSON of one request's answer. ``is_chat`` tells chats from completions.
 
+    reasoning_key  the key of a chat's reasoning
+
     The parts of a chunk that are the same for all chunks are made once.
     """
 
-    def __init__(self, model: str, *, is_chat: bool, include_usage: bool = False) -> None:
-        self.is_chat = is_chat
+    def __init__(
+        self,
+        model: str,
+        *,
+        is_chat: bool,
+        include_usage: bool = False,
+        reasoning_key: ReasoningKey = "reasoning_content",
+    ) -> None:
+        self.is_chat, self._reasoning_key = is_chat, reasoning_key
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
         self._about = {"id": self.id, "created": int(time.time()), "model": model}
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         about = orjson.dumps(self._about | {"object": kind})[:-1]
         self._head = b"data: " + about + b',"choices":[{"index":'
         self._before = b',"delta":{"content":' if is_chat else b',"text":'
+        self._before_reasoning = b',"delta":{"%b":' % reasoning_key.encode()
         self._after_text = b"}" if is_chat else b""
         self._tail = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
         self._plain_tail = self._after_text + b',"logprobs":null,"finish_reason":null' + self._tail
@@ -121,9 +148,41 @@ class Shape:
         )  # fmt: skip
         return b"".join(parts)
 
-    def logprobs(self, entries: Sequence[TokenLogprob], offset: TextOffset) -> dict[str, Any]:
-        """Return the ``logprobs`` of a choice, or of a piece of it."""
-        return chat_logprobs(entries) if self.is_chat else completion_logprobs(entries, offset)
+    def parts(self, index: int, parts: Sequence[Part], logprobs: dict[str, Any] | None = None) -> list[bytes]:
+        """Return the chunks of parts of a chat's answer. The first one has the log-probabilities.
+
+        A chunk has one part, because some clients lose calls that come together with text. If there are
+        log-probabilities without a part, a chunk without text has them.
+        """
+        chunks = []
+        for part in parts:
+            if (delta := self._delta(part)) is not None:
+                chunks.append(self._chunk(index, delta, logprobs))
+                logprobs = None
+        if logprobs is not None:
+            chunks.append(self._chunk(index, b',"delta":{"content":""', logprobs))
+        return chunks
+
+    def _delta(self, part: Part) -> bytes | None:
+        """Return the JSON of a chat's ``delta`` without its end; None for a part that has none."""
+        # This runs for each token. A match statement takes longer.
+        if isinstance(part, Text):
+            return self._before + orjson.dumps(part.text)
+        if isinstance(part, Reasoning):
+            return self._before_reasoning + orjson.dumps(part.text)
+        if isinstance(part, CallArguments):
+            piece = b'{"index":%d,"function":{"arguments":%b}}' % (part.index, orjson.dumps(part.json))
+            return b',"delta":{"tool_calls":[%b]' % piece
+        if isinstance(part, CallStart):
+            start = {"index": part.index} | call_json(part.name, part.id, "")
+            return b',"delta":{"tool_calls":[%b]' % orjson.dumps(start)
+        return None
+
+    def _chunk(self, index: int, delta: bytes, logprobs: dict[str, Any] | None) -> bytes:
+        if logprobs is None:
+            return b"%b%d%b%b" % (self._head, index, delta, self._plain_tail)
+        given = b'},"logprobs":%b,"finish_reason":null' % orjson.dumps(logprobs)
+        return b"%b%d%b%b%b" % (self._head, index, delta, given, self._tail)
 
     def silence(self) -> bytes:
         """Return a chunk without text. It keeps a silent stream open for clients that fail at comments."""
@@ -142,20 +201,49 @@ class Shape:
         counts = {"choices": [], "usage": usage} | ({"timings": timings} if timings else {})
         return b"data: " + orjson.dumps(self._about | {"object": kind} | counts) + b"\n\n"
 
-    def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> bytes:
-        """Return the answer that is not streamed."""
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        body = self._about | {"object": kind, "choices": choices, "usage": usage}
-        if len(answers) == 1 and answers[0].timings:
-            body["timings"] = answers[0].timings
-        return orjson.dumps(body)
+    def whole(self, answers: Sequence[Completion], usage: dict[str, Any], timings: dict[str, Any]) -> bytes:
+        """Return the answers of a completion that is not streamed."""
+        choices = [
+            {
+                "index": index,
+                "finish_reason": finish_reason(answer.finish_reason),
+                "text": answer.text,
+                "logprobs": completion_logprobs(answer.logprobs, TextOffset()) if answer.logprobs else None,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return self._whole("text_completion", choices, usage, timings)
 
-    def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason(answer.finish_reason)}
-        if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
-        else:
-            choice["text"] = answer.text
-        choice["logprobs"] = self.logprobs(answer.logprobs, TextOffset()) if answer.logprobs else None
-        return choice
+    def whole_chat(self, answers: Sequence[ParsedAnswer], usage: dict[str, Any], timings: dict[str, Any]) -> bytes:
+        """Return the answers of a chat that is not streamed."""
+        choices = [
+            {
+                "index": index,
+                "finish_reason": finish_reason(answer.finish_reason),
+                "message": self._message(answer),
+                "logprobs": chat_logprobs(answer.logprobs) if answer.logprobs else None,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return self._whole("chat.completion", choices, usage, timings)
+
+    def _message(self, answer: ParsedAnswer) -> dict[str, Any]:
+        calls = [call_json(call.name, call.id, call.text) for call in answer.calls]
+        text = answer.joined("text")
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if reasoning := answer.joined("reasoning"):
+            message[self._reasoning_key] = reasoning
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _whole(self, kind: str, choices: list[Any], usage: dict[str, Any], timings: dict[str, Any]) -> bytes:
+        body = self._about | {"object": kind, "choices": choices, "usage": usage}
+        return orjson.dumps(body | ({"timings": timings} if timings else {}))
+
+
+def call_json(name: str, call_id: str | None, arguments: str) -> dict[str, Any]:
+    """Return a call of a tool in OpenAI's shape. A call without an id gets one."""
+    return {
+        "id": call_id or f"call_{uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

@@ -9,8 +9,10 @@ from gateway.http.errors import ApiError
 ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI's roles, each with the role that chat templates know."""
 KEPT: Final = ("name", "tool_call_id")
-DROPPED: Final = frozenset({"refusal", "annotations", "reasoning_content", "reasoning"})
+DROPPED: Final = frozenset({"refusal", "annotations"})
 """Keys of assistants' earlier answers that clients send back. They are not part of a conversation, and are left out."""
+REASONING: Final = ("reasoning_content", "reasoning")
+"""Keys of the reasoning in assistants' earlier answers. Templates know it as ``reasoning_content``."""
 NOT_OFFERED: Final = {"audio": "these models read text only", "function_call": "use tool_calls instead"}
 """Keys of messages that are refused, each with the reason. A null is as good as none."""
 PART_KEYS: Final = frozenset({"type", "text", "cache_control"})
@@ -41,12 +43,19 @@ def _read_message(place: str, given: Any) -> dict[str, Any]:
             message[key] = _read_tool_calls(f"{place}.tool_calls", value)
         elif key in KEPT and value is not None:
             message[key] = value
+        elif key in REASONING:
+            if value is not None and not isinstance(value, str):
+                raise ApiError(400, f"{place}.{key} must be a string", param=f"{place}.{key}")
+            if value and role == "assistant":
+                message["reasoning_content"] = value
         elif key in NOT_OFFERED and value is not None:
             raise ApiError(
                 400, f"{place}.{key} is not offered: {NOT_OFFERED[key]}", code="unsupported", param=f"{place}.{key}"
             )
         elif key not in ("role", *KEPT, "tool_calls", *NOT_OFFERED) and key not in DROPPED:
             raise ApiError(400, f"{place} has an unknown key {key[:64]!r}", param=f"{place}.{key[:64]}")
+    if message.get("tool_calls"):
+        message.setdefault("content", None)  # templates ask whether it is none
     return message
 
 

@@ -3,12 +3,14 @@
 The worker checks the values, and its errors name the option. This module refuses what the gateway does not offer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final, cast
 
+from answer_formats.parser import Tool
 from gateway.http.errors import ApiError
 from gateway.openai.messages import read_messages
+from gateway.openai.tools import read_tools
 from protocol.client.request_options import RequestOptions
 from protocol.limits import MAX_STRING
 from protocol.messages import ROUTE_KEYS
@@ -40,13 +42,16 @@ NOT_OFFERED: Final = {
 """Options of OpenAI's API that no model here has, each with the remedy."""
 NOTHING: Final[dict[str, Any]] = {"modalities": ["text"], "echo": False, "best_of": 1, "suffix": ""}
 """Values of such options that ask for nothing. Some clients send them always."""
+REASONING_BUDGETS: Final = ("reasoning_budget", "reasoning_budget_tokens", "thinking_budget", "thinking_token_budget")
+"""Names of the most tokens that the model may reason. All but the first are other servers' names."""
 CHAT_ONLY: Final = frozenset(
     {
         "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "template_kwargs",
-        "reasoning_effort", "add_generation_prompt", "continue_final_message",
+        "reasoning_effort", "add_generation_prompt", "continue_final_message", "allowed_tools", "with_format",
+        *REASONING_BUDGETS,
     }
 )  # fmt: skip
-"""Options that go to a chat template."""
+"""Options of chats: they go to the chat template, or say how the model reasons and calls tools."""
 OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids", "on_behalf_of"}
 """Options of this project that both kinds of requests give by their own names. Only the gateway names the caller."""
 
@@ -61,6 +66,7 @@ class Wanted:
     n              number of answers
     stream         whether the answer is streamed
     include_usage  whether the stream ends with an event that counts the tokens
+    tools          the tools that the model may call
     """
 
     model: str
@@ -69,20 +75,17 @@ class Wanted:
     n: int
     stream: bool
     include_usage: bool
+    tools: tuple[Tool, ...] = ()
 
 
 def read_chat(body: dict[str, Any]) -> Wanted:
     """Return the request in the body of a POST to /v1/chat/completions. Raises ApiError, which names the option."""
     given = dict(body)
     options: dict[str, Any] = {"messages": read_messages(given.pop("messages", None))}
-    choice, tools = given.pop("tool_choice", None), given.pop("tools", None)
-    if choice not in (None, "auto", "none"):
-        raise _not_offered("tool_choice", "answers cannot be forced to call a tool yet: use auto or none")
-    if given.pop("parallel_tool_calls", None) is False:
-        raise _not_offered("parallel_tool_calls", "the number of tool calls cannot be limited yet: leave it out")
-    if tools and choice != "none":
-        options["tools"] = tools
-    names: dict[str, str] = {}
+    given_tools, choice = given.pop("tools", None), given.pop("tool_choice", None)
+    offered = read_tools(given_tools, choice, _read_bool(given, "parallel_tool_calls", default=True))
+    options |= offered.options | {"with_format": True}
+    names: dict[str, str] = {"allowed_tools": "tool_choice"}
     variables: dict[str, Any] = {}
     if (effort := given.pop("reasoning_effort", None)) is not None:
         variables["reasoning_effort"] = effort  # a variable that templates of reasoning models read
@@ -99,7 +102,13 @@ def read_chat(body: dict[str, Any]) -> Wanted:
     for name in ("prompt", "token_ids"):
         if given.pop(name, None) is not None:
             raise ApiError(400, f"{name} is for /v1/completions: a chat has messages", param=name)
-    return _read_rest(given, options, names)
+    budgets = [name for name in REASONING_BUDGETS if given.get(name) is not None]
+    if len(budgets) > 1:
+        raise ApiError(400, f"{budgets[1]} and {budgets[0]} are the same option: give one of them", param=budgets[1])
+    for name in budgets:
+        options["reasoning_budget"] = given.pop(name)
+        names["reasoning_budget"] = name
+    return replace(_read_rest(given, options, names), tools=offered.tools)
 
 
 def read_completion(body: dict[str, Any]) -> tuple[list[str | list[int]], Wanted]:
@@ -230,10 +239,10 @@ def _check_keys(given: dict[str, Any], place: str, known: set[str]) -> None:
             raise ApiError(400, f"{place} has an unknown key {name[:64]!r}", param=f"{place}.{name[:64]}")
 
 
-def _read_bool(given: dict[str, Any], name: str, shown: str | None = None) -> bool:
+def _read_bool(given: dict[str, Any], name: str, shown: str | None = None, *, default: bool = False) -> bool:
     value = given.pop(name, None)
     if value is None:
-        return False
+        return default
     if type(value) is not bool:
         raise ApiError(400, f"{shown or name} must be true or false", param=shown or name)
     return value

@@ -11,7 +11,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.openai.options import ABOUT_THE_ACCOUNT, MOST_ANSWERS, OWN
+from gateway.openai.options import ABOUT_THE_ACCOUNT, MOST_ANSWERS, OWN, REASONING_BUDGETS
+from gateway.openai.tools import MOST_TOOLS, NAME
 from protocol import __version__
 
 Schema = dict[str, Any]
@@ -43,8 +44,57 @@ _MESSAGES: Final[Schema] = {
             "name": _TEXT,
             "tool_calls": {"type": "array", "items": _OBJECT},
             "tool_call_id": _TEXT,
+            "reasoning_content": {"anyOf": [_TEXT, {"type": "null"}]},
         },
     },
+}
+_NAMED: Final[Schema] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}},
+    },
+}
+_TOOL: Final[Schema] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+                "description": _TEXT,
+                "parameters": {**_OBJECT, "description": "The JSON schema of the arguments."},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "additionalProperties": False,
+        },
+    },
+}
+_ALLOWED: Final[Schema] = {
+    "type": "object",
+    "required": ["type", "allowed_tools"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "required": ["mode", "tools"],
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "minItems": 1, "items": _NAMED},
+            },
+        },
+    },
+}
+_OF_TOOLS: Final[Schema] = {
+    "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
+    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _NAMED, _ALLOWED]},
+    "parallel_tool_calls": {"type": "boolean", "default": True},
+    "reasoning_effort": _TEXT,
+    **{name: {"type": "integer", "minimum": 0} for name in REASONING_BUDGETS},
 }
 _COMMON: Final[Schema] = {
     "model": _MODEL,
@@ -91,12 +141,9 @@ async def openapi(request: Request) -> Response:
 def document() -> Schema:
     """Return the OpenAPI document."""
     options = _options()
-    chat = options | _COMMON | {
+    chat = options | _COMMON | _OF_TOOLS | {
         "messages": _MESSAGES,
-        "tools": {"type": "array", "items": _OBJECT},
-        "tool_choice": {"enum": ["auto", "none"]},
         "chat_template_kwargs": _OBJECT,
-        "reasoning_effort": _TEXT,
     }  # fmt: skip
     ids: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     prompt: Schema = {"anyOf": [_TEXT, ids, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, ids]}}]}

@@ -16,6 +16,7 @@ from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
 
 PROMPT = {"model": "m", "prompt": "secret-prompt", "max_tokens": 3}
+NAMED = {"type": "function", "function": {"name": "f"}}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "secret-prompt"}], "max_tokens": 3}
 
 
@@ -69,7 +70,21 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, http.
         ("chat/completions", {"audio": {"voice": "x"}}, "audio", "unsupported"),
         ("chat/completions", {"modalities": ["audio"]}, "modalities", "unsupported"),
         ("chat/completions", {"functions": [{}]}, "functions", "unsupported"),
-        ("chat/completions", {"tool_choice": "required"}, "tool_choice", "unsupported"),
+        ("chat/completions", {"tool_choice": "required"}, "tool_choice", "invalid_request"),
+        ("chat/completions", {"tool_choice": "required", "tools": [NAMED]}, "tool_choice", "unsupported"),
+        ("chat/completions", {"tool_choice": "any", "tools": [NAMED]}, "tool_choice", "invalid_request"),
+        (
+            "chat/completions",
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [NAMED]},
+            "tool_choice.function.name",
+            "invalid_request",
+        ),
+        ("chat/completions", {"tools": [{"type": "custom"}]}, "tools[0]", "unsupported"),
+        ("chat/completions", {"tools": [NAMED, NAMED]}, "tools[1]", "invalid_request"),
+        ("chat/completions", {"tools": "f"}, "tools", "invalid_request"),
+        ("chat/completions", {"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_request"),
+        ("chat/completions", {"thinking_budget": 5}, "thinking_budget", "unsupported"),
+        ("chat/completions", {"thinking_budget": 5, "reasoning_budget": 5}, "thinking_budget", "invalid_request"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "invalid_request"),
         ("chat/completions", {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "invalid_request"),
         ("chat/completions", {"prompt": "x"}, "prompt", "invalid_request"),

@@ -1,0 +1,151 @@
+"""An engine that replays prepared answers, token by token, in a real worker process.
+
+A conversation's last message names the answer: ``say NAME`` replays ``ANSWERS[NAME]``. Tokens are cut at awkward
+places, which the number of the name's answer decides, and special tokens have ids of their own.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from model_worker.engine import (
+    Capabilities,
+    ChatTemplate,
+    EngineEvent,
+    EngineStats,
+    Finished,
+    Job,
+    NewTokens,
+    ProgressCallback,
+)
+from model_worker.engines.admission import check_job
+from model_worker.stop_strings import ContentStops, StopMatcher
+from protocol.process.worker_spec import EngineSpec
+from protocol.request import SamplingParams
+
+THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|end|>{% endfor %}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if begin_inside is defined and begin_inside %}<think>\n{% endif %}" + THINKING + "{% endif %}"
+)
+"""A template that shows everything, writes calls as Hermes does, and reasons in <think>."""
+
+WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Łódź", "days": 3}}\n</tool_call>'
+TIME = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+ANSWERS = {
+    "plain": "Hello there.",
+    "weather": WEATHER,
+    "both": f"I look.\n{WEATHER}\n{TIME}",
+    "thought": f"<think>\nThe user wants weather.\n</think>\n\nLet me see.\n{WEATHER}",
+    "inside": "So I think.\n</think>\n\nIt is Tuesday.",
+    "long": "<think>\n" + "I think on and on. " * 20 + "\n</think>\n\n" + "And so I say it. " * 20,
+    "person": '<think>\nhm\n</think>\n\n{"name": "Ada", "age": 36}',
+}
+
+
+def cut(text: str, size: int) -> list[str]:
+    """Cut a text into tokens of ``size`` characters."""
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+class ReplayingEngine:
+    """Replays the answer that the last message names. Token ids count the pieces of the answer.
+
+    Options: step_s (seconds of a step), size (characters of a token), template, die_at (the token at which the first
+    process of the model kills itself, 0 for never) and flag (the path of a file that remembers the death).
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec, self.options = spec, spec.options
+        self.jobs: dict[int, tuple[Job, list[str], int, Any]] = {}
+        self.steps = 0
+
+    def load(self, progress: ProgressCallback) -> None:
+        progress("loading", 1, 1)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            context=65536,
+            max_batch_size=self.spec.max_batch_size,
+            offered=frozenset(SamplingParams.model_fields),
+            chat=True,
+            device="none",
+            attention="none",
+        )
+
+    @property
+    def constraints(self) -> None:
+        return None
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self.options.get("template", TEMPLATE))
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    encode_rendered = encode
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"?"
+
+    def submit(self, job: Job) -> None:
+        check_job(job, self.capabilities, 1 << 20)
+        prompt = bytes(job.prompt_ids).decode()
+        name = prompt.rpartition("say ")[2].split("<|")[0].strip()
+        matcher: Any = StopMatcher(job.stop)
+        if job.layout.stops:
+            matcher = ContentStops(job.layout.reasoning, job.layout.place == "inside", job.layout.calls)
+            matcher.use(job.stop)
+        pieces = cut(ANSWERS[name], int(self.options.get("size", 3)))
+        for piece in pieces[: len(job.resumed_ids)]:
+            matcher.push(piece)
+        self.jobs[job.id] = job, pieces, len(job.resumed_ids), matcher
+
+    def step(self) -> list[EngineEvent]:
+        self.steps += 1
+        time.sleep(float(self.options.get("step_s", 0.0005)))
+        events: list[EngineEvent] = []
+        for job_id, (job, pieces, k, matcher) in list(self.jobs.items()):
+            self._perhaps_die(k)
+            text, found = matcher.push(pieces[k])
+            last = found or k + 1 == len(pieces) or k + 1 == job.max_new_tokens
+            if last:
+                del self.jobs[job_id]
+                reason = "stop" if found or k + 1 == len(pieces) else "length"
+                text += "" if found else matcher.flush()
+                events.append(Finished(job_id, [k], text, reason, len(job.prompt_ids), k + 1))
+            else:
+                self.jobs[job_id] = job, pieces, k + 1, matcher
+                events.append(NewTokens(job_id, [k], text))
+        return events
+
+    def _perhaps_die(self, k: int) -> None:
+        flag = self.options.get("flag")
+        if flag and k == self.options["die_at"] and not os.path.exists(flag):
+            open(flag, "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def cancel(self, job_id: int) -> None:
+        self.jobs.pop(job_id, None)
+
+    def reset(self) -> None:
+        self.jobs.clear()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(active=len(self.jobs), steps=self.steps)
+
+    def close(self) -> None:
+        pass
