@@ -12,8 +12,9 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -35,8 +36,16 @@ STEPS = 500
 STEP_SECONDS = {1: 3.7e-3, 8: 5.3e-3, 32: 8.6e-3}
 
 
-def stand_in(endpoint: str, streams: int) -> None:
-    """Play the supervisor in a process of its own: accept ``streams`` requests, then answer all of them."""
+TEXTS = (" word",) * STEPS
+"""The tokens of an answer."""
+
+
+def stand_in(endpoint: str, streams: int, texts: Sequence[str] = TEXTS, format: dict[str, Any] | None = None) -> None:
+    """Play the supervisor in a process of its own: accept ``streams`` requests, then answer all of them.
+
+    texts   the tokens of every answer
+    format  what the first event says about the answer
+    """
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind(endpoint)
         requests: list[int] = []
@@ -50,12 +59,15 @@ def stand_in(endpoint: str, streams: int) -> None:
                 socket.send_multipart([client, encode(Accepted(message.request, pack_body({"model": "m"})))])
         writer = EventWriter()
         due = time.perf_counter()
-        for step in range(STEPS):
-            fields: dict[str, object] = {"text": " word"}
-            if step == STEPS - 1:
-                fields |= {"finish_reason": "length", "usage": {}, "timings": {}}
+        for step, text in enumerate(texts):
+            fields: dict[str, object] = {"text": text}
+            if step == 0 and format is not None:
+                fields["format"] = format
+            is_last = step == len(texts) - 1
+            if is_last:
+                fields |= {"finish_reason": "stop", "usage": {}, "timings": {}}
             event = writer.event([step], fields)
-            flags = int(EventFlag.FINISHED) if step == STEPS - 1 else int(EventFlag.FIRST) if not step else 0
+            flags = int(EventFlag.FINISHED) if is_last else int(EventFlag.FIRST) if not step else 0
             index = [EventEntry(request, step, flags, 1, len(event)) for request in requests]
             socket.send_multipart([client, writer.frame(1, 1, index, event * streams)])
             due += STEP_SECONDS[streams]

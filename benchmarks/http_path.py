@@ -5,6 +5,9 @@
 As in ``benchmarks.client_path`` a process takes the supervisor's place, and sends every stream a token as often as a 1B
 model on an H200 makes one. The gateway is a process of its own. A third process reads the streams. ``AsyncClient``
 alone reads the same tokens in the same run.
+
+The answers are of two kinds. The first is text, as a completion. The second is that of a chat with tools: the model
+reasons, writes text, and calls a tool. The gateway parses it.
 """
 
 import argparse
@@ -13,10 +16,15 @@ import multiprocessing
 import socket
 import tempfile
 import time
+from dataclasses import dataclass
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from benchmarks.client_path import STEPS, STREAMS, on_a_loop, seconds_a_token, stand_in
+from answer_formats.parser import AnswerParser, ReasoningMarkers, Tool
+from answer_formats.parts import CallArguments, CallEnd, CallStart, Reasoning, Text
+from benchmarks.client_path import STEPS, STREAMS, TEXTS, on_a_loop, seconds_a_token, stand_in
 from benchmarks.openai_client import Answer, stream
 from benchmarks.report import RESULTS, Result, write
 
@@ -39,17 +47,61 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
         serve(GatewaySettings(runtime_dir=runtime_dir, auth="none"), [listener], Reports(ours))
 
 
-async def read(port: int, streams: int) -> list[Answer]:
-    body = {"model": "m", "prompt": "x"}
+@dataclass(frozen=True)
+class Kind:
+    """A kind of answers.
+
+    body    of the requests
+    texts   the tokens of an answer
+    format  what the first event says about the answer
+    events  how many events with text an answer has if no tokens come together
+    """
+
+    name: str
+    body: dict[str, Any]
+    texts: tuple[str, ...] = TEXTS
+    format: dict[str, Any] | None = None
+    events: int = STEPS
+
+
+TOOL: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALL = ("\n", "<tool_call>", '\n{"', "name", '": "', "get_weather", '", "', "arguments", '": ', '{"city": "')
+CALL_END = ('"}}', "\n", "</tool_call>")
+BEFORE_CALL = ("<think>", *TEXTS[:200], "\n", "</think>", "\n\n", *TEXTS[:133])
+REASONED = (*BEFORE_CALL, *CALL, *TEXTS[len(BEFORE_CALL) + len(CALL) + len(CALL_END) :], *CALL_END)
+
+
+def agent() -> Kind:
+    """Return answers that reason in two fifths of their tokens, and then have text, and the arguments of a call."""
+    assert len(REASONED) == STEPS
+    parser = AnswerParser(
+        tool_format="hermes", tools=(Tool("get_weather", TOOL),), reasoning=ReasoningMarkers("<think>", "</think>")
+    )
+    parts = [part for text in REASONED for part in parser.feed(text)] + parser.finish()
+    assert {type(part) for part in parts} == {Reasoning, Text, CallStart, CallArguments, CallEnd}
+    return Kind(
+        "tools and reasoning, ",
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": TOOL}}],
+        },
+        REASONED,
+        {"tools": "hermes", "reasoning": ["<think>", "</think>"], "inside": False},
+        len([part for part in parts if not isinstance(part, CallEnd)]),
+    )
+
+
+async def read(port: int, body: dict[str, Any], streams: int) -> list[Answer]:
     return await asyncio.gather(*(stream("127.0.0.1", port, body) for _ in range(streams)))
 
 
-def measure(streams: int) -> tuple[float, int, int]:
-    """Return (seconds of the gateway's processor for a token, tokens, tokens that came together with others)."""
+def measure(kind: Kind, streams: int) -> tuple[float, int, int]:
+    """Return (seconds of the gateway's processor for a token, tokens, events that came together with others)."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch, socket.socket() as listener:
         path = Path(scratch, "front")
-        supervisor = spawn.Process(target=stand_in, args=(f"ipc://{path}", streams))
+        supervisor = spawn.Process(target=stand_in, args=(f"ipc://{path}", streams, kind.texts, kind.format))
         supervisor.start()
         while not path.exists():
             time.sleep(0.01)
@@ -67,17 +119,17 @@ def measure(streams: int) -> tuple[float, int, int]:
                 break
             before = now
             time.sleep(0.2)
-        answers = asyncio.run(read(listener.getsockname()[1], streams))
+        answers = asyncio.run(read(listener.getsockname()[1], kind.body, streams))
         ours.send("done")
         spent = ours.recv() - now
         server.terminate()
         server.join()
         supervisor.terminate()
         supervisor.join()
-    tokens = sum(answer.events for answer in answers)
+    tokens, events = STEPS * streams, sum(answer.events for answer in answers)
     if not all(answer.finished for answer in answers):
         raise RuntimeError(f"an answer did not end: {[answer.error for answer in answers][:1]}")
-    return spent / tokens, tokens, STEPS * streams - tokens
+    return spent / tokens, tokens, kind.events * streams - events
 
 
 def main() -> None:
@@ -86,21 +138,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     arguments = parser.parse_args()
     results = []
-    for streams in STREAMS:
+    for kind, streams in product((Kind("", {"model": "m", "prompt": "x"}), agent()), STREAMS):
         rounds = []
         for _ in range(1 if arguments.quick else 3):
-            http, tokens, joined = measure(streams)
+            http, tokens, joined = measure(kind, streams)
             alone = seconds_a_token(on_a_loop, streams)
             rounds.append((http - alone, http, alone, joined))
-            print(f"{streams} streams: {1e6 * http:.1f} µs, alone {1e6 * alone:.1f} µs, {tokens} tokens", flush=True)
+            name = f"{kind.name}{streams} streams"
+            print(f"{name}: {1e6 * http:.1f} µs, alone {1e6 * alone:.1f} µs, {tokens} tokens", flush=True)
         more, http, alone, joined = sorted(rounds)[len(rounds) // 2]
-        name = f"{streams} streams: processor time of a token"
         results += [
-            Result(f"{name}, gateway", 1e6 * http, "µs"),
-            Result(f"{name}, AsyncClient alone", 1e6 * alone, "µs"),
-            Result(f"{name}, gateway minus AsyncClient", 1e6 * more, "µs", "<= 15" if streams == 32 else None),
-            Result(f"{streams} streams: tokens joined with others", joined, "tokens"),
-        ]
+            Result(f"{name}: processor time of a token, gateway", 1e6 * http, "µs"),
+            Result(f"{name}: processor time of a token, AsyncClient alone", 1e6 * alone, "µs"),
+            Result(
+                f"{name}: processor time of a token, gateway minus AsyncClient", 1e6 * more, "µs",
+                "<= 15" if streams == 32 else None,
+            ),
+            Result(f"{name}: tokens joined with others", joined, "tokens"),
+        ]  # fmt: skip
     write("http-path", results, arguments.out)
 
 

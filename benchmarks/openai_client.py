@@ -10,6 +10,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+COMPLETION = b'"text":"', b'"text":""'
+CHAT = b'"delta":{"', b'"delta":{"role"', b'"delta":{"content":""'
+"""What an event with text has in it, and then what events have that look so and bring no text. In a chat, reasoning and
+calls of tools count as text."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -44,8 +49,9 @@ class Answer:
 class _Reader(asyncio.Protocol):
     """The connection of one request. It is closed at the end of the answer."""
 
-    def __init__(self, request: bytes, done: "asyncio.Future[Answer]", marker: bytes) -> None:
-        self._request, self._done, self._marker = request, done, marker
+    def __init__(self, request: bytes, done: "asyncio.Future[Answer]", markers: tuple[bytes, ...]) -> None:
+        self._request, self._done = request, done
+        self._marker, *self._without_text = markers
         self._rest = b""
         self._head = True
         self.answer = Answer(0.0)
@@ -73,8 +79,9 @@ class _Reader(asyncio.Protocol):
             data = data.partition(b"\r\n\r\n")[2]
         data = self._rest + data
         whole = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
-        # the last event of a completion has an empty text
-        count = data.count(self._marker, 0, whole) - data.count(self._marker + b'"', 0, whole)
+        count = data.count(self._marker, 0, whole)
+        for marker in self._without_text if count else ():
+            count -= data.count(marker, 0, whole)
         if count:
             answer.events += count
             answer.came.extend([now] * count)
@@ -107,6 +114,5 @@ async def stream(host: str, port: int, body: dict[str, Any], token: str | None =
         head.append(f"Authorization: Bearer {token}")
     request = "\r\n".join([*head, "", ""]).encode() + content
     done: asyncio.Future[Answer] = loop.create_future()
-    marker = b'"delta":{"content":"' if is_chat else b'"text":"'
-    await loop.create_connection(lambda: _Reader(request, done, marker), host, port)
+    await loop.create_connection(lambda: _Reader(request, done, CHAT if is_chat else COMPLETION), host, port)
     return await done
