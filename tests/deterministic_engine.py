@@ -28,7 +28,7 @@ from model_worker.engine import (
 )
 from model_worker.engines.admission import check_job
 from model_worker.link import SupervisorLink
-from model_worker.loop import WorkerLoop
+from model_worker.loop import WorkerLoop, _opened
 from protocol import __version__
 from protocol.codec import encode, pack_body, pack_event
 from protocol.errors import RequestError
@@ -261,7 +261,7 @@ class TalksNonsense(DeterministicEngine):
         prompt = bytes(job.prompt_ids)
         if k == 5 and prompt.startswith(b"bad "):
             link, loop = surroundings()
-            tracked = loop._jobs[job.id]
+            tracked = _opened(loop._jobs[job.id])
             for frame in nonsense(prompt[4:].decode(), link._generation, tracked.channel, tracked.request):
                 link._socket.send(frame)
 
