@@ -25,6 +25,7 @@ from gateway.openai.tokenizing import detokenize, tokenize
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
 from gateway.supervisor_link import SupervisorLink
+from gateway.usage import usage
 from protocol.errors import WireError
 from protocol.process.gateway_settings import GatewaySettings
 
@@ -34,6 +35,7 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/models", models),
+    ("GET", "/usage", usage),
     ("GET", "/models/{name:path}", model),
 )
 """OpenAI's API. Clients are told its base URL with /v1, without it, and with two of them."""

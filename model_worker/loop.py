@@ -228,6 +228,7 @@ class WorkerLoop:
         finally:
             self._parking.forget(job_id)
         tracked.prompt_tokens = len(job.prompt_ids)
+        self._link.prefill(tracked.channel, tracked.request, 0, tracked.prompt_tokens)  # the supervisor counts it
         self._jobs[job_id] = tracked
         if asked.with_format and not tracked.seq:
             tracked.format = self._format.to_wire(inside=job.layout.place == "inside")

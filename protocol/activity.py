@@ -31,8 +31,7 @@ class RequestStatus(TypedDict):
     age_ms: Milliseconds
     """The time since the request was accepted."""
     prompt_tokens: Tokens | None
-    """The length of the prompt. Null until a worker has reported it, which a worker does for requests with `progress`
-    only."""
+    """The length of the prompt. Null until a worker begins to read it."""
     prompt_tokens_estimate: Tokens
     """The length of the prompt as the supervisor estimates it from its bytes."""
     tokens: Tokens
@@ -128,3 +127,47 @@ class LogsResult(TypedDict):
     restarted: bool
     """True if the log of `after` is not there any more, since logs that are too long are moved away. Then the lines are
     the first ones of the present log."""
+
+
+class UsageParams(TypedDict):
+    key: NotRequired[str]
+    """The name of a key; an empty string for requests without a key. Unset: all keys that the client may see."""
+    model: NotRequired[str]
+    """The name of a model. Unset: all models."""
+    since: NotRequired[str]
+    """The first day, such as `2026-01-31`. Unset: all days that are kept."""
+
+
+class UsageCounts(TypedDict):
+    """Counts of requests and tokens."""
+
+    requests: int
+    """Accepted requests."""
+    prompt_tokens: Tokens
+    """Tokens of prompts. A prompt counts when a worker begins to read it, and once, also if the answer is resumed."""
+    cached_tokens: Tokens
+    """Those tokens of prompts that the engine found in its cache. They count at the end of the answer."""
+    completion_tokens: Tokens
+    """Tokens of answers. A token counts when the supervisor sends it to the client."""
+
+
+class UsageDay(UsageCounts):
+    """The counts of a key and a model on one day."""
+
+    day: str
+    """The day (UTC) on which the requests were accepted."""
+    key: str | None
+    """The name of the key, null for requests without a key."""
+    model: str
+    """The name of the model, also for requests that named an alias or a variant."""
+
+
+class UsageResult(TypedDict):
+    """With the right `status` or `admin` the usage of all keys, otherwise that of the client's own key only."""
+
+    rows: list[UsageDay]
+    """The counts, the latest day first. At most 5000."""
+    total: UsageCounts
+    """The sums, also of rows that did not fit."""
+    more: bool
+    """True if there are more rows: ask for one key or model, or with a later `since`."""

@@ -15,6 +15,8 @@ from protocol.activity import (
     LogsResult,
     RequestsParams,
     RequestsResult,
+    UsageParams,
+    UsageResult,
 )
 from protocol.bodies import Bytes, MillisecondsFloat, Model, Seconds, Tokens
 from protocol.orders import (
@@ -109,6 +111,19 @@ class HttpKeys(TypedDict):
     `unfinished` (requests)."""
 
 
+class UsageStatus(TypedDict):
+    """The ledger of usage."""
+
+    file: str
+    """The path of the SQLite file."""
+    days: int
+    """The number of days that are kept."""
+    trouble: str | None
+    """The reason why the counts cannot be written to the file, null if they can. They are kept in memory meanwhile."""
+    crowded_out: int
+    """Requests whose key and model are counted as `(others)`, because there are too many keys and models."""
+
+
 class SupervisorStatus(TypedDict):
     """The supervisor's process."""
 
@@ -143,6 +158,8 @@ class SupervisorStatus(TypedDict):
     """The port over TCP, null if there is none."""
     gateway: GatewayStatus | None
     """The HTTP gateway, null if models.yaml has no section `gateway`."""
+    usage: UsageStatus | None
+    """The ledger of usage, null if models.yaml switches it off."""
     http_keys: HttpKeys
     """The keys of clients over HTTP, for which gateways ask."""
     counters: Counters
@@ -356,6 +373,7 @@ VERBS: Final[dict[str, Verb]] = {
     "status": Verb("Describe the supervisor, its models and its GPUs.", StatusResult, StatusParams),
     "requests": Verb("List the unfinished requests, the oldest first.", RequestsResult, RequestsParams),
     "events": Verb("Return the latest events of the supervisor and its workers.", EventsResult, EventsParams),
+    "usage": Verb("Return the requests and tokens by key, model and day.", UsageResult, UsageParams),
     "tokenize": Verb(
         "Return the ids that the model would read for a prompt or a conversation.", TokenizeResult, TokenizeParams
     ),

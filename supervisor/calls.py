@@ -6,7 +6,7 @@ No verb takes a command, a path or a module.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from protocol import limits
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -27,9 +27,12 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
 from supervisor.supervisor_status import SupervisorDescription
+from supervisor.usage_keeper import UsageKeeper
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 from supervisor.workers.worker_life import Desired
 
+USAGE: Final = "usage"
+"""The verb that the usage writer answers."""
 Params = dict[str, Any]
 Result = dict[str, Any]
 
@@ -47,6 +50,7 @@ class AdminContext:
     history: EventHistory
     deadlines: DeadlineTimer
     effects: EffectQueue
+    usage: UsageKeeper | None
 
 
 def answer(context: AdminContext, verb: str, params: Params, identity: Identity, *, admin: bool) -> Result:
@@ -59,7 +63,7 @@ def answer(context: AdminContext, verb: str, params: Params, identity: Identity,
     """
     entry = _VERBS.get(verb)
     if entry is None:
-        known = ", ".join(sorted(QUESTION_VERBS.union(_VERBS)))
+        known = ", ".join(sorted(QUESTION_VERBS.union(_VERBS, [USAGE])))
         raise WireError(ErrorCode.UNSUPPORTED, f"unknown verb {verb!r}: known are {known}", field="verb")
     handler, is_order = entry
     if is_order and not admin:

@@ -132,6 +132,9 @@ class ClientMessages:
             variables = self._resolve(message.verb, params)
             if caller is not OWNER:
                 self._authorizer.check_call(caller, message, params)
+            if message.verb == calls.USAGE:
+                self._ask_usage(connection.channel, message, params, caller)
+                return
             if message.verb in QUESTION_VERBS:
                 self._ask(connection.channel, message, params, caller, variables)
                 return
@@ -187,6 +190,14 @@ class ClientMessages:
         ask = encode(Ask(number, message.verb, body))
         check_size(ask, Ask.kind)
         self._effects.add([ToWorker(replica.name, replica.generation, ask)])
+
+    def _ask_usage(self, channel: int, message: Call, params: dict[str, Any], caller: Identity) -> None:
+        """Hand a question about the usage to the writer, which reads the disk. Raises WireError."""
+        if (usage := self._context.usage) is None:
+            raise WireError(
+                ErrorCode.UNSUPPORTED, "supervisor.usage.record in models.yaml is false: nothing is counted"
+            )
+        usage.ask(params, caller, Asker(channel, message.call, channel))
 
     def _answer(self, channel: int, message: Message) -> None:
         self._effects.add([ToClient(channel, encode(message))])

@@ -17,6 +17,7 @@ from supervisor.config_rules import combination_problems, sampling_problems
 from supervisor.config_schema import FileConfig, SupervisorConfig
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
+from supervisor.logs import log_dir
 from supervisor.model_names import ModelNames, name_problems
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Flaw, Unfit, fit
@@ -130,6 +131,15 @@ class Config:
             return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
         except RuntimeError as e:
             raise KeysProblem(f"supervisor.keys is {given!r}: {e}") from None
+
+    def usage_file(self, runtime_dir: Path) -> Path:
+        """Return the file with the counts of usage."""
+        given = self.supervisor.usage.file
+        return (
+            log_dir(runtime_dir).parent / "usage.sqlite3"
+            if given is None
+            else self.file.parent / Path(given).expanduser()
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
-from supervisor.config_values import Duration, Lease, Listen, VramLimit
+from supervisor.config_values import Days, Duration, Lease, Listen, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
 from supervisor.schema_validation import Within
@@ -125,6 +125,28 @@ class WatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UsageConfig:
+    """The ledger of usage: requests and tokens by key, model and day. A change takes a restart of the supervisor."""
+
+    record: bool = True
+    """Count the tokens of requests, and keep the counts in a file. A full or broken disk never refuses a request.
+
+    Example: false
+    """
+    file: str | None = None
+    """The SQLite file with the counts: absolute, or relative to models.yaml. Two supervisors cannot share one.
+
+    Default: usage.sqlite3 beside the directory of the logs
+    Example: /var/lib/modelctl/usage.sqlite3
+    """
+    keep: Days = 400
+    """Days that are kept, today included. A day begins at midnight UTC.
+
+    Example: 90d
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupervisorConfig:
     """The section ``supervisor``. It may be left out."""
 
@@ -132,6 +154,7 @@ class SupervisorConfig:
     stop: StopConfig = field(default_factory=StopConfig)
     poison: PoisonConfig = field(default_factory=PoisonConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    usage: UsageConfig = field(default_factory=UsageConfig)
     listen: Listen = None
     """TCP endpoint for clients with a key (``modelctl keys new``). A change takes a restart of the supervisor.
 

@@ -20,6 +20,9 @@ MAX_DURATION_S = 7 * 24 * 3600.0
 """The longest duration in seconds. No key needs a longer one, and no clock overflows."""
 
 
+MOST_DAYS = 36_500
+
+
 def parse_duration(value: object) -> float:
     """Return the seconds of ``5m``, ``90s``, ``250ms``, ``1h``, or of a number of seconds. Raises ValueError."""
     seconds = math.nan
@@ -30,6 +33,15 @@ def parse_duration(value: object) -> float:
     if not 0 <= seconds <= MAX_DURATION_S:
         raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h, a week at most")
     return float(seconds)
+
+
+def parse_days(value: object) -> int:
+    """Return the days of ``400d``, or of a number of days. Raises ValueError."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,5}d", value):
+        value = int(value[:-1])
+    if type(value) is not int or not 1 <= value <= MOST_DAYS:
+        raise ValueError(f"must be a number of days such as 90d, from 1d to {MOST_DAYS}d")
+    return value
 
 
 def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
@@ -121,6 +133,7 @@ def parse_reasoning(value: object) -> tuple[str, str] | Literal["off"]:
 
 
 Duration = Annotated[float, Read(parse_duration, "duration")]
+Days = Annotated[int, Read(parse_days, "days")]
 Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]
 Lease = Annotated[float, Read(parse_lease, "duration from 1s to 24h")]
 Listen = Annotated[str | None, Read(parse_listen, "tcp://ADDRESS:PORT")]

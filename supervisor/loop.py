@@ -12,6 +12,7 @@ import signal
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import zmq
 
@@ -60,6 +61,8 @@ from supervisor.runtime_watch import RuntimeWatch
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.signals import Signals
 from supervisor.supervisor_status import SupervisorDescription
+from supervisor.usage_keeper import CHECK_S as USAGE_CHECK_S
+from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
 from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
 from supervisor.workers.local_launcher import LocalLauncher
@@ -91,7 +94,9 @@ class Supervisor:
         self._reactor = Reactor()
         timers = self._reactor.timers
         self._effects = EffectQueue()
-        self._scheduler = Scheduler(holds=settings.hold_limits, strikes=settings.poison_policy)
+        self._usage = _keeper(config, runtime.path, self._effects, log)
+        ledger = None if self._usage is None else self._usage.ledger
+        self._scheduler = Scheduler(holds=settings.hold_limits, strikes=settings.poison_policy, ledger=ledger)
         self._deadlines = DeadlineTimer(self._scheduler, timers, self._effects)
         self._queries = PendingQueries()
         self._probes = Probes()
@@ -130,13 +135,13 @@ class Supervisor:
         # Parts that bring the others together.
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
-            self._authorizer, self._zap, self._shutdown, self._gateway,
+            self._authorizer, self._zap, self._shutdown, self._gateway, self._usage,
         )  # fmt: skip
         history = EventHistory()
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
-            self._deadlines, self._effects,
+            self._deadlines, self._effects, self._usage,
         )  # fmt: skip
         self._messages = ClientMessages(
             self._clients, self._scheduler, self._queries, self._authorizer, context, self._deadlines, self._effects
@@ -162,6 +167,7 @@ class Supervisor:
         self._runner.run()
         self._watch_sources()
         self._begin_rounds()
+        self._check_usage()
         self._gateway.check()
         gc.collect()
         gc.freeze()
@@ -187,6 +193,8 @@ class Supervisor:
         watch(self._launcher.descriptor, self._on_ends)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
         watch(self._gateway.descriptor, self._gateway.hear)
+        if self._usage is not None:
+            watch(self._usage.descriptor, self._usage.hear)
 
     def _begin_rounds(self) -> None:
         """Set the timers of everything that is done again and again."""
@@ -203,10 +211,13 @@ class Supervisor:
         every(REVOKE_S, lambda: self._effects.add(self._authorizer.refresh()))
         every(GATEWAY_CHECK_S, self._gateway.check)
         every(RATE_WINDOW_S, self._sample)
+        every(USAGE_CHECK_S, self._check_usage)
         every(TRIM_S, trim)
 
     def _close(self) -> None:
         self._gateway.close()
+        if self._usage is not None:
+            self._usage.close()
         for port in self._clients:
             port.close()
         self._workers.close()
@@ -291,6 +302,16 @@ class Supervisor:
         self._effects.add(self._scheduler.report_positions())
         self._effects.add(self._scheduler.end_stalled(time.monotonic()))
 
+    def _check_usage(self) -> None:
+        if self._usage is not None:
+            self._usage.check(self._scheduler.unfinished.counted_in())
+
     def _sample(self) -> None:
         self._fleet.sample_rates(RATE_WINDOW_S)
         self._on_demand.unload_idle()
+
+
+def _keeper(config: Config, runtime_dir: Path, effects: EffectQueue, log: logging.Logger) -> UsageKeeper | None:
+    """Return the keeper of usage, or None if models.yaml switches it off. Its writer starts with the loop."""
+    usage = config.supervisor.usage
+    return UsageKeeper(config.usage_file(runtime_dir), usage.keep, effects, log) if usage.record else None

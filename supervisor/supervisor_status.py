@@ -19,6 +19,7 @@ from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.requests.scheduler import Scheduler
 from supervisor.shutdown import SupervisorShutdown
+from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
 
 
@@ -39,6 +40,7 @@ class SupervisorDescription:
         zap: ZapHandler,
         shutdown: SupervisorShutdown,
         gateway: GatewayProcesses,
+        usage: UsageKeeper | None,
     ) -> None:
         self.session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         """A random text that tells this supervisor process from the ones before it."""
@@ -57,6 +59,7 @@ class SupervisorDescription:
         self._zap = zap
         self._shutdown = shutdown
         self._gateway = gateway
+        self._usage = usage
 
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
@@ -76,6 +79,7 @@ class SupervisorDescription:
             "tcp": self._authorizer.describe_tcp(),
             "http_keys": self._authorizer.describe_http(),
             "gateway": self._gateway.describe(),
+            "usage": None if self._usage is None else self._usage.describe(),
             "counters": self._counters(),
         }
 

@@ -114,7 +114,7 @@ class Serving:
     """A running ``modelctl serve`` with these models. A context manager: at its end no process may be left.
 
     models      name → entry of models.yaml, see ``engine``
-    stop, restart, poison, watch, vram_limit  sections of models.yaml
+    stop, restart, poison, watch, usage, vram_limit  sections of models.yaml
     listen, keys  the endpoint of a port over TCP, and the directory of its keys
     gateway     the section ``gateway`` of models.yaml
     default_model  the name of the model for requests without one
@@ -137,6 +137,7 @@ class Serving:
         keys: Path | None = None,
         gateway: dict[str, Any] | None = None,
         default_model: str | None = None,
+        usage: dict[str, Any] | None = None,
         wait: bool = True,
         script: Path | None = None,
         options: Sequence[str] = (),
@@ -162,6 +163,7 @@ class Serving:
             "poison": poison or {},
             **({} if vram_limit is None else {"vram_limit": vram_limit}),
             "watch": watch or {},
+            **({} if usage is None else {"usage": usage}),
             **({} if listen is None else {"listen": listen}),
             **({} if keys is None else {"keys": str(keys)}),
         }

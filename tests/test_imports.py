@@ -14,7 +14,7 @@ from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("modelctl", "protocol", "answer_formats", "model_worker", "supervisor", "gateway")
-ROOMS = ("keys", "requests", "ports", "workers", "placement", "fleet")
+ROOMS = ("keys", "usage", "requests", "ports", "workers", "placement", "fleet")
 """The subpackages of supervisor. Each may import only those before it."""
 LOOP = (
     *("loop", "calls", "client_messages", "worker_frames"),
@@ -28,6 +28,7 @@ DECISIONS = (
         if path.suffix != ".pyi"
     ),
     *(f"keys/{name}.py" for name in ("rights", "allowance", "records", "endpoint", "unfinished")),
+    "usage/ledger.py",
     *(f"workers/{name}.py" for name in ("lifecycle", "worker_life", "stop_ladder", "exits", "hang_detector")),
     *(f"ports/{name}.py" for name in ("arrivals", "flood", "greeting", "probes")),
     "schema_validation.py",

@@ -158,6 +158,7 @@ def document() -> Schema:
             "/v1/completions": _post("Continue a text.", completion, ["model", "prompt"], stream=True),
             "/v1/models": _get("List the models."),
             "/v1/models/{id}": _get("Describe a model.", "id"),
+            "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
             "/tokenize": _post(
                 "Return the token ids of a prompt or a conversation.",
                 {"model": _MODEL, "prompt": _TEXT, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},

@@ -15,6 +15,7 @@ from gateway.http.errors import ApiError
 from gateway.http.event_stream import EventStream, StreamedAnswer
 from gateway.http.sessions import check_own_script, delete_cookie, set_cookie
 from gateway.page.live import Live
+from gateway.usage import page_usage
 
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = {
@@ -51,6 +52,7 @@ def page_routes() -> list[BaseRoute]:
         Route("/page/sign-out", sign_out, methods=["POST"]),
         Route("/page/events", events),
         Route("/page/logs", logs),
+        Route("/page/usage", page_usage),
         Route("/page/orders/{verb}", order, methods=["POST"]),
     ]
 

@@ -20,6 +20,7 @@ from protocol.client.connection import CANNOT_CONNECT, check_can_generate, check
 from protocol.client.liveness import DEFAULT_SILENCE_S
 from protocol.client.loop_connection import LoopConnection
 from protocol.client.request_builder import (
+    USAGE_S,
     choice_requests,
     collect_options,
     generate_request,
@@ -215,6 +216,11 @@ class AsyncClient:
         If ``session`` differs from that of the earlier reply, the supervisor was started again: ask without ``after``.
         """
         return await self.call("events", reply_timeout=self.timeout, **given(after=after, limit=limit))
+
+    async def usage(self, key: str | None = None, model: str | None = None, since: str | None = None) -> dict[str, Any]:
+        """Return requests and tokens by key, model and day: see ``Client.usage``."""
+        params = given(key=key, model=model, since=since)
+        return await self.call("usage", reply_timeout=USAGE_S, **params)
 
     async def logs(
         self, model: str | None = None, lines: int | None = None, after: str | None = None

@@ -16,6 +16,8 @@ from protocol.limits import MAX_STRING
 from protocol.messages import ROUTE_KEYS
 
 MOST_CHOICES: Final = 1024
+USAGE_S: Final = 15.0
+"""Seconds to wait for the reply to ``usage``. The supervisor waits up to 10 s for its disk."""
 
 
 def collect_options(prompt: str | None, options: RequestOptions, *, progress: bool) -> dict[str, Any]:

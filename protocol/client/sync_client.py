@@ -25,6 +25,7 @@ from protocol.client.client_key import ClientKey
 from protocol.client.connection import CANNOT_CONNECT, check_can_generate
 from protocol.client.liveness import DEFAULT_SILENCE_S
 from protocol.client.request_builder import (
+    USAGE_S,
     choice_requests,
     collect_options,
     generate_request,
@@ -247,6 +248,18 @@ class Client:
         If ``session`` differs from that of the earlier reply, the supervisor was started again: ask without ``after``.
         """
         return self.call("events", reply_timeout=self.timeout, **given(after=after, limit=limit))
+
+    def usage(self, key: str | None = None, model: str | None = None, since: str | None = None) -> dict[str, Any]:
+        """Return requests and tokens by key, model and day: the reply to the verb "usage".
+
+        key    the name of a key; empty for requests without a key. Unset: all keys that this client may see
+        model  the name of a model. Unset: all models
+        since  the first day, such as "2026-01-31". Unset: all days that are kept
+
+        A key without the rights status and admin sees its own usage only.
+        """
+        params = given(key=key, model=model, since=since)
+        return self.call("usage", reply_timeout=USAGE_S, **params)
 
     def logs(self, model: str | None = None, lines: int | None = None, after: str | None = None) -> dict[str, Any]:
         """Return the last lines of a log, or the lines after a position: the reply to the verb "logs".

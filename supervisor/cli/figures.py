@@ -161,7 +161,18 @@ def _gateway(values: Values) -> list[str]:
     return [", ".join([*words, *([counted(values["restarts"], "restart")] if values.get("restarts") else [])])]
 
 
+def _usage(values: Values) -> list[str]:
+    kept = f"{values.get('file')}, {counted(values.get('days', 0), 'day')} kept"
+    others = values.get("crowded_out")
+    return [
+        kept,
+        *([f"not written: {values['trouble']}"] if values.get("trouble") else []),
+        *([f"{counted(others, 'request')} of further keys and models counted together"] if others else []),
+    ]
+
+
 _MAPS: dict[str, Callable[[Values], list[str]]] = {
+    "usage": _usage,
     "gateway": _gateway,
     "tcp": _tcp,
     "engine_stats": engine_lines,

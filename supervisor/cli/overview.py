@@ -29,6 +29,7 @@ def of_supervisor(s: Values) -> Entries:
         "config": s["config"],
         "runtime_dir": s["runtime_dir"],
         "log": s.get("log_trouble"),
+        "usage": (s.get("usage") or {}).get("trouble"),
         "clients": figures.counted(s["connections"], "connection"),
         "forwarding": None if s.get("forwarding") == "compiled" else s.get("forwarding"),
         "orders": ", ".join(t["cause"] for t in s.get("turnovers") or () if t["running"]),

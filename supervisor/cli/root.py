@@ -23,6 +23,7 @@ _COMMANDS = {
     "shutdown": "supervisor.cli.orders:shutdown",
     "ps": "supervisor.cli.views:ps",
     "status": "supervisor.cli.views:status",
+    "usage": "supervisor.cli.usage:usage",
     "run": "supervisor.cli.run:run",
     "logs": "supervisor.cli.logs:logs",
     "bench": "supervisor.cli.bench:bench",

@@ -18,12 +18,12 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, *, labels: int = 1) -> str:
     """Return the rows as text: columns padded to their widest cell, None as '-', numbers right-aligned.
 
-    width  columns of the terminal. A wider table is divided into parts, because a terminal would break lines in the
-           middle of a cell. Each part repeats the first column. None: the table is not divided, because programs read
-           one line per row
+    width   columns of the terminal. A wider table is divided into parts, because a terminal would break lines in the
+            middle of a cell. None: the table is not divided, because programs read one line per row
+    labels  the number of first columns that tell what a row is about. Each part repeats them
     """
     cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
     right = [
@@ -35,18 +35,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
         padded = [values[i].rjust(widths[i]) if right[i] else values[i].ljust(widths[i]) for i in columns]
         return GAP.join(padded).rstrip()
 
-    parts = [[line(values, columns) for values in (header, *cells)] for columns in _divided(widths, width)]
+    parts = [[line(values, columns) for values in (header, *cells)] for columns in _divided(widths, width, labels)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _divided(widths: Sequence[int], width: int | None) -> list[list[int]]:
-    """Return the columns of each part of a table, by their numbers. Each part begins with column 0."""
-    parts, taken = [[0]], widths[0]
-    for column in range(1, len(widths)):
+def _divided(widths: Sequence[int], width: int | None, labels: int) -> list[list[int]]:
+    """Return the columns of each part of a table, by their numbers. Each part begins with the columns of labels."""
+    first = list(range(labels))
+    room = None if width is None else width - sum(widths[:labels]) - len(GAP) * (labels - 1)
+    parts, taken = [[*first]], 0
+    for column in range(labels, len(widths)):
         needed = len(GAP) + widths[column]
-        if width is not None and taken + needed > width and len(parts[-1]) > 1:
-            parts.append([0])
-            taken = widths[0]
+        if room is not None and taken + needed > room and taken:
+            parts.append([*first])
+            taken = 0
         parts[-1].append(column)
         taken += needed
     return parts

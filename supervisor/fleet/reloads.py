@@ -57,10 +57,13 @@ class Reloads:
             message = "; ".join(map(str, e.problems))
             self._log.error("%s: nothing is changed: %s", cause, message, extra=noted(EventKind.RELOAD))
             raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}") from None
-        fixed = [(settings.listen, settings.keys) for settings in (before.supervisor, config.supervisor)]
+        fixed = [
+            (settings.listen, settings.keys, settings.usage) for settings in (before.supervisor, config.supervisor)
+        ]
         if fixed[0] != fixed[1]:
             message = (
-                "supervisor.listen and supervisor.keys are applied at the next start only: put them back as they were"
+                "supervisor.listen, supervisor.keys and supervisor.usage are applied at the next start only: put them "
+                "back as they were"
             )
             raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}, or shut down and serve again")
         if only is not None and only not in config.models and not self._registry.of_model(only):

@@ -50,6 +50,7 @@ _OF_VERB = {
     "status": _SEES,
     "requests": _ANY,
     "events": _SEES,
+    "usage": _ANY,
     "tokenize": _INFER,
     "detokenize": _INFER,
     "start": _ADMIN,
@@ -62,7 +63,8 @@ _OF_VERB = {
 }
 """Verb of CALL → the rights, one of which is enough. Any other verb needs admin.
 
-For ``requests`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each request."""
+For ``requests`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each request. The answer to
+``usage`` has only what the key may see."""
 _OF_KIND = {
     Hello.kind: _ANY,
     Ping.kind: _ANY,

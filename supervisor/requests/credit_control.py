@@ -14,6 +14,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import EventEntry, EventFlag, Events, FinishReason
 from supervisor.requests.advance import Advances
 from supervisor.requests.in_flight import InFlight, ToClient
+from supervisor.usage.counters import COMPLETION
 
 _MIB = 1 << 20
 MOST_IN_FRAME = 4096
@@ -58,6 +59,8 @@ class CreditControl:
         request.sent = entry.seq + 1
         request.credit -= 1
         request.delivered_tokens += entry.tokens
+        if request.counters is not None:
+            request.counters[COMPLETION] += entry.tokens
 
     def hold(self, request: InFlight, entry: EventEntry, event: bytes, now: float) -> None:
         """Hold an event until its client grants credit. Ask ``excess`` afterwards."""
@@ -134,7 +137,7 @@ class CreditControl:
     def end_cancelled(self, request: InFlight) -> ToClient:
         """Return the terminal event of a cancelled request whose worker cannot make it."""
         self.drop(request)
-        usage = {"prompt_tokens": 0, "completion_tokens": request.delivered_tokens}
+        usage = {"prompt_tokens": request.prompt_tokens or 0, "completion_tokens": request.delivered_tokens}
         fields: dict[str, object] = {"text": "", "finish_reason": FinishReason.CANCELLED, "usage": usage, "timings": {}}
         return self._terminal(request, EventFlag.FINISHED, fields)
 

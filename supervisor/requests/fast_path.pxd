@@ -16,6 +16,8 @@ cdef class RequestProgress:
     cdef public unsigned long long sent, delivered_tokens, unpaid
     cdef public long long credit
     cdef public bint resumable, has_tokens, holds
+    cdef readonly object counters
+    cdef unsigned long long *completion  # the number in ``counters`` that counts tokens of answers; NULL without them
     cdef unsigned long long last_frame  # the number of the last frame in which ``fits`` has seen it
 
 cdef class FastPath:

@@ -15,8 +15,10 @@ class RequestProgress:
     unpaid: int
     has_tokens: bool
     holds: bool
-
+    @property
+    def counters(self) -> memoryview | None: ...
     def __init__(self, credit: int, resumable: bool) -> None: ...
+    def count_in(self, counters: memoryview) -> None: ...
 
 class FastPath:
     def take(self, frame: bytes, worker_slot: WorkerSlot | Any) -> int | None:

@@ -6,6 +6,7 @@ end with this event. The frame has at most one event of each request. The fast p
 and then has changed nothing.
 """
 
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject
@@ -14,9 +15,11 @@ from libc.string cimport memcpy
 from protocol.messages import TERMINAL, VERSION, Kind
 from protocol.process.sources cimport MODELCTL_SOURCES
 from supervisor.requests.request_phase import RequestPhase
+from supervisor.usage.counters import COMPLETION
 
 SOURCES = MODELCTL_SOURCES
 
+cdef Py_ssize_t _COMPLETION = COMPLETION
 cdef object _RUNNING = RequestPhase.RUNNING
 cdef unsigned char _VERSION = VERSION
 cdef unsigned char _EVENTS = int(Kind.EVENTS)
@@ -31,6 +34,18 @@ cdef class RequestProgress:
         self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
         self.sent = self.delivered_tokens = self.unpaid = self.last_frame = 0
         self.has_tokens = self.holds = False
+        self.counters, self.completion = None, NULL
+
+    def count_in(self, counters not None):
+        cdef Py_buffer buffer
+        PyObject_GetBuffer(counters, &buffer, PyBUF_WRITABLE)
+        try:
+            if buffer.len < 8 * (_COMPLETION + 1):
+                raise ValueError(f"{buffer.len} bytes are no counters")
+            self.completion = <unsigned long long *>buffer.buf + _COMPLETION
+        finally:
+            PyBuffer_Release(&buffer)
+        self.counters = counters  # it keeps the memory, which ``completion`` points into
 
 
 cdef const unsigned char *_unsigned(
@@ -161,6 +176,8 @@ cdef class FastPath:
                 stream.has_tokens = True
                 stream.unpaid += entry.tokens
                 stream.delivered_tokens += entry.tokens
+                if stream.completion is not NULL:
+                    stream.completion[0] += entry.tokens
                 if stream.resumable:
                     _append(stream.ids, at, 4 * entry.tokens)
             at += entry.length

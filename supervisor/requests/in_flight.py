@@ -70,6 +70,7 @@ class InFlight(RequestProgress):
     charged            whether its account has paid for its prompt
     owner              the identity that asked for it
     defaults           a packed map: the settings of the variant that it asked for. The worker gets it with the job
+    usage_place        the place of its counters in the table, 0 if nobody counts
     prompt_tokens      the length of its prompt; None until a worker has reported it
     paid               tokens of the answer that its account has paid for
     advance            credit beyond the window, see ``advance.py``
@@ -100,6 +101,7 @@ class InFlight(RequestProgress):
     charged: bool = False
     owner: Identity = OWNER
     defaults: bytes = field(default=b"", repr=False)
+    usage_place: int = 0
     prompt_tokens: int | None = None
     reported: int = -1
     """The queue position last reported."""

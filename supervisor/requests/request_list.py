@@ -62,6 +62,10 @@ class RequestList:
         """Return how many unfinished requests each party has, see ``InFlight``."""
         return Counter(request.party for request in self._unfinished())
 
+    def counted_in(self) -> set[int]:
+        """Return the places of the counters to which unfinished requests add their tokens."""
+        return {request.usage_place for request in self._unfinished()}
+
     def _unfinished(self) -> Iterator[InFlight]:
         return (request for request in self._table.live.values() if request.phase is not RequestPhase.ENDED)
 

@@ -12,21 +12,31 @@ unpaid            tokens that the client's account has not been charged for yet
 has_tokens        whether any token has come
 holds             whether events wait for the client's credit. Read for every event
 ids               token ids of the answer so far, those of held events included (u32, little endian)
+counters          the numbers of the ledger to which tokens are added as they go to the client, see ``usage.counters``.
+                  None: nobody counts. Set by ``count_in``
 """
 
 from typing import TYPE_CHECKING
 
 from protocol.process.compiled import find
 from supervisor.requests.request_phase import RequestPhase
+from supervisor.usage.counters import Counters
 
 
 class PlainRequestProgress:
-    __slots__ = ("credit", "delivered_tokens", "has_tokens", "holds", "ids", "phase", "resumable", "sent", "unpaid")
+    __slots__ = (
+        *("counters", "credit", "delivered_tokens", "has_tokens", "holds", "ids", "phase", "resumable", "sent"),
+        "unpaid",
+    )
 
     def __init__(self, credit: int, resumable: bool) -> None:
         self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
         self.sent = self.delivered_tokens = self.unpaid = 0
         self.has_tokens = self.holds = False
+        self.counters: Counters | None = None
+
+    def count_in(self, counters: Counters) -> None:
+        self.counters = counters
 
 
 if TYPE_CHECKING:

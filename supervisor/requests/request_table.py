@@ -15,6 +15,8 @@ from supervisor.requests.model_queue import ModelQueue
 from supervisor.requests.poison import PoisonTracker
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.usage.counters import REQUESTS
+from supervisor.usage.ledger import UsageLedger
 
 MOST_PARKINGS = 2
 """The number of times that a request may be parked. One worker may compile its constraint, and then another worker is
@@ -30,9 +32,11 @@ class RequestTable:
     queue_of_worker  the queue of each worker's model, by the worker's name
     live             the requests, by (channel, request)
     leaving          the error for new requests once the supervisor is shutting down
+    ledger           gives requests the counters for their tokens; None to count nothing
     """
 
-    def __init__(self, credit: CreditControl, poison: PoisonTracker) -> None:
+    def __init__(self, credit: CreditControl, poison: PoisonTracker, ledger: UsageLedger | None = None) -> None:
+        self.ledger = ledger
         self.credit, self.poison = credit, poison
         self.queues: dict[str, ModelQueue] = {}
         self.queue_of_worker: dict[str, ModelQueue] = {}
@@ -47,6 +51,10 @@ class RequestTable:
     def add(self, queue: ModelQueue, request: InFlight) -> None:
         """Take a new request in, and let it wait."""
         self.live[request.key] = request
+        if self.ledger is not None:
+            request.usage_place, counters = self.ledger.row(request.owner, request.model)
+            counters[REQUESTS] += 1
+            request.count_in(counters)
         queue.push(request)
         self.deadlines.add_limits(request)
 

@@ -32,6 +32,7 @@ from supervisor.requests.send_buffer import SendBuffer
 from supervisor.requests.worker_ends import WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
 from supervisor.requests.worker_slots import Affinity, WorkerSlot
+from supervisor.usage.ledger import UsageLedger
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""
@@ -47,6 +48,7 @@ class Scheduler:
     window   events that a stream may be ahead of its client's grants
     holds    the limits of held events, for clients that read slowly
     strikes  the policy by which a payload is refused because workers died of it
+    ledger   gives requests the counters for their tokens; None to count nothing
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class Scheduler:
         window: int = limits.STREAM_WINDOW,
         holds: SendBufferLimits | None = None,
         strikes: PoisonPolicy | None = None,
+        ledger: UsageLedger | None = None,
     ) -> None:
         self._credit = CreditControl(window, holds)
         self._poison = PoisonTracker(strikes or PoisonPolicy())
-        self._table = RequestTable(self._credit, self._poison)
+        self._table = RequestTable(self._credit, self._poison, ledger)
         self._worker_events = WorkerEvents(self._table)
         # Callers reach the classes for the messages and the ends of workers without a detour through methods here.
         self.events = self._worker_events.events

@@ -7,20 +7,26 @@ time. The time that a compilation takes is charged as tokens to the client that 
 in the queue, and to the budget of its key (``RequestAuthorizer.charge_party``).
 """
 
-from protocol.codec import encode
+from protocol.codec import encode, unpack_body
 from protocol.errors import ErrorCode, FrameError
-from protocol.messages import TERMINAL, EventEntry, Events
+from protocol.messages import TERMINAL, EventEntry, EventFlag, Events
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.reports import report
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
 from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.usage.counters import CACHED, COMPLETION, PROMPT
 
 TOKENS_PER_MS = 1
 """The tokens that are charged for a millisecond of compilation. A second costs as much as an answer of a thousand
 tokens."""
 LONGEST_MS = 3_600_000
 """The longest time of a compilation that the supervisor believes. A compilation takes a second or two."""
+
+
+MOST_TOKENS = 1 << 31
+"""The longest prompt that the supervisor believes."""
+_USAGE = ("prompt_tokens", "cached_tokens")
 
 
 class WorkerEvents:
@@ -34,12 +40,19 @@ class WorkerEvents:
         self.dropped = 0
 
     def prefill(self, worker: str, key: tuple[int, int], done: int, total: int) -> list[Effect]:
-        """Take note that a worker has computed part of a prompt. Report it if the client asked for reports."""
+        """Take note that a worker reads a prompt, or has computed part of it.
+
+        The first such message counts the prompt in the ledger. So the prompt of an answer that goes on in another
+        worker counts once. Report the progress if the client asked for reports. Raises FrameError for a length that is
+        not possible.
+        """
+        if total > MOST_TOKENS:
+            raise FrameError(ErrorCode.BAD_FRAME, f"a prompt of {total} tokens")
         request = self._table.slot_of(worker).running.get(key)
         if request is None or request.phase is not RequestPhase.RUNNING or request.has_tokens:
             return []
-        request.prompt_tokens = total
-        if not request.route.progress:
+        _count_prompt(request, total)
+        if not request.route.progress or not done:
             return []
         return [report(request, {"phase": "prefill", "done": done, "total": total})]
 
@@ -101,7 +114,12 @@ class WorkerEvents:
         if message.generation != worker_slot.generation:
             self.dropped += 1
             return []
+        reported = _usage_in(worker_slot, message)
         requests = requests_of_whole_frame(worker_slot, message)
+        for request, prompt, cached in reported:
+            _count_prompt(request, prompt)
+            if request.counters is not None:
+                request.counters[CACHED] += cached
         if requests:
             effects: list[Effect] = [ToClient(message.channel, frame)]
             ended = self._note_whole(worker_slot, requests, message, now)
@@ -124,6 +142,8 @@ class WorkerEvents:
                 tokens_in_all += tokens
                 request.unpaid += tokens
                 request.delivered_tokens += tokens
+                if request.counters is not None:
+                    request.counters[COMPLETION] += tokens
                 if request.resumable:
                     request.ids += body[at : at + 4 * tokens]
             at += length
@@ -188,6 +208,33 @@ class WorkerEvents:
             ended, error = excess
             return self._table.give_up(ended, error) + self._table.dispatch(self._table.queues[ended.model], now)
         return []
+
+
+def _count_prompt(request: InFlight, tokens: int) -> None:
+    """Note the length of a prompt, and count it in the ledger unless that was done."""
+    if request.prompt_tokens is None:
+        request.prompt_tokens = tokens
+        if request.counters is not None:
+            request.counters[PROMPT] += tokens
+
+
+def _usage_in(worker_slot: WorkerSlot, message: Events) -> list[tuple[InFlight, int, int]]:
+    """Return (request, tokens of its prompt, those that the cache had) for each answer that is complete in a frame.
+
+    Raises FrameError for counts that are not possible.
+    """
+    found, at = {}, 0
+    for number, _, flags, tokens, length in message.index:
+        if flags & EventFlag.FINISHED:
+            request = worker_slot.running.get((message.channel, number))
+            if request is not None and request.phase is RequestPhase.RUNNING:
+                usage = unpack_body(message.body[at + 4 * tokens : at + length]).get("usage", {})
+                counts = [usage.get(name, 0) if isinstance(usage, dict) else -1 for name in _USAGE]
+                if not all(type(count) is int and 0 <= count <= MOST_TOKENS for count in counts):
+                    raise FrameError(ErrorCode.BAD_FRAME, "the end of an answer counts no tokens of its prompt")
+                found[number] = request, counts[0], counts[1]
+        at += length
+    return list(found.values())
 
 
 def requests_of_whole_frame(worker_slot: WorkerSlot, message: Events) -> list[InFlight] | None:

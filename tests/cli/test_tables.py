@@ -31,6 +31,18 @@ def test_a_table_that_is_wider_than_the_terminal_goes_on_below() -> None:
     ]
 
 
+def test_each_part_repeats_all_columns_of_labels() -> None:
+    assert table(HEADER, ROWS, width=22, labels=2).splitlines() == [
+        "NAME     STATE    CTX",
+        "letters  ready   2048",
+        "b        failed    16",
+        "",
+        "NAME     STATE   WHY",
+        "letters  ready   -",
+        "b        failed  no room on GPU 1",
+    ]
+
+
 def test_a_width_that_is_just_enough() -> None:
     widest = max(map(len, table(HEADER, ROWS).splitlines()))
     assert "\n\n" not in table(HEADER, ROWS, width=widest)

@@ -2,7 +2,9 @@
 
 import http.client
 import json
+from collections.abc import Mapping
 from contextlib import closing
+from types import MappingProxyType
 from typing import Any
 
 from tests.serving import WITHIN, Serving
@@ -14,10 +16,12 @@ def described(serving: Serving) -> dict[str, Any]:
     return gateway
 
 
-def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(
+    port: int, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> Any:
     """Return the JSON of an answer, or its bytes if it is no JSON. Raises AssertionError if the status is not 200."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
-        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         text = response.read()
         assert response.status == 200, text

@@ -32,6 +32,7 @@ class ScriptedLink:
         self.waits: list[int] = []
         self.events: list[tuple[int, EventEntry, dict[str, Any], tuple[int, ...]]] = []
         self.statistics: list[dict[str, object]] = []
+        self.prompts: list[tuple[int, int, int, int]] = []
         self.unsent: tuple[int, ...] = ()
 
     def receive(self, wait_ms: int, also: Sequence[int] = ()) -> list[Message]:
@@ -47,6 +48,9 @@ class ScriptedLink:
     def answer(self, ask: int, body: bytes) -> None:
         assert ask not in self.answers
         self.answers[ask] = unpack_body(body)
+
+    def prefill(self, channel: int, request: int, done: int, total: int) -> None:
+        self.prompts.append((channel, request, done, total))
 
     def queue(self, channel: int, entry: EventEntry, event: bytes) -> None:
         assert entry.length == len(event)
@@ -96,6 +100,7 @@ def test_an_answer_from_its_first_event_to_its_last() -> None:
     last = events[-1][1]
     assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 4}
     assert last["finish_reason"] == "length"
+    assert link.prompts == [(3, 9, 0, 5)], "the supervisor counts the prompt although its client wants no reports"
     assert link.waits[0] > 0 == link.waits[1], "it waits only when idle"
 
 

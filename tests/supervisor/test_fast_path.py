@@ -3,6 +3,7 @@
 A failure prints the seed; TEST_SEED repeats it.
 """
 
+import os
 import random
 from collections import Counter
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 from protocol.codec import decode_events, encode, is_events, pack_event
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import TERMINAL, EventEntry, EventFlag, Events, Generate
+from supervisor.keys.rights import OWNER
 from supervisor.requests.in_flight import Effect, ToClient
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_events import requests_of_whole_frame
+from supervisor.usage.counters import COUNTS, CounterTable, make_table
+from supervisor.usage.ledger import UsageLedger
 from tests.compiled_roads import needs_compiled
 from tests.fuzzing.mutating import Mutator
 from tests.fuzzing.running import SEED
@@ -26,7 +30,9 @@ NOW = 1000.0
 
 
 def a_scheduler() -> Scheduler:
-    scheduler = Scheduler(window=WINDOW)
+    descriptor = make_table()
+    scheduler = Scheduler(window=WINDOW, ledger=UsageLedger(CounterTable(descriptor), NOW))
+    os.close(descriptor)  # the mapping stays
     scheduler.add_model("m", QueueLimits(100, 10**6))
     scheduler.add_worker("m", "m", DOWN)
     scheduler.accept_new("m")
@@ -49,7 +55,16 @@ def state(scheduler: Scheduler) -> Any:
         key: (r.phase, r.sent, r.credit, r.holds, r.has_tokens, r.unpaid, r.delivered_tokens, bytes(r.ids), len(r.held))
         for key, r in scheduler._table.live.items()
     }
-    return streams, list(worker_slot.running), worker_slot.tokens, scheduler.held_bytes, scheduler.dropped_frames
+    assert scheduler._table.ledger is not None
+    counters = scheduler._table.ledger.row(OWNER, "m").counters
+    return (
+        list(counters[COUNTS]),
+        streams,
+        list(worker_slot.running),
+        worker_slot.tokens,
+        scheduler.held_bytes,
+        scheduler.dropped_frames,
+    )
 
 
 def plain(scheduler: Scheduler, frame: bytes) -> list[Effect] | str:

@@ -13,7 +13,7 @@ from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig, SupervisorConfig
-from supervisor.config_values import parse_duration, parse_lease
+from supervisor.config_values import parse_days, parse_duration, parse_lease
 from supervisor.schema_validation import Read, Within
 from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import page, table, text
@@ -195,6 +195,8 @@ def _shown(value: Any, hint: Any) -> str:
     rule = getattr(hint, "__metadata__", (None,))[0]
     if isinstance(rule, Read) and rule.how in (parse_duration, parse_lease):
         return _duration(value)
+    if isinstance(rule, Read) and rule.how is parse_days:
+        return f"{value}d"
     return yaml.safe_dump(value).removesuffix("\n...\n").strip()
 
 

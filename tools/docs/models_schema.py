@@ -60,6 +60,7 @@ _READ: Mapping[str, Schema] = {
             {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"anyOf": _ONE_GPU}},
         ]
     },
+    "days": {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,5}d$"}, {"type": "integer", "minimum": 1}]},
     "size": _SIZE,
     "size, or a list of sizes": {"anyOf": [*_SIZE["anyOf"], {"type": "array", "minItems": 1, "items": _SIZE}]},
     "size or share of a GPU, or a map from GPU to one of them": {

@@ -9,7 +9,6 @@ from protocol.chat import ChatMessage
 from protocol.messages import (
     CLIENT_TO_SUPERVISOR,
     MESSAGE_CLASSES,
-    QUESTION_VERBS,
     SUPERVISOR_TO_CLIENT,
     VERSION,
     EventEntry,
@@ -57,7 +56,7 @@ def verbs() -> str:
     """Return the table of verbs, and a section about each."""
     rows, parts = [], []
     for name, verb in VERBS.items():
-        order = name not in QUESTION_VERBS and calls._VERBS[name][1]
+        order = name in calls._VERBS and calls._VERBS[name][1]
         rights = [right for right in Right if right in _OF_VERB[name]]
         needed = "any" if len(rights) == len(Right) else " or ".join(f"`{right}`" for right in rights)
         rows.append((f"[`{name}`](#verb-{name})", "`admin`" if order else "`front` or `admin`", needed, verb.purpose))

@@ -8,6 +8,7 @@ const MOVING = new Set(["starting", "loading", "draining", "stopping", "backoff"
 
 let picture = {};
 let source = null;
+let usageWasRead = false;
 const rates = new Map();
 
 function make(tag, properties = {}, ...children) {
@@ -129,6 +130,7 @@ function draw() {
   drawRequests();
   drawEvents();
   drawChoices();
+  if (!usageWasRead) readUsage();
   if (picture.admin && by("logs-section").hidden) readLog();
   by("logs-section").hidden = !picture.admin;
   by("events-section").hidden = !picture.events;
@@ -340,6 +342,33 @@ async function readLog() {
   put(by("log"), (await response.json()).lines.join("\n") || "(empty)");
   by("log").scrollTop = by("log").scrollHeight;
 }
+
+// --- usage ----------------------------------------------------------------------------------------------------------
+
+const COUNTS = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens"];
+
+function usageRow(labels, counts) {
+  const numbers = COUNTS.map((name) => make("td", { className: "number", textContent: counts[name].toLocaleString() }));
+  return make("tr", {}, ...labels.map((text) => make("td", { textContent: text })), ...numbers);
+}
+
+async function readUsage() {
+  usageWasRead = true;
+  const days = by("usage-days").value;
+  const since = days && new Date(Date.now() - (days - 1) * 86400_000).toISOString().slice(0, 10);
+  const response = await fetch(`/page/usage${since ? `?since=${since}` : ""}`).catch(() => null);
+  const answer = response?.ok ? await response.json() : null;
+  const rows = answer?.rows || [];
+  by("usage").hidden = !rows.length;
+  by("usage-none").hidden = rows.length > 0;
+  const wrong = response ? response.ok ? "" : await failure(response) : "the gateway does not answer";
+  put(by("usage-none"), wrong || "Nothing was counted on these days.");
+  by("usage").tBodies[0].replaceChildren(...rows.map((row) => usageRow([row.day, row.key || "–", row.model], row)));
+  by("usage").tFoot.replaceChildren(...(answer ? [usageRow([answer.more ? "all (not all rows are shown)" : "all", "", ""], answer.total)] : []));
+}
+
+by("usage-days").addEventListener("change", readUsage);
+by("usage-read").addEventListener("click", readUsage);
 
 by("log-of").addEventListener("change", readLog);
 by("log-read").addEventListener("click", readLog);

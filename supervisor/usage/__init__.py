@@ -1,0 +1,1 @@
+"""Count tokens by key, model and day, and keep the counts on disk."""

@@ -1,0 +1,167 @@
+"""The program that writes the counters to the disk, and answers questions about them. It may wait for the disk.
+
+    python -P -m supervisor.usage.writer FILE SESSION DAYS TABLE
+
+FILE     the SQLite file, see ``store``
+SESSION  the text of this supervisor's life
+DAYS     days that are kept, today included
+TABLE    the descriptor of the table of counters, see ``counters``
+stdin    a socket to the supervisor, both ways: messages with their length in four bytes before them
+
+The supervisor sends questions (JSON). The program answers each with ``{answer, body}``: the number of the question, and
+the body of the REPLY as the client gets it. It says ``{trouble}`` when the file cannot be used, and null when it can
+be used again. When the supervisor ends, however it ends, the socket ends. Then the program writes the last counts and
+leaves.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from protocol.codec import pack_body
+from protocol.errors import ErrorCode, WireError
+from protocol.process.process_title import set_title
+from supervisor.usage.counters import COUNTS, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
+from supervisor.usage.ledger import DAY_S, day_text
+from supervisor.usage.store import Count, StoreTrouble, UsageStore
+
+WRITE_S: Final = 1.0
+"""Seconds between two writes."""
+LEAVE_S: Final = 10
+"""Seconds for the last write. Then SIGALRM ends the process, unless it hangs in the kernel."""
+MOST_BYTES: Final = 1 << 16
+"""Bytes that are read of the socket at once."""
+
+
+class _Ended(Exception):
+    """The supervisor has ended."""
+
+
+class UsageWriter:
+    """Writes the counts of one table to one store."""
+
+    def __init__(self, table: CounterTable, store: UsageStore, days: int, channel: socket.socket) -> None:
+        self._table = table
+        self._store = store
+        self._days = days
+        self._channel = channel
+        self._written: dict[int, tuple[int, ...]] = {}
+        """Place of a row → its serial and counts when they were written last."""
+        self._openings = 0
+        self._removed: str | None = None
+        self._trouble: str | None = "nothing was written yet"
+        self._unread = b""
+
+    def run(self) -> None:
+        """Write once a second and answer questions until the supervisor ends. Then write the last time."""
+        due = time.monotonic()
+        try:
+            while True:
+                wait = max(0.0, due - time.monotonic())
+                if select.select([self._channel], [], [], wait)[0]:
+                    self._hear()
+                if time.monotonic() >= due:
+                    self.write()
+                    due = time.monotonic() + WRITE_S
+        except (_Ended, BrokenPipeError, ConnectionResetError):
+            signal.alarm(LEAVE_S)
+            self._try_write()
+
+    def write(self) -> None:
+        """Write the counts that have changed, and tell the supervisor if the file cannot be used."""
+        trouble = self._try_write()
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._tell({"trouble": trouble})
+
+    def _try_write(self) -> str | None:
+        """Write the counts that have changed. Return why that was not possible; None if it was."""
+        try:
+            oldest = day_text(int(time.time() // DAY_S) - self._days + 1)
+            if oldest != self._removed:
+                self._store.remove_before(oldest)
+                self._removed = oldest
+            if changed := self._changed():
+                self._store.write(self._counts(changed))
+                if self._openings != self._store.openings:  # a new file: it has none of the counts yet
+                    self._openings = self._store.openings
+                    self._written.clear()
+                    changed = self._changed()
+                    self._store.write(self._counts(changed))
+                for place, values in changed.items():
+                    self._acknowledge(place, values)
+        except StoreTrouble as e:
+            return str(e)
+        return None
+
+    def _changed(self) -> dict[int, tuple[int, ...]]:
+        """Return serial and counts of the rows that differ from what was written, by place."""
+        found = {}
+        for place in range(1, self._table.highest + 1):
+            numbers = self._table.counters(place)
+            values = (numbers[SERIAL], *numbers[COUNTS])
+            if values[0] and self._written.get(place) != values:
+                found[place] = values
+        return found
+
+    def _counts(self, changed: dict[int, tuple[int, ...]]) -> list[Count]:
+        found = []
+        for place, (_, requests, prompt, cached, completion) in changed.items():
+            day, key_id, key, model = self._table.text(place)
+            found.append(Count(day, key_id, key, model, requests, prompt, cached, completion))
+        return found
+
+    def _acknowledge(self, place: int, values: tuple[int, ...]) -> None:
+        self._written[place] = values
+        numbers = self._table.counters(place)
+        for offset, value in enumerate(values[1:]):
+            numbers[WRITTEN.start + offset] = value
+        numbers[WRITTEN_SERIAL] = values[0]
+
+    def _hear(self) -> None:
+        """Take in what the supervisor has sent. Raises _Ended."""
+        received = self._channel.recv(MOST_BYTES)
+        if not received:
+            raise _Ended
+        self._unread += received
+        while len(self._unread) >= 4 and len(self._unread) >= 4 + (size := int.from_bytes(self._unread[:4], "little")):
+            question, self._unread = self._unread[4 : 4 + size], self._unread[4 + size :]
+            self._answer(msgpack.unpackb(question))
+
+    def _answer(self, question: dict[str, Any]) -> None:
+        number = question.pop("ask")
+        self.write()
+        try:
+            if self._trouble is not None:
+                raise StoreTrouble(self._trouble)
+            body = pack_body({"result": self._store.read(**question)})
+        except StoreTrouble as e:
+            body = pack_body({"error": WireError(ErrorCode.HELPER_FAILED, str(e)).to_wire()})
+        self._tell({"answer": number, "body": body})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        packed = msgpack.packb(message)
+        self._channel.sendall(len(packed).to_bytes(4, "little") + packed)
+
+
+def main(arguments: list[str]) -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_IGN)  # the end of the socket ends this process
+    file, session, days, descriptor = arguments
+    os.umask(0o077)
+    set_title("usage writer")
+    with socket.socket(fileno=0) as channel:
+        store = UsageStore(Path(file), session)
+        UsageWriter(CounterTable(int(descriptor)), store, int(days), channel).run()
+        store.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

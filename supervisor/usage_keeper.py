@@ -1,0 +1,278 @@
+"""The ledger of usage in the supervisor: its table, and the process that writes it to the disk (``usage.writer``).
+
+The loop never waits for the disk. It adds to counters in memory, and questions are answered by the writer. If the
+writer cannot use its file, or dies, the counts stay in memory until it can. No request is refused for that.
+"""
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from protocol.codec import pack_body
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.process.helper_environment import helper_environment
+from supervisor.event_history import EventKind, noted
+from supervisor.keys.rights import Identity, Right
+from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.pending_queries import Asker
+from supervisor.usage.counters import CounterTable, make_table
+from supervisor.usage.ledger import UsageLedger
+from supervisor.workers.orphans import MARK
+
+_WRITER: Final = (sys.executable, "-P", "-m", "supervisor.usage.writer")
+MOST_ASKED: Final = 64
+"""Most questions that may wait for the writer."""
+CHECK_S: Final = 1.0
+"""Seconds between two calls of ``check``."""
+ANSWER_S: Final = 10.0
+"""Seconds that a question waits for its answer."""
+AGAIN_S: Final = 5.0
+"""Least seconds between two starts of the writer."""
+LEAVE_S: Final = 5.0
+"""Seconds that a supervisor that ends waits for the last write."""
+_MOST_BYTES: Final = 1 << 18
+_PARAMETERS: Final = {"key": str, "model": str, "since": str}
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    asker: Asker
+    due: float
+
+
+class UsageKeeper:
+    """The counters of this supervisor's life, and the writer's process. Use it on the loop's thread only.
+
+    file    the SQLite file
+    days    days that are kept
+    ledger  gives the scheduler its counters
+    """
+
+    def __init__(self, file: Path, days: int, effects: EffectQueue, log: logging.Logger) -> None:
+        self.file = file
+        self._days = days
+        self._effects = effects
+        self._log = log
+        self._session = os.urandom(8).hex()
+        self._table = make_table()
+        self.ledger = UsageLedger(CounterTable(self._table), time.time())
+        self._numbers = count(1)
+        self._questions: dict[int, _Question] = {}
+        self._epoll = select.epoll()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._unread = bytearray()
+        self._started_at = -AGAIN_S
+        self._told_crowded = False
+        self.trouble: str | None = None
+        """Why the counts are not written to the disk now; None if they are."""
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor that is readable while ``hear`` has something to take in."""
+        return self._epoll.fileno()
+
+    def check(self, used: Collection[int]) -> None:
+        """Start the writer if there is none, and give up on questions that it does not answer. Call this each second.
+
+        used  the places of rows in which unfinished requests count
+        """
+        now = time.monotonic()
+        self.ledger.advance(time.time(), used)
+        if self.ledger.crowded_out and not self._told_crowded:
+            self._told_crowded = True
+            self._log.warning("usage: too many keys and models on one day: further ones are counted together")
+        if self._socket is None:
+            self._collect()
+            if self._process is None and now - self._started_at >= AGAIN_S:
+                self._start(now)
+        late = f"the usage writer has not answered within {ANSWER_S:g} s: the disk of {self.file} may be slow"
+        self._fail([number for number, question in self._questions.items() if now >= question.due], late)
+
+    def ask(self, params: dict[str, Any], caller: Identity, asker: Asker) -> None:
+        """Have the writer answer a question about the usage. Raises WireError if it may not be asked.
+
+        params  the parameters of the verb ``usage``
+        caller  who asks: a key without the rights status and admin sees its own usage only
+        """
+        question = _checked(params, caller)
+        if self._socket is None or len(self._questions) >= MOST_ASKED:
+            why = "no usage writer runs" if self._socket is None else f"{MOST_ASKED} questions about usage wait"
+            raise WireError(ErrorCode.OVERLOADED, f"{why}: try later", retry_after_ms=1000)
+        number = next(self._numbers)
+        packed = msgpack.packb({"ask": number, **question})
+        packed = len(packed).to_bytes(4, "little") + packed
+        try:
+            if self._socket.send(packed, socket.MSG_DONTWAIT) == len(packed):
+                self._questions[number] = _Question(asker, time.monotonic() + ANSWER_S)
+                return
+        except BlockingIOError:  # the writer waits for the disk, and its earlier questions fill the socket
+            raise WireError(ErrorCode.OVERLOADED, "the usage writer is busy: try later", retry_after_ms=1000) from None
+        except OSError:
+            pass  # the writer has ended, which ``hear`` will see
+        else:  # half a message has gone, and what follows would be misread
+            assert self._process is not None
+            self._process.kill()
+        raise WireError(ErrorCode.HELPER_FAILED, "the usage writer has ended: try again")
+
+    def hear(self) -> None:
+        """Take in what the writer says, or its end."""
+        if self._socket is None:
+            return
+        try:
+            received = self._socket.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self._ended()
+            return
+        self._unread += received
+        for message in self._messages():
+            if "trouble" in message:
+                self._note(message["trouble"])
+            elif (question := self._questions.pop(message["answer"], None)) is not None:
+                self._effects.add([question.asker.reply(message["body"])])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the ledger as ``status`` shows it."""
+        return {
+            "file": str(self.file),
+            "days": self._days,
+            "trouble": self.trouble,
+            "crowded_out": self.ledger.crowded_out,
+        }
+
+    def close(self) -> None:
+        """Have the writer write the last counts and leave. Log what it could not write within ``LEAVE_S``."""
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            try:
+                self._process.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                self._log.error("usage: the writer has not written the last counts within %g s", LEAVE_S)
+        requests, tokens = self.ledger.unwritten()
+        if requests or tokens:
+            self._log.error("usage: %d requests and %d tokens are not in %s", requests, tokens, self.file)
+        os.close(self._table)
+
+    def _start(self, now: float) -> None:
+        self._started_at = now
+        arguments = (str(self.file), self._session, str(self._days), str(self._table))
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as e:
+            self._note(f"the usage writer cannot be started: {e.strerror or e}; trying again")
+            return
+        try:
+            self._process = subprocess.Popen(
+                [*_WRITER, *arguments],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(self._table,),
+                start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not lose counts
+                cwd="/",
+                env=_environment(),
+            )
+        except OSError as e:
+            ours.close()
+            self._note(f"the usage writer cannot be started: {e.strerror or e}; trying again")
+            return
+        finally:
+            theirs.close()
+        self._socket = ours
+        self._unread.clear()
+        self._epoll.register(ours, select.EPOLLIN)
+
+    def _ended(self) -> None:
+        """Take note that the writer's socket has ended. ``check`` starts another writer with the same counters."""
+        assert self._socket is not None
+        assert self._process is not None
+        self._epoll.unregister(self._socket)
+        self._socket.close()
+        self._socket = None
+        self._process.kill()
+        self._note("the usage writer has ended: another one starts")
+        self._fail(list(self._questions), "the usage writer ended before it could answer: try again")
+
+    def _collect(self) -> None:
+        """Collect a writer that has ended. Do not wait: a killed writer may still hang in the kernel, at its disk."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._log.warning("usage: the writer, process %d, ended with %s", self._process.pid, how)
+            self._process = None
+
+    def _note(self, trouble: str | None) -> None:
+        if trouble == self.trouble:
+            return
+        self.trouble = trouble
+        if trouble is None:
+            self._log.info("usage: the counts are written to %s again", self.file)
+        else:
+            self._log.error("usage: %s", trouble, extra=noted(EventKind.SUPERVISOR))
+
+    def _fail(self, numbers: Collection[int], message: str) -> None:
+        body = pack_body({"error": WireError(ErrorCode.HELPER_FAILED, message).to_wire()})
+        self._effects.add([self._questions.pop(number).asker.reply(body) for number in numbers])
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        while len(self._unread) >= 4 and len(self._unread) >= 4 + (size := int.from_bytes(self._unread[:4], "little")):
+            packed = bytes(self._unread[4 : 4 + size])
+            del self._unread[: 4 + size]
+            yield msgpack.unpackb(packed)
+
+
+def _checked(params: dict[str, Any], caller: Identity) -> dict[str, Any]:
+    """Return the writer's question for the parameters of the verb. Raises WireError."""
+    for name, value in params.items():
+        if name not in _PARAMETERS:
+            raise RequestError(f"unknown parameter {name[:64]!r}: known are {', '.join(_PARAMETERS)}", field=name[:64])
+        if type(value) is not _PARAMETERS[name]:
+            raise RequestError(f"{name} must be a string", field=name)
+    key, since = params.get("key"), params.get("since")
+    if since is not None and not _is_day(since):
+        raise RequestError(f"since is {since[:32]!r}: must be a day such as 2026-01-31", field="since")
+    sees_all = bool(caller.rights & {Right.STATUS, Right.ADMIN})
+    if not sees_all and key not in (None, caller.name):
+        message = f"key {caller.name!r} sees its own usage only: leave out key, or use a key with the right status"
+        raise WireError(ErrorCode.FORBIDDEN, message, field="key")
+    return {
+        "since": since,
+        "key_id": None if sees_all else caller.key_id,
+        "key": key,
+        "model": params.get("model"),
+        "models": None if caller.models is None or not sees_all else list(caller.models),
+    }
+
+
+def _is_day(text: str) -> bool:
+    from datetime import date
+
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the writer. It finds this package whatever the current directory is.
+
+    The mark is missing by which the next supervisor finds and kills what a dead one has left. The writer ends by
+    itself, and would otherwise be killed before it has written the last counts.
+    """
+    here = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    return {name: value for name, value in helper_environment(PYTHONPATH=path).items() if name != MARK}

@@ -1,0 +1,188 @@
+"""The ledger's rows by key, model and day, its table, and its file."""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from supervisor.keys.rights import OWNER, Identity
+from supervisor.usage.counters import (
+    COMPLETION,
+    COUNTS,
+    PROMPT,
+    REQUESTS,
+    SERIAL,
+    WRITTEN,
+    WRITTEN_SERIAL,
+    CounterTable,
+    make_table,
+)
+from supervisor.usage.ledger import DAY_S, OTHERS, UsageLedger, UsageRow, day_text
+from supervisor.usage.store import Count, StoreTrouble, UsageStore
+
+LAPTOP, WEB = Identity("laptop", "k" * 40), Identity("web", "f" * 64)
+NOON = 20_000 * DAY_S + DAY_S // 2
+
+
+@pytest.fixture
+def table() -> Iterator[CounterTable]:
+    descriptor = make_table()
+    yield CounterTable(descriptor)
+    os.close(descriptor)
+
+
+def acknowledge(row: UsageRow) -> None:
+    """Do what the writer does after a write."""
+    for offset, value in enumerate(list(row.counters[COUNTS])):
+        row.counters[WRITTEN.start + offset] = value
+    row.counters[WRITTEN_SERIAL] = row.counters[SERIAL]
+
+
+def test_each_key_and_model_has_a_row_for_the_day(table: CounterTable) -> None:
+    ledger = UsageLedger(table, NOON)
+    row = ledger.row(LAPTOP, "letters")
+    assert ledger.row(LAPTOP, "letters") is row
+    assert len({row.place, ledger.row(LAPTOP, "stories").place, ledger.row(WEB, "letters").place}) == 3
+    assert table.text(row.place) == [day_text(20_000), LAPTOP.key_id, "laptop", "letters"]
+    assert table.text(ledger.row(OWNER, "letters").place) == [day_text(20_000), "", "", "letters"]
+    row.counters[COMPLETION] += 7
+    assert table.counters(row.place)[COMPLETION] == 7
+    assert day_text(20_000) == "2024-10-04"
+
+
+def test_rows_of_a_day_that_is_over_are_used_again_once_they_are_written_and_unused(table: CounterTable) -> None:
+    ledger = UsageLedger(table, NOON, rows=4)
+    old, other = ledger.row(LAPTOP, "letters"), ledger.row(WEB, "letters")
+    old.counters[PROMPT] += 5
+    acknowledge(other)
+    ledger.advance(NOON + DAY_S, {other.place})
+    assert ledger.row(LAPTOP, "a").place not in (old.place, other.place), "one is not written, the other is in use"
+    acknowledge(old)
+    old.counters[PROMPT] += 1  # after it was written
+    ledger.advance(NOON + DAY_S, ())
+    fresh = ledger.row(LAPTOP, "b")
+    assert fresh.place == other.place
+    assert fresh.counters[SERIAL] > other.place
+    assert list(fresh.counters[COUNTS]) == [0, 0, 0, 0], "the counts of the former row are gone"
+    acknowledge(old)
+    ledger.advance(NOON + DAY_S, ())
+    assert ledger.row(LAPTOP, "b") is fresh, "a row of today stays"
+    assert ledger.row(LAPTOP, "c").place == old.place
+
+
+def test_a_full_table_counts_further_keys_together_and_loses_no_token(table: CounterTable) -> None:
+    ledger = UsageLedger(table, NOON, rows=4)
+    rows = [ledger.row(LAPTOP, f"m{i}") for i in range(5)]
+    assert rows[2] is rows[3] is rows[4] is not rows[1]
+    assert table.text(rows[2].place)[1:] == [OTHERS, OTHERS, OTHERS]
+    assert ledger.crowded_out == 3
+
+
+def test_a_clock_that_is_set_back_never_opens_a_row_for_the_second_time(table: CounterTable) -> None:
+    ledger = UsageLedger(table, NOON)
+    ledger.row(LAPTOP, "letters")
+    ledger.advance(NOON + DAY_S, ())
+    tomorrow = ledger.row(LAPTOP, "letters")
+    ledger.advance(NOON, ())
+    assert ledger.row(LAPTOP, "letters") is tomorrow
+
+
+def count(day: str = "2026-01-02", model: str = "letters", key: str = "laptop", tokens: int = 10) -> Count:
+    return Count(day, f"id of {key}", key, model, 1, tokens, 0, 2 * tokens)
+
+
+def everything(store: UsageStore) -> dict[str, int]:
+    total: dict[str, int] = store.read(since=None, key_id=None, key=None, model=None, models=None)["total"]
+    return total
+
+
+def test_a_count_that_is_written_again_replaces_the_former_one(tmp_path: Path) -> None:
+    store = UsageStore(tmp_path / "new" / "usage.sqlite3", "a")
+    for tokens in (10, 10, 15):
+        store.write([count(tokens=tokens)])
+    assert everything(store) == {"requests": 1, "prompt_tokens": 15, "cached_tokens": 0, "completion_tokens": 30}
+
+
+def test_sessions_that_are_over_are_added_up_once(tmp_path: Path) -> None:
+    file = tmp_path / "usage.sqlite3"
+    for session in ("a", "b", "c"):
+        store = UsageStore(file, session)
+        store.write([count(), count(day="2026-01-01")])
+        store.write([count(), count(day="2026-01-01")])
+        store.close()
+        os.close(store._lock)  # as the end of the process does
+    assert everything(UsageStore(file, "d"))["prompt_tokens"] == 60
+    with sqlite3.connect(file) as connection:
+        assert {row[0] for row in connection.execute("SELECT session FROM usage")} == {""}
+    connection.close()
+
+
+def test_the_counts_of_a_key_a_model_or_a_time_can_be_read(tmp_path: Path) -> None:
+    store = UsageStore(tmp_path / "usage.sqlite3", "a")
+    store.write([count(), count(model="qwen-8b", key="web"), count(day="2025-12-31"), count(key="")])
+    everybody = {"since": None, "key_id": None, "key": None, "model": None, "models": None}
+
+    def rows(**wanted: object) -> list[tuple[str, str | None, str]]:
+        found = store.read(**{**everybody, **wanted})["rows"]
+        return [(row["day"], row["key"], row["model"]) for row in found]
+
+    assert rows() == [
+        ("2026-01-02", None, "letters"), ("2026-01-02", "laptop", "letters"), ("2026-01-02", "web", "qwen-8b"),
+        ("2025-12-31", "laptop", "letters"),
+    ]  # fmt: skip
+    assert rows(key="web") == rows(key_id="id of web") == rows(models=["qwen*"]) == [("2026-01-02", "web", "qwen-8b")]
+    assert rows(key="") == [("2026-01-02", None, "letters")]
+    assert len(rows(since="2026-01-01")) == 3
+    assert rows(model="letters", since="2026-01-03") == []
+    store.remove_before("2026-01-01")
+    assert len(rows()) == 3
+
+
+def test_a_file_that_cannot_be_used_is_named_with_a_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "usage.sqlite3"
+    first = UsageStore(file, "a")
+    first.write([count()])
+    with pytest.raises(StoreTrouble, match=r"usage.sqlite3 is in use by another supervisor: give each its own"):
+        UsageStore(file, "b").write([count()])
+    wrong = tmp_path / "wrong.sqlite3"
+    wrong.write_bytes(b"this is no database, " * 100)
+    broken = UsageStore(wrong, "a")
+    with pytest.raises(StoreTrouble, match=r"file is not a database; move the file away"):
+        broken.write([count()])
+    wrong.rename(tmp_path / "away")
+    broken.write([count()])
+    newer = tmp_path / "newer.sqlite3"
+    with sqlite3.connect(newer) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    with pytest.raises(StoreTrouble, match=r"is of a newer modelctl \(version 2\)"):
+        UsageStore(newer, "a").write([count()])
+
+
+def test_a_file_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
+    file = tmp_path / "usage.sqlite3"
+    store = UsageStore(file, "a")
+    store.write([count()])
+    file.rename(tmp_path / "old.sqlite3")
+    store.write([count(tokens=3)])
+    assert store.openings == 2
+    assert everything(store)["prompt_tokens"] == 3
+
+
+def test_what_is_not_written_yet_is_counted(table: CounterTable) -> None:
+    ledger = UsageLedger(table, NOON)
+    written, fresh = ledger.row(LAPTOP, "letters"), ledger.row(WEB, "letters")
+    for row in (written, fresh):
+        row.counters[REQUESTS] += 2
+        row.counters[PROMPT] += 30
+    acknowledge(written)
+    written.counters[COMPLETION] += 4
+    assert ledger.unwritten() == (2, 34)
+
+
+def test_the_counters_hold_more_than_a_u32(table: CounterTable) -> None:
+    row = UsageLedger(table, NOON).row(LAPTOP, "letters")
+    row.counters[REQUESTS] += (1 << 40) + 1
+    assert row.counters[REQUESTS] == (1 << 40) + 1
