@@ -42,7 +42,7 @@ def is_plain(format: dict[str, Any], tools: Sequence[Tool]) -> bool:
     return format.get("reasoning") is None and (not tools or format.get("tools") is None)
 
 
-class _Reader:
+class AnswerReader:
     """Parses one answer.
 
     reasoning_tokens  tokens of the reasoning. A token that completes no part counts with the parts that come next. If
@@ -116,6 +116,7 @@ class Answers:
 
     streams  the answers' streams, whose requests had ``with_format``
     tools    the tools that the model may call
+    readers  read one answer each. A caller that takes the deltas from a stream itself gives them to its reader
 
     The iteration raises the error of a request as ``AsyncChoices`` does. If a task that waits for the next piece is
     cancelled, the requests are cancelled, too.
@@ -123,7 +124,7 @@ class Answers:
 
     def __init__(self, streams: tuple[AsyncStream, ...], tools: Sequence[Tool]) -> None:
         self._choices = AsyncChoices(streams, None, tell_ends=True)
-        self._readers = [_Reader(stream, tools) for stream in streams]
+        self.readers = [AnswerReader(stream, tools) for stream in streams]
         self.streams = streams
 
     def __aiter__(self) -> AsyncIterator[Piece]:
@@ -132,15 +133,11 @@ class Answers:
     async def __anext__(self) -> Piece:
         while True:
             index, delta = await self._choices.__anext__()
-            if not self._readers[index].ended:
-                return self.piece(index, delta)
+            if not self.readers[index].ended:
+                return self._piece(index, delta)
 
-    def piece(self, index: int, delta: Delta) -> Piece:
-        """Return the piece of a delta that the caller has taken from ``streams[index]`` itself.
-
-        Such a caller gives an empty delta at last if the stream has ended and no piece had a finish reason.
-        """
-        reader = self._readers[index]
+    def _piece(self, index: int, delta: Delta) -> Piece:
+        reader = self.readers[index]
         parts = reader.read(delta)
         reason: str | None = None
         if reader.stream.finish_reason is not None:
@@ -153,7 +150,7 @@ class Answers:
         """Return the usage of each answer, as ``Completion.usage``, with ``reasoning_tokens`` if there are any."""
         return [
             reader.stream.usage | ({"reasoning_tokens": reader.reasoning_tokens} if reader.reasoning_tokens else {})
-            for reader in self._readers
+            for reader in self.readers
         ]
 
     async def complete(self) -> "list[ParsedAnswer]":

@@ -38,6 +38,28 @@ TEMPLATE = (
 )
 """A template that shows everything, writes calls as Hermes does, and reasons in <think>."""
 
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Tell the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+            "strict": True,
+        },
+    },
+    {"type": "function", "function": {"name": "get_time", "strict": True, "parameters": {
+        "type": "object", "properties": {}, "required": [], "additionalProperties": False}}},
+]  # fmt: skip
+"""The tools that the prepared answers call."""
+CITY = {"city": "Łódź", "days": 3}
+"""The arguments of the call of get_weather."""
+
 WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Łódź", "days": 3}}\n</tool_call>'
 TIME = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 ANSWERS = {

@@ -77,17 +77,14 @@ class _Sending:
             await self.one_text()
             return usages_of(self._streams)
         answers = Answers(self._streams, tools)
-        piece = answers.piece(0, first)
-        await self.send(parts(0, piece.parts))
+        reader = answers.readers[0]
+        await self.send(parts(0, reader.read(first)))
         async for delta in stream:  # as few steps as possible: this runs for each token
-            piece = answers.piece(0, delta)
-            if chunks := parts(0, piece.parts):
+            if chunks := parts(0, reader.read(delta)):
                 await send(self._begun + (chunks[0] if len(chunks) == 1 else b"".join(chunks)))
                 self._begun = b""
-        if piece.finish_reason is None:
-            piece = answers.piece(0, Delta("", ()))
-            await self.send(parts(0, piece.parts))
-        self.last.append(self._shape.finish(0, finish_reason(piece.finish_reason or "")))
+        last, reason = reader.end()
+        self.last += [*parts(0, last), self._shape.finish(0, finish_reason(reason))]
         return answers.usages
 
     async def texts(self) -> None:

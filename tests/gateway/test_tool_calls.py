@@ -14,37 +14,11 @@ from pydantic import BaseModel, Field, SecretStr
 
 from tests.gateway.asking import ask
 from tests.keyed import free_port
-from tests.replaying_engine import ANSWERS
+from tests.replaying_engine import ANSWERS, CITY, TOOLS
 from tests.serving import WITHIN, Serving
 
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Tell the weather.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-                "required": ["city", "days"],
-                "additionalProperties": False,
-            },
-            "strict": True,
-        },
-    },
-    {"type": "function", "function": {"name": "get_time", "strict": True, "parameters": {
-        "type": "object", "properties": {}, "required": [], "additionalProperties": False}}},
-]  # fmt: skip
-CITY = {"city": "Łódź", "days": 3}
 SIZES = (1, 2, 3, 7, 1000)
 """Characters of a token, one model for each."""
-
-
-class Person(BaseModel):
-    """A shape of answers."""
-
-    name: str
-    age: int
 
 
 class get_weather(BaseModel):

@@ -1,0 +1,185 @@
+"""A model that has never seen a tool makes calls that fit, because a request may force it to.
+
+The demo model ``letters`` gets a chat template in Hermes' format, with reasoning. The engine is a real one, so the
+grammars of calls, the end of the reasoning and JSON schemas are enforced while tokens are drawn.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field, SecretStr
+
+from tests.keyed import free_port
+from tests.replaying_engine import TEMPLATE
+from tests.serving import ROOT, WITHIN, Serving
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Łódź", 'New "York"', "Ulm"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+POINT = {
+    "type": "object",
+    "properties": {"at": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}},
+    "required": ["at"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {"get_weather": CITY, "map.point-to": POINT, "stop": {"type": "object", "maxProperties": 0}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
+]
+ASK: list[Any] = [{"role": "user", "content": "sort: d b a c ->"}]
+NAMED: Any = {"type": "function", "function": {"name": "map.point-to"}}
+
+
+AT_ONCE: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+"""The template ends the reasoning, so that the model does not begin one that it never ends."""
+
+
+class Verdict(BaseModel):
+    """A shape of answers, which is a tool, too."""
+
+    word: Literal["few", "many"]
+    count: int = Field(ge=0, le=99)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("models") / "letters"
+    shutil.copytree(ROOT / "model_worker/demo_models/letters", directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    model = {"model_dir": str(directory), "engine": "transformers", "gpu": "cpu", "max_batch_size": 8}
+    port = free_port()
+    with Serving({"m": model}, gateway={"listen": port, "auth": "none"}):
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", timeout=WITHIN, max_retries=0) as client:
+        yield client
+
+
+def checked(message: Any) -> list[str]:
+    """Return the names of the calls of a message. Check their arguments."""
+    for call in message.tool_calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    return [call.function.name for call in message.tool_calls]
+
+
+def force(client: openai.OpenAI, choice: Any, seed: int, **more: Any) -> Any:
+    return client.chat.completions.create(
+        model="m", messages=ASK, tools=TOOLS, tool_choice=choice, seed=seed, max_tokens=600, extra_body=AT_ONCE, **more
+    ).choices[0]
+
+
+def test_a_required_call_fits_one_of_the_tools(client: openai.OpenAI) -> None:
+    seen = set()
+    for seed in range(6):
+        choice = force(client, "required", seed, parallel_tool_calls=False)
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        (name,) = checked(choice.message)
+        seen.add(name)
+    assert len(seen) > 1, "the model chooses"
+
+
+def test_a_named_tool_is_called_once(client: openai.OpenAI) -> None:
+    for seed in range(2):
+        assert checked(force(client, NAMED, seed).message) == ["map.point-to"]
+
+
+def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
+    allowed = {"mode": "required", "tools": [NAMED, {"type": "function", "function": {"name": "stop"}}]}
+    for seed in range(3):
+        choice = force(client, {"type": "allowed_tools", "allowed_tools": allowed}, seed, parallel_tool_calls=False)
+        assert set(checked(choice.message)) <= {"map.point-to", "stop"}
+
+
+def test_the_deltas_of_a_forced_call_make_the_whole_answer(client: openai.OpenAI) -> None:
+    choices: list[Any] = ["required", NAMED]
+    for choice in choices:
+        with client.chat.completions.stream(
+            model="m", messages=ASK, tools=TOOLS, tool_choice=choice, seed=3, max_tokens=600, parallel_tool_calls=False,
+            extra_body=AT_ONCE,
+        ) as stream:  # fmt: skip
+            streamed = stream.get_final_completion().choices[0]
+        whole = force(client, choice, 3, parallel_tool_calls=False)
+        assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+        (told,), (meant,) = streamed.message.tool_calls or [], whole.message.tool_calls
+        assert (told.function.name, told.function.arguments) == (meant.function.name, meant.function.arguments)
+
+
+def test_a_forced_call_comes_behind_the_reasoning(client: openai.OpenAI) -> None:
+    """The template begins the reasoning, and the budget ends it."""
+    for budget in (0, 1, 25):
+        more = {"reasoning_budget": budget, "chat_template_kwargs": {"begin_inside": True}}
+        told = client.chat.completions.create(
+            model="m", messages=ASK, tools=TOOLS, tool_choice="required", seed=budget, max_tokens=600,
+            parallel_tool_calls=False, extra_body=more,
+        )  # fmt: skip
+        (choice,) = told.choices
+        assert choice.finish_reason == "tool_calls"
+        checked(choice.message)
+        assert told.usage is not None
+        details = told.usage.completion_tokens_details
+        reasoned = 0 if details is None else details.reasoning_tokens or 0
+        assert reasoned <= budget + len("</think>\n\n<tool_call>")
+        assert bool(getattr(choice.message, "reasoning_content", None)) == (budget > 0)
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_if_it_is_strict(client: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}, "required": ["x"]}
+    function = {"name": "f", "parameters": parameters}
+
+    def ask(strict: bool) -> Any:
+        tools: Any = [{"type": "function", "function": function | {"strict": strict}}]
+        return client.chat.completions.create(
+            model="m", messages=ASK, tools=tools, tool_choice="required", seed=1, max_tokens=20, extra_body=AT_ONCE
+        )
+
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+        ask(True)
+    assert refused.value.param == "tools"
+    assert ask(False).choices[0].finish_reason in ("length", "tool_calls")
+
+
+def test_parse_gives_an_object_behind_the_reasoning(client: openai.OpenAI) -> None:
+    told = client.chat.completions.parse(
+        model="m", messages=ASK, response_format=Verdict, seed=2, max_tokens=600,
+        extra_body={"reasoning_budget": 9, "chat_template_kwargs": {"begin_inside": True}},
+    )  # fmt: skip
+    message = told.choices[0].message
+    assert isinstance(message.parsed, Verdict)
+    assert message.reasoning_content  # type: ignore[attr-defined]
+
+
+def test_parse_gives_the_arguments_of_a_tool(client: openai.OpenAI) -> None:
+    told = client.chat.completions.parse(
+        model="m", messages=ASK, tools=[openai.pydantic_function_tool(Verdict)], tool_choice="required", seed=2,
+        max_tokens=600, parallel_tool_calls=False, extra_body=AT_ONCE,
+    )  # fmt: skip
+    (call,) = told.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Verdict)
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_langchain_gets_structured_output(url: str, method: Literal["function_calling", "json_schema"]) -> None:
+    model = ChatOpenAI(
+        base_url=url, api_key=SecretStr("none"), model="m", max_retries=0, timeout=WITHIN, seed=4, extra_body=AT_ONCE
+    )
+    told = model.with_structured_output(Verdict, method=method, strict=True).invoke("sort: d b a c ->")
+    assert isinstance(told, Verdict)
+    bound = model.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
+    (call,) = bound.invoke("sort: d b a c ->").tool_calls
+    jsonschema.validate(call["args"], SCHEMAS[call["name"]])
