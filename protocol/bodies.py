@@ -127,6 +127,10 @@ class Failure(TypedDict):
     """The key that is wrong: a key of the body, `route.` and a key of the route, or an element of the frame."""
     retry_after_ms: NotRequired[Milliseconds]
     """The time after which a retry may help. Wait at least this long."""
+    prompt_tokens: NotRequired[Tokens]
+    """The tokens of the prompt, with `context_overflow`. Missing if they were not counted."""
+    context: NotRequired[Tokens]
+    """The tokens of the model's context. It is there if `prompt_tokens` is."""
 
 
 class ErrorBody(Failure):

@@ -137,19 +137,27 @@ class WireError(Exception):
     message         a sentence for people: what is wrong and what to do
     field           the field of the request that is wrong, or None
     retry_after_ms  milliseconds after which a retry may help, or None
+    overflow        for CONTEXT_OVERFLOW, if the prompt was counted: its tokens, and the tokens of the model's context
     index           the index of the request that ended with the error, for ``Client.choices``; else None
     """
 
     index: int | None = None
 
     def __init__(
-        self, code: ErrorCode, message: str, *, field: str | None = None, retry_after_ms: int | None = None
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_ms: int | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.field = field
         self.retry_after_ms = retry_after_ms
+        self.overflow = overflow
 
     @property
     def retryable(self) -> bool:
@@ -165,7 +173,9 @@ class WireError(Exception):
         The reason is that each raise adds a traceback to the exception. The traceback keeps the stack frames and all
         objects that they refer to in memory.
         """
-        return WireError(self.code, self.message, field=self.field, retry_after_ms=self.retry_after_ms)
+        return WireError(
+            self.code, self.message, field=self.field, retry_after_ms=self.retry_after_ms, overflow=self.overflow
+        )
 
     def to_wire(self) -> dict[str, Any]:
         """Return the error as a map for a message."""
@@ -179,6 +189,8 @@ class WireError(Exception):
             wire["field"] = self.field
         if self.retry_after_ms is not None:
             wire["retry_after_ms"] = self.retry_after_ms
+        if self.overflow is not None:
+            wire["prompt_tokens"], wire["context"] = self.overflow
         return wire
 
     @staticmethod
@@ -189,7 +201,14 @@ class WireError(Exception):
             code = ErrorCode(wire.get("code", ErrorCode.INTERNAL))
         except ValueError:
             code, message = ErrorCode.INTERNAL, f"{wire.get('name')}: {message}"
-        return WireError(code, message, field=wire.get("field"), retry_after_ms=wire.get("retry_after_ms"))
+        prompt, context = wire.get("prompt_tokens"), wire.get("context")
+        return WireError(
+            code,
+            message,
+            field=wire.get("field"),
+            retry_after_ms=wire.get("retry_after_ms"),
+            overflow=(prompt, context) if isinstance(prompt, int) and isinstance(context, int) else None,
+        )
 
 
 class FrameError(WireError):
@@ -209,8 +228,15 @@ class FrameError(WireError):
 class RequestError(WireError):
     """A request that cannot be served as it was asked. By default its code is INVALID_REQUEST."""
 
-    def __init__(self, message: str, *, field: str | None = None, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> None:
-        super().__init__(code, message, field=field)
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        code: ErrorCode = ErrorCode.INVALID_REQUEST,
+        overflow: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(code, message, field=field, overflow=overflow)
 
 
 class ConnectionLost(WireError):

@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import ApiError, error_response
+from gateway.http.errors import ApiError
+from gateway.http.responses import ErrorAnswer
 from gateway.http.sessions import SCRIPT_HEADER
 
 PREFLIGHT_S: Final = 600
 """Seconds for which a browser may remember the answer to a preflight."""
-EXPOSED: Final = b"x-request-id, retry-after, retry-after-ms, x-should-retry"
+EXPOSED: Final = b"x-request-id, request-id, retry-after, retry-after-ms, x-should-retry"
 """Headers of an answer that scripts of a named origin may read."""
 
 
@@ -56,7 +57,7 @@ class Cors:
                 "gateway.cors_origins",
                 code="unknown_origin",
             )
-            await error_response(error)(scope, receive, send)
+            await ErrorAnswer(error)(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, origin: bytes) -> None:
         """Answer a preflight, or add the headers that let the page read the answer."""

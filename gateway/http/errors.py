@@ -1,11 +1,8 @@
-"""Errors as HTTP answers, in the shape of OpenAI's API."""
+"""Errors of the gateway and of the supervisor as HTTP statuses, headers, and bodies in the shape of OpenAI's API."""
 
 import logging
 import time
 from typing import Any, Final
-
-import orjson
-from starlette.responses import Response
 
 from gateway.http.statuses import STATUS, code_of, type_of
 from protocol.errors import ErrorCode, WireError
@@ -108,9 +105,3 @@ def error_headers(error: ApiError | WireError) -> dict[str, str]:
     if status_of(error) == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
-
-
-def error_response(error: ApiError | WireError) -> Response:
-    """Return the answer to a request that failed before its first byte was sent."""
-    error = for_caller(error)
-    return Response(orjson.dumps(error_body(error)), status_of(error), error_headers(error), "application/json")

@@ -9,12 +9,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import FAULT, ApiError, error_body, error_response, for_caller
-from gateway.http.responses import DIRECT
+from gateway.http.errors import FAULT, ApiError
+from gateway.http.responses import DIRECT, ErrorAnswer, error_event
 from protocol.errors import WireError
 
 log = logging.getLogger(__name__)
@@ -60,10 +59,6 @@ class EventStream:
         """Return whether nothing was sent for so many seconds, and nothing waits for the client to read."""
         return not self._sending and self._loop.time() - self.sent_at >= for_s
 
-    async def send_error(self, error: ApiError | WireError) -> None:
-        """Send an error as an event. Client packages raise it."""
-        await self.send(b"data: " + orjson.dumps(error_body(for_caller(error))) + b"\n\n")
-
     async def end(self) -> None:
         """End the answer."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -84,14 +79,14 @@ class StreamedAnswer:
             done = await until_disconnect(receive, self._produce(events))
         except (ApiError, WireError) as e:
             if not events.begun:
-                await error_response(e)(scope, receive, send)
+                await ErrorAnswer(e)(scope, receive, send)
                 return
-            await events.send_error(e)
+            await events.send(error_event(e, scope))
         except Exception:
             if not events.begun:
                 raise
             log.exception("a stream ended")
-            await events.send_error(FAULT)
+            await events.send(error_event(FAULT, scope))
         else:
             if not done:
                 return
@@ -109,7 +104,7 @@ class WholeAnswer:
             try:
                 response = await self._compute()
             except (ApiError, WireError) as e:
-                response = error_response(e)
+                response = ErrorAnswer(e)
             await response(scope, receive, send)
 
         await until_disconnect(receive, answer())

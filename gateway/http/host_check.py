@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.http.errors import ApiError, error_response
+from gateway.http.errors import ApiError
+from gateway.http.responses import ErrorAnswer
 
 
 class HostCheck:
@@ -31,7 +32,7 @@ class HostCheck:
                 "the name to gateway.allowed_hosts",
                 code="unknown_host",
             )
-            await error_response(error)(scope, receive, send)
+            await ErrorAnswer(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""Turn every exception of a request into an answer of OpenAI's shape, also for unknown paths and our own faults."""
+"""Turn every exception of a request into an answer of its API's shape, also for unknown paths and our own faults."""
 
 from typing import Final
 
@@ -8,7 +8,9 @@ from starlette.responses import Response
 from starlette.types import ExceptionHandler
 
 from gateway.http.callers import caller_of
-from gateway.http.errors import FAULT, ApiError, error_response
+from gateway.http.dialect import without_version
+from gateway.http.errors import FAULT, ApiError
+from gateway.http.responses import ErrorAnswer
 from protocol.errors import WireError
 
 OFFERED: Final = "GET /v1/models, POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize"
@@ -38,7 +40,7 @@ NOT_OFFERED: Final = (
 async def refused(request: Request, error: Exception) -> Response:
     """Answer a request that the gateway or the supervisor refuses."""
     assert isinstance(error, ApiError | WireError)
-    return error_response(error)
+    return ErrorAnswer(error)
 
 
 async def not_routed(request: Request, error: Exception) -> Response:
@@ -49,7 +51,7 @@ async def not_routed(request: Request, error: Exception) -> Response:
         reason = _not_offered(path)
         nothing = f"there is nothing at {path[:128]!r}"
         if reason is None and not path.startswith("/v1/"):
-            return error_response(ApiError(404, nothing, code="not_found"))
+            return ErrorAnswer(ApiError(404, nothing, code="not_found"))
         code = "unsupported" if reason else "not_found"
         refusal = ApiError(404, f"{reason or nothing}. Offered are {OFFERED}", code=code)
     elif error.status_code == 405:
@@ -60,27 +62,26 @@ async def not_routed(request: Request, error: Exception) -> Response:
     try:
         caller_of(request)
     except ApiError as e:
-        return error_response(e)
-    response = error_response(refusal)
+        return ErrorAnswer(e)
+    response = ErrorAnswer(refusal)
     response.headers.update(error.headers or {})
     return response
 
 
 def _not_offered(path: str) -> str | None:
     """Return why a path of another API is refused. None for a path of no API that is known."""
-    while path.startswith("/v1/"):
-        path = path.removeprefix("/v1")
+    path = without_version(path)
     return next((why for begin, why in NOT_OFFERED if path == begin or path.startswith(f"{begin}/")), None)
 
 
 async def left(request: Request, error: Exception) -> Response:
     """Answer a client that disconnected while it sent its request. Nobody reads the answer."""
-    return error_response(ApiError(408, "the body did not arrive", code="incomplete_body"))
+    return ErrorAnswer(ApiError(408, "the body did not arrive", code="incomplete_body"))
 
 
 async def failed(request: Request, error: Exception) -> Response:
     """Answer a request that a fault of the gateway ended. The server logs the traceback, and the answer has none."""
-    return error_response(FAULT)
+    return ErrorAnswer(FAULT)
 
 
 HANDLERS: Final[dict[type[Exception], ExceptionHandler]] = {

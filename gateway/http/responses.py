@@ -1,29 +1,74 @@
-"""How an answer leaves: with an id for each request, and with as few steps for each token as possible."""
+"""How an answer leaves: with an id for each request, and with as few steps for each token as possible.
+
+An error leaves in the shape of the API that its request belongs to.
+"""
 
 from typing import Final
 from uuid import uuid4
 
+import orjson
 from starlette.applications import Starlette
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+
+from gateway.http.dialect import anthropic_body, anthropic_status, is_anthropic
+from gateway.http.errors import ApiError, error_body, error_headers, for_caller, status_of
+from protocol.errors import WireError
 
 DIRECT: Final = "gateway.direct_send"
 """Key of the scope with the server's own ``send``. Each layer around ``send`` would cost every token a coroutine, so an
 event stream sends its first message, with the headers, through all layers, and its events with this function."""
+REQUEST_ID: Final = "gateway.request_id"
+"""Key of the scope with the id of the request."""
 
 
 class Application(Starlette):
-    """Starlette's application. Every answer gets the header ``x-request-id``."""
+    """Starlette's application. Every answer has the request's id in the header ``x-request-id``, which is OpenAI's, and
+    in ``request-id``, which is Anthropic's."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        request_id = f"req_{uuid4().hex}".encode()
+        scope[REQUEST_ID] = f"req_{uuid4().hex}"
+        request_id = scope[REQUEST_ID].encode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                ids = [(b"x-request-id", request_id), (b"request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 
         scope[DIRECT] = send
         await super().__call__(scope, receive, send_with_id)
+
+
+class ErrorAnswer(Response):
+    """The answer to a request that failed before its first byte was sent.
+
+    error  what went wrong; the caller is told what ``for_caller`` makes of it
+    """
+
+    def __init__(self, error: ApiError | WireError) -> None:
+        self._error = for_caller(error)
+        super().__init__(
+            orjson.dumps(error_body(self._error)),
+            status_of(self._error),
+            error_headers(self._error),
+            "application/json",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_anthropic(scope):
+            self.status_code = anthropic_status(self._error)
+            self.body = orjson.dumps(anthropic_body(self._error, scope[REQUEST_ID]))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def error_event(error: ApiError | WireError, scope: Scope) -> bytes:
+    """Return the server-sent event that ends a stream with an error. Client packages raise it."""
+    error = for_caller(error)
+    if is_anthropic(scope):
+        return b"event: error\ndata: " + orjson.dumps(anthropic_body(error, scope[REQUEST_ID])) + b"\n\n"
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"

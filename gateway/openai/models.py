@@ -1,4 +1,8 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models and /v1/models/{id}, for clients of OpenAI's API and of Anthropic's.
+
+The path is the same in both APIs. So a model has the keys of both lists. Only ``type`` means two things: clients of
+Anthropic's API, which send the header anthropic-version, get Anthropic's value.
+"""
 
 import time
 from typing import Any, Final
@@ -7,7 +11,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.anthropic.models import anthropic_keys, page
 from gateway.http.callers import caller_of
+from gateway.http.dialect import VERSION_HEADER
 from gateway.http.errors import ApiError
 from protocol.client.model_names import means, names_of
 from protocol.errors import ErrorCode, WireError
@@ -23,8 +29,9 @@ async def models(request: Request) -> Response:
 
     Each alias and each variant is an entry of its own, because clients choose among the ids that they find.
     """
-    listed = [_described(model, name) for model in await _listed(request) for name in names_of(model)]
-    return Response(orjson.dumps({"object": "list", "data": listed}), media_type="application/json")
+    listed = [_described(model, name, request) for model in await _listed(request) for name in names_of(model)]
+    shown = {"object": "list"} | page(listed, request.query_params)
+    return Response(orjson.dumps(shown), media_type="application/json")
 
 
 async def model(request: Request) -> Response:
@@ -32,7 +39,7 @@ async def model(request: Request) -> Response:
     name = request.path_params["name"]
     for one in await _listed(request):
         if means(one, name):
-            return Response(orjson.dumps(_described(one, name)), media_type="application/json")
+            return Response(orjson.dumps(_described(one, name, request)), media_type="application/json")
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured", field="model")
 
 
@@ -56,7 +63,7 @@ async def default_model(request: Request, name: str) -> str:
     return next((one["default"] for one in await _listed(request) if one.get("default")), "")
 
 
-def _described(one: dict[str, Any], name: str) -> dict[str, Any]:
+def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, Any]:
     """Return a model, also with the keys that clients of llama-swap, llama-server, LM Studio and vLLM look for.
 
     ``state`` is LM Studio's, ``status`` is llama-swap's and llama-server's. Our own state is in ``modelctl``.
@@ -64,7 +71,7 @@ def _described(one: dict[str, Any], name: str) -> dict[str, Any]:
     name  the name under which the model is listed: its own, an alias, or that of a variant
     """
     state, context = one["state"], one["context"]
-    described: dict[str, Any] = {
+    described: dict[str, Any] = anthropic_keys(name, CREATED, context) | {
         "id": name,
         "object": "model",
         "created": CREATED,
@@ -99,4 +106,4 @@ def _described(one: dict[str, Any], name: str) -> dict[str, Any]:
         described["meta"] = {"n_ctx": context}
         if state == "ready":
             described["loaded_context_length"] = context
-    return described
+    return described | ({"type": "model"} if VERSION_HEADER in request.headers else {})

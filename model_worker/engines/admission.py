@@ -111,6 +111,7 @@ def _check_room(job: Job, context: int) -> None:
             f"the prompt has {prompt} tokens: at most {context - 1} fit the context of {context}",
             field="prompt",
             code=ErrorCode.CONTEXT_OVERFLOW,
+            overflow=(prompt, context),
         )
     if prompt + new > context:
         raise RequestError(
@@ -118,6 +119,7 @@ def _check_room(job: Job, context: int) -> None:
             f"tokens ({prompt + new} tokens in all)",
             field="max_tokens",
             code=ErrorCode.CONTEXT_OVERFLOW,
+            overflow=(prompt, context),
         )
     if job.min_new_tokens > new:
         raise RequestError(

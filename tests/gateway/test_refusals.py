@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.http.errors import error_headers, error_response
+from gateway.http.errors import error_headers
+from gateway.http.responses import ErrorAnswer
 from gateway.http.statuses import NAMES, STATUS
 from protocol.errors import RETRYABLE, ErrorCode, WireError
 from tests.keyed import free_port
@@ -225,7 +226,7 @@ def test_every_code_has_a_status() -> None:
 
 @pytest.mark.parametrize(("after_ms", "after_s"), [(0, "1"), (1, "1"), (1000, "1"), (1001, "2"), (60_000, "60")])
 def test_the_wait_is_told_in_whole_seconds(after_ms: int, after_s: str) -> None:
-    response = error_response(WireError(ErrorCode.OVERLOADED, "x", retry_after_ms=after_ms))
+    response = ErrorAnswer(WireError(ErrorCode.OVERLOADED, "x", retry_after_ms=after_ms))
     assert (response.status_code, response.headers["retry-after"]) == (429, after_s)
     # Even an error with a final code tells when a retry helps, if the GPU had no room for the model.
     assert error_headers(WireError(ErrorCode.MODEL_FAILED, "x", retry_after_ms=after_ms))["x-should-retry"] == "true"

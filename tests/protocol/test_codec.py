@@ -231,5 +231,8 @@ def test_an_error_survives_the_wire() -> None:
     error = WireError(ErrorCode.OVERLOADED, "the queue is full", field="model", retry_after_ms=20)
     back = WireError.from_wire(unpack_body(pack_body(error.to_wire())))
     assert (back.code, back.message, back.field, back.retry_after_ms) == (303, "the queue is full", "model", 20)
+    long = WireError(ErrorCode.CONTEXT_OVERFLOW, "the prompt has 9 tokens", overflow=(9, 8))
+    assert WireError.from_wire(unpack_body(pack_body(long.again().to_wire()))).overflow == (9, 8)
+    assert WireError.from_wire(long.to_wire() | {"context": "8"}).overflow is None
     newer = WireError.from_wire({"code": 9999, "name": "quota_exceeded", "message": "too much"})
     assert (newer.code, newer.message) == (ErrorCode.INTERNAL, "quota_exceeded: too much")
