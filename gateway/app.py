@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway.anthropic.answers import count_tokens, messages
 from gateway.http.body import BodyMemory
 from gateway.http.cors import Cors
 from gateway.http.health import health, live, ready
@@ -32,13 +33,15 @@ from protocol.process.gateway_settings import GatewaySettings
 API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]] = (
     ("POST", "/chat/completions", chat),
     ("POST", "/completions", completion),
+    ("POST", "/messages", messages),
+    ("POST", "/messages/count_tokens", count_tokens),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/models", models),
     ("GET", "/usage", usage),
     ("GET", "/models/{name:path}", model),
 )
-"""OpenAI's API. Clients are told its base URL with /v1, without it, and with two of them."""
+"""OpenAI's API and Anthropic's. Clients are told its base URL with /v1, without it, and with two of them."""
 
 
 def make_app(settings: GatewaySettings) -> Starlette:
@@ -86,7 +89,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
 
 
 def _api(prefix: str) -> list[Route]:
-    """Return the routes of OpenAI's API. Some clients end a path with a slash, and lose the body in a redirect."""
+    """Return the routes of the APIs. Some clients end a path with a slash, and lose the body in a redirect."""
     return [
         Route(f"{prefix}{path}{slash}", endpoint, methods=[method])
         for method, path, endpoint in API

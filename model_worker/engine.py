@@ -179,6 +179,7 @@ class Finished:
     prefill_s                       seconds from the first computation of the job to its first token
     decode_s                        seconds from the first token to the last
     draft_accepted, draft_rejected  speculated tokens that were and were not accepted
+    stop_string                     the stop string that ended the answer; None if none has
     """
 
     job: int
@@ -193,6 +194,7 @@ class Finished:
     logprobs: Sequence[DrawnToken] = ()
     draft_accepted: int = 0
     draft_rejected: int = 0
+    stop_string: str | None = None
 
 
 @dataclass(slots=True)

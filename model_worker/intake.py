@@ -126,6 +126,7 @@ class Intake:
                 f"the prompt has {len(prompt_ids)} tokens: this model allows at most {most}", field="prompt"
             )
         max_tokens = request.max_tokens
+        room = max(1, self._capabilities.context - len(prompt_ids))
         if max_tokens is None:
             most_tokens = self._unset_max_tokens(variant)
             if request.min_tokens > most_tokens < self._capabilities.context:
@@ -134,7 +135,9 @@ class Intake:
                     "give max_tokens, too",
                     field="min_tokens",
                 )
-            max_tokens = max(1, min(self._capabilities.context - len(prompt_ids), most_tokens))
+            max_tokens = min(room, most_tokens)
+        elif request.cut_to_context:
+            max_tokens = min(room, max_tokens)
         return Job(
             job_id,
             tuple(prompt_ids),

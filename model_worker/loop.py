@@ -318,6 +318,8 @@ class WorkerLoop:
         fields: dict[str, object] = {"text": text, "finish_reason": reason, "usage": usage, "timings": timings}
         if finished and finished.logprobs:
             fields["logprobs"] = self._logprobs(finished.logprobs)
+        if finished and finished.stop_string is not None:
+            fields["stop_string"] = finished.stop_string
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
     def _logprobs(self, tokens: Sequence[DrawnToken]) -> list[Any]:

@@ -10,9 +10,12 @@ class StopMatcher:
     The stop string that ends first wins. Of several that end at the same character, the longest wins. So the result
     does not depend on how the text was divided into pieces. Empty stop strings are ignored. A character costs a few
     steps at most, whatever the stop strings are (Knuth-Morris-Pratt search), so that no request slows down others.
+
+    found  the stop string that was found; None before
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
+        self.found: str | None = None
         self._stops = tuple(s for s in stops if s)
         self._first = frozenset(s[0] for s in self._stops)
         self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
@@ -22,15 +25,16 @@ class StopMatcher:
         """Return (text to deliver, whether a stop string was found). Do not push after one was found."""
         if not self._held and self._first.isdisjoint(text):
             return text, False
-        found: list[tuple[int, int]] = []  # (end, begin) in ``whole``
+        found: list[tuple[int, int, str]] = []  # (end, begin) in ``whole``, and the stop string
         held, whole = len(self._held), self._held + text
         for i, stop in enumerate(self._stops):
             end, self._matched[i] = _search(text, stop, self._matched[i])
             if end >= 0:
-                found.append((held + end, held + end - len(stop)))
+                found.append((held + end, held + end - len(stop), stop))
         if found:
             self._held = ""
-            return whole[: min(found)[1]], True
+            _, begin, self.found = min(found)
+            return whole[:begin], True
         out = len(whole) - max(self._matched)
         self._held = whole[out:]
         return whole[:out], False
@@ -60,6 +64,11 @@ class ContentStops:
         self._matcher = StopMatcher(())
         self._passed: str | None = None
         """The marker that the text now ends with."""
+
+    @property
+    def found(self) -> str | None:
+        """Return the stop string that was found; None before."""
+        return self._matcher.found
 
     def use(self, stops: Iterable[str]) -> None:
         """Look for these stop strings from now on. No text that could begin one of them may be held now."""

@@ -242,6 +242,11 @@ class TextStream:
         """Return (text to deliver, whether a stop string ended the answer)."""
         return self._matcher.push(self._detokenizer.push(token_id))
 
+    @property
+    def found(self) -> str | None:
+        """Return the stop string that ended the answer; None if none has."""
+        return self._matcher.found
+
     def finish(self) -> str:
         """Return all text that is still held. Call this for an answer that did not end by a stop string."""
         text, found = self._matcher.push(self._detokenizer.flush())

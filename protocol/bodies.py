@@ -217,6 +217,8 @@ class FinishedEvent(TypedDict):
     """If the request asked `with_format`, and the answer has no other event."""
     finish_reason: str
     """The reason why the answer ended. The values are listed below."""
+    stop_string: NotRequired[str]
+    """The stop string that ended the answer. Missing if no stop string has."""
     usage: Usage
     """Counts of tokens."""
     timings: Timings

@@ -82,6 +82,9 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Token ids as bytes: u32, little endian."""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     """Most tokens of the answer. Unset: the model's default or limit, and at most what is left of the context."""
+    cut_to_context: bool = False
+    """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves of the context. Without
+    it, such a request is refused."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         Field(strict=False, max_length=16, fail_fast=True),

@@ -123,15 +123,18 @@ class ReplayingEngine:
     def token_bytes(self, token_id: int) -> bytes:
         return b"?"
 
+    def answer_to(self, prompt: str) -> str:
+        """Return the prepared answer to a rendered prompt."""
+        return ANSWERS[prompt.rpartition("say ")[2].split("<|")[0].strip()]
+
     def submit(self, job: Job) -> None:
         check_job(job, self.capabilities, 1 << 20)
         prompt = bytes(job.prompt_ids).decode()
-        name = prompt.rpartition("say ")[2].split("<|")[0].strip()
         matcher: Any = StopMatcher(job.stop)
         if job.layout.stops:
             matcher = ContentStops(job.layout.reasoning, job.layout.place == "inside", job.layout.calls)
             matcher.use(job.stop)
-        pieces = cut(ANSWERS[name], int(self.options.get("size", 3)))
+        pieces = cut(self.answer_to(prompt), int(self.options.get("size", 3)))
         for piece in pieces[: len(job.resumed_ids)]:
             matcher.push(piece)
         self.jobs[job.id] = job, pieces, len(job.resumed_ids), matcher
@@ -148,7 +151,9 @@ class ReplayingEngine:
                 del self.jobs[job_id]
                 reason = "stop" if found or k + 1 == len(pieces) else "length"
                 text += "" if found else matcher.flush()
-                events.append(Finished(job_id, [k], text, reason, len(job.prompt_ids), k + 1))
+                events.append(
+                    Finished(job_id, [k], text, reason, len(job.prompt_ids), k + 1, stop_string=matcher.found)
+                )
             else:
                 self.jobs[job_id] = job, pieces, k + 1, matcher
                 events.append(NewTokens(job_id, [k], text))

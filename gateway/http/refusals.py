@@ -13,7 +13,10 @@ from gateway.http.errors import FAULT, ApiError
 from gateway.http.responses import ErrorAnswer
 from protocol.errors import WireError
 
-OFFERED: Final = "GET /v1/models, POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize"
+OFFERED: Final = (
+    "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/messages, "
+    "/v1/messages/count_tokens, /tokenize and /detokenize"
+)
 NOT_OFFERED: Final = (
     ("/embeddings", "embeddings are not offered: these models generate text"),
     ("/audio", "audio is not offered: these models read and write text"),
@@ -23,8 +26,8 @@ NOT_OFFERED: Final = (
     ("/moderations", "moderation is not offered"),
     ("/rerank", "reranking is not offered"),
     ("/responses", "the Responses API is not offered: use /v1/chat/completions"),
-    ("/messages", "Anthropic's API is not offered: use /v1/chat/completions"),
-    ("/complete", "Anthropic's API is not offered: use /v1/chat/completions"),
+    ("/messages/batches", "batches are not offered: send the messages one by one"),
+    ("/complete", "Anthropic's older API is not offered: use /v1/messages"),
     ("/assistants", "the Assistants API is not offered: use /v1/chat/completions"),
     ("/threads", "the Assistants API is not offered: use /v1/chat/completions"),
     ("/batches", "batches are not offered: the option priority has the value batch"),

@@ -11,6 +11,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.anthropic.schema import ERROR, MESSAGES, RENDERED
 from gateway.openai.options import ABOUT_THE_ACCOUNT, MOST_ANSWERS, OWN, REASONING_BUDGETS
 from gateway.openai.tools import MOST_TOOLS, NAME
 from protocol import __version__
@@ -150,12 +151,29 @@ def document() -> Schema:
     completion = options | _COMMON | {"prompt": prompt, "logprobs": {"type": "integer", "minimum": 0, "maximum": 20}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "modelctl", "version": __version__, "description": "OpenAI's API for models of modelctl."},
+        "info": {
+            "title": "modelctl",
+            "version": __version__,
+            "description": "OpenAI's and Anthropic's APIs for models of modelctl.",
+        },
         "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
         "security": [{"token": []}],
         "paths": {
             "/v1/chat/completions": _post("Answer a conversation.", chat, ["model", "messages"], stream=True),
             "/v1/completions": _post("Continue a text.", completion, ["model", "prompt"], stream=True),
+            "/v1/messages": _post(
+                "Answer a conversation of Anthropic's API.",
+                MESSAGES | {"model": _MODEL},
+                ["model", "max_tokens", "messages"],
+                stream=True,
+                anthropic=True,
+            ),
+            "/v1/messages/count_tokens": _post(
+                "Count the tokens of a conversation of Anthropic's API.",
+                RENDERED | {"model": _MODEL},
+                ["model", "messages"],
+                anthropic=True,
+            ),
             "/v1/models": _get("List the models."),
             "/v1/models/{id}": _get("Describe a model.", "id"),
             "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
@@ -190,13 +208,19 @@ def _options() -> Schema:
     return options
 
 
-def _post(summary: str, properties: Schema, required: list[str], *, stream: bool = False) -> Schema:
+def _post(
+    summary: str, properties: Schema, required: list[str], *, stream: bool = False, anthropic: bool = False
+) -> Schema:
+    """Return the description of a path.
+
+    anthropic  the path is one of Anthropic's API: unknown properties are ignored, and errors have another shape
+    """
     # null stands for an option that is left out
     shown = {
         name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}
         for name, schema in sorted(properties.items())
     }
-    body = {"type": "object", "required": required, "properties": shown, "additionalProperties": False}
+    body = {"type": "object", "required": required, "properties": shown, "additionalProperties": anthropic}
     answers: Schema = {"application/json": {"schema": _OBJECT}}
     if stream:
         answers["text/event-stream"] = {"schema": _TEXT}
@@ -205,7 +229,8 @@ def _post(summary: str, properties: Schema, required: list[str], *, stream: bool
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": content},
-            "responses": {"200": {"description": "The answer.", "content": answers}} | _errors(),
+            "responses": {"200": {"description": "The answer.", "content": answers}}
+            | _errors(ERROR if anthropic else _ERROR),
         }
     }
 
@@ -219,5 +244,5 @@ def _get(summary: str, parameter: str | None = None, *, public: bool = False) ->
     return {"get": described}
 
 
-def _errors() -> Schema:
-    return {"default": {"description": "An error.", "content": {"application/json": {"schema": _ERROR}}}}
+def _errors(schema: Schema = _ERROR) -> Schema:
+    return {"default": {"description": "An error.", "content": {"application/json": {"schema": schema}}}}

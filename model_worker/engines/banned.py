@@ -91,6 +91,11 @@ class BannedStrings:
         return self._final + len(self._ids)
 
     @property
+    def found(self) -> str | None:
+        """Return the stop string that ended the answer; None if none has."""
+        return self._stop.found
+
+    @property
     def blocked(self) -> frozenset[int]:
         """Return the ids that must not be drawn next."""
         return frozenset(self._blocked.get(self.position, ()))

@@ -75,6 +75,7 @@ class Completion:
     timings        ``queue_ms`` (from acceptance to the worker), ``prefill_ms`` (to the first token), ``decode_ms`` (to
                    the end) and ``tokens_per_s`` (while decoding). Times that were not measured are missing
     logprobs       one for each token id, if the request asked for them
+    stop_string    the stop string that ended the answer; None if none has
     """
 
     text: str
@@ -83,6 +84,7 @@ class Completion:
     usage: dict[str, Any]
     timings: dict[str, Any]
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop_string: str | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +110,7 @@ class StreamState:
     ended: bool = False
     error: WireError | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
     text: list[str] = field(default_factory=list)

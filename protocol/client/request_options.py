@@ -66,6 +66,7 @@ class RequestOptions(TypedDict, total=False):
     allowed_tools: Sequence[str] | None
     parallel_tool_calls: bool | None
     reasoning_budget: int | None
+    cut_to_context: bool | None
     top_k: int | None
     top_p: float | None
     min_p: float | None

@@ -200,7 +200,9 @@ class ClientSession:
             reason, usage, timings = fields.get("finish_reason"), fields.get("usage", {}), fields.get("timings", {})
             if type(reason) is not str or type(usage) is not dict or type(timings) is not dict:
                 raise FrameError(ErrorCode.BAD_FRAME, "finish_reason, usage or timings has the wrong type")
-            state.finish_reason, state.usage, state.timings = reason, usage, timings
+            if type(stop := fields.get("stop_string")) not in (str, type(None)):
+                raise FrameError(ErrorCode.BAD_FRAME, "its stop_string is not a string")
+            state.finish_reason, state.usage, state.timings, state.stop_string = reason, usage, timings, stop
         elif terminal:
             raise FrameError(ErrorCode.BAD_FRAME, "it is flagged both FINISHED and ERROR")
         if "format" in fields:

@@ -74,6 +74,11 @@ class StreamBase:
         return None if self._state.deltas else self._state.finish_reason
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer. None until the end has been read, and if no stop string has."""
+        return None if self._state.deltas else self._state.stop_string
+
+    @property
     def usage(self) -> dict[str, Any]:
         """Counts of tokens, like ``Completion.usage``. Empty until the end has been read."""
         return {} if self._state.deltas else self._state.usage
@@ -134,7 +139,15 @@ class StreamBase:
         return self._left or state.ended or bool(state.deltas) or state.report is not None
 
     def _completion(self) -> Completion:
-        return Completion(self.text, self.token_ids, self.finish_reason or "", self.usage, self.timings, self.logprobs)
+        return Completion(
+            self.text,
+            self.token_ids,
+            self.finish_reason or "",
+            self.usage,
+            self.timings,
+            self.logprobs,
+            self.stop_string,
+        )
 
 
 _S = TypeVar("_S", bound=StreamBase)

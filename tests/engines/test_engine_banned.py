@@ -77,6 +77,8 @@ def test_banned_strings_meet_stop_strings(letters: Engine) -> None:
     need(letters, "banned_strings")
     outcome = answer(letters, PROMPT, banned_strings=("13 14",), stop=["13"])
     assert (outcome.text, outcome.reason) == (" 10 11 12 ", "stop"), "what a stop string cuts off bans nothing"
+    assert outcome.finished is not None
+    assert outcome.finished.stop_string == "13"
 
 
 def test_going_back_does_not_disturb_others(letters: Engine) -> None:

@@ -186,20 +186,24 @@ def test_the_whole_context_can_be_used(engine_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "text"),
+    ("stop", "text", "found"),
     [
-        ((" 13",), " 10 11 12"),
-        (("2 13 1",), " 10 11 1"),  # spans tokens
-        (("99", "11 12", "2 13"), " 10 "),
-        ((" 10",), ""),
-        (("17 18",), ANSWER),  # held until the end token, and then delivered
-        (("7\n", "\n\n", "not there"), ANSWER),
+        ((" 13",), " 10 11 12", " 13"),
+        (("2 13 1",), " 10 11 1", "2 13 1"),  # spans tokens
+        (("99", "11 12", "2 13"), " 10 ", "11 12"),
+        ((" 10",), "", " 10"),
+        (("17 18",), ANSWER, None),  # held until the end token, and then delivered
+        (("7\n", "\n\n", "not there"), ANSWER, None),
     ],
 )
-def test_stop_strings_end_the_answer_and_are_no_part_of_it(letters: Engine, stop: tuple[str, ...], text: str) -> None:
+def test_stop_strings_end_the_answer_and_are_no_part_of_it(
+    letters: Engine, stop: tuple[str, ...], text: str, found: str | None
+) -> None:
     outcome = answer(letters, PROMPT, stop=stop)
     assert outcome.text == text
     assert outcome.reason == "stop"
+    assert outcome.finished is not None
+    assert outcome.finished.stop_string == found
     assert all(text.startswith("".join(outcome.deltas[:i])) for i in range(len(outcome.deltas)))
 
 

@@ -133,6 +133,8 @@ def test_stop_strings_cut_first() -> None:
     outcome = h.answer(prompt, 30, stop=(stop,), banned_strings=(banned,))
     assert outcome.text == text[: text.index(stop)]
     assert outcome.reason == "stop"
+    assert outcome.finished is not None
+    assert outcome.finished.stop_string == stop
 
 
 def test_going_back_is_first_in_line_and_cancelling_it_frees_everything() -> None:

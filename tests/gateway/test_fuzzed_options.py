@@ -16,11 +16,14 @@ SEED: Final = 20
 BODIES: Final[dict[str, dict[str, Any]]] = {
     "/v1/completions": {"model": "m", "max_tokens": 2, "prompt": "x"},
     "/v1/chat/completions": {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages": {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"model": "m", "prompt": "x"},
     "/detokenize": {"model": "m", "tokens": [1]},
 }
 NAMES: Final = sorted(
     {"model", "prompt", "n", "stream", "stream_options", "response_format", "tokens", "content", "token_ids", "nothing"}
+    | {"system", "stop_sequences", "thinking", "output_config", "output_format", "mcp_servers", "container"}
     | OWN
     | CHAT_ONLY
     | ABOUT_THE_ACCOUNT
@@ -49,6 +52,10 @@ VALUES: Final = [
             "x" * 70_000, "a(b", "(?=x)", [], {}, [None], [[]], [{}], [2**63], [-1], ["x"] * 50, {"": None}, {"a": 1},
             {"1": 2}, {"x" * 300: 1}, {"type": "json_object"}, {"include_usage": True},
             {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, [{"role": "tool", "content": None}],
+            {"type": ["x"]}, {"type": "tool", "name": ["x"]}, {"type": "enabled", "budget_tokens": 1}, {"effort": {}},
+            [{"type": ["text"]}], [{"name": "f", "input_schema": {}}], [{"name": ["f"], "defer_loading": 1}],
+            [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": []}]}]}],
+            [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {"a": [[]]}}]}],
             [{"role": "user", "content": [{"type": "text", "text": "x"}]}], call("[" * 2000), call('{"a": 1e999}'),
         )
     ),

@@ -197,9 +197,11 @@ def test_defaults_reach_the_engine_and_give_way_to_fields() -> None:
         ({}, {"sampling": {"max_tokens": 7}, "limits": {"max_tokens": 9}}, 7),
         ({"max_tokens": 8}, {"sampling": {"max_tokens": 7}, "limits": {"max_tokens": 9}}, 8),
         ({}, {"sampling": {"max_tokens": 700}}, 62),
+        ({"max_tokens": 700, "cut_to_context": True}, {}, 62),
+        ({"max_tokens": 8, "cut_to_context": True}, {}, 8),
     ],
 )
-def test_max_tokens_unset_is_the_default_or_the_limit(fields: dict[str, Any], model: dict[str, Any], new: int) -> None:
+def test_most_tokens_of_an_answer(fields: dict[str, Any], model: dict[str, Any], new: int) -> None:
     reported = remembering()
     run(ScriptedLink([job(1, 1, **{"max_tokens": None, **fields})], []), reported, **model)
     assert [one.max_new_tokens for one in reported.seen] == [new]

@@ -56,7 +56,7 @@ FIELDS: dict[str, list[Any]] = {
     "stop": [["a"]], "min_tokens": [0, 9], "stop_token_ids": [[2, 3]], "banned_strings": [["shiver", "spine"]],
     "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0], "preset": ["none", None],
     "json_schema": ['{"type":"integer"}', None], "regex": ["[a-z]+", None], "choice": [["yes", "no"], None],
-    "whitespace_flexible": [False],
+    "whitespace_flexible": [False], "cut_to_context": [True],
 }  # fmt: skip
 
 

@@ -213,4 +213,5 @@ class EmbeddedAnswer:
             prefill_s=self.first_token - self.started,
             decode_s=now - self.first_token,
             logprobs=logprobs,
+            stop_string=(self._judge or self._text).found if reason == FinishReason.STOP else None,
         )

@@ -114,6 +114,7 @@ class ExLlamaV2Answer:
             logprobs=logprobs,
             draft_accepted=handle.accepted_draft_tokens,
             draft_rejected=handle.rejected_draft_tokens,
+            stop_string=self.text.found if reason == FinishReason.STOP else None,
         )
 
 
@@ -229,6 +230,7 @@ class GuardedAnswer(ExLlamaV2Answer):
         if ended is None:
             return NewTokens(self.job.id, ids, text, logprobs) if ids or text else None
         event = self._finished(ids, text, ended, now, logprobs)
+        event.stop_string = self._judge.found if ended == FinishReason.STOP else None
         if self._healing is not None and self._delivered:
             event.completion_tokens -= 1
         if self._cached is not None:

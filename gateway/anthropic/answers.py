@@ -1,0 +1,82 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answering import Answers
+from gateway.anthropic.blocks import MessageEvents, stop_of, usage_of, whole_message
+from gateway.anthropic.options import Asked, read_request
+from gateway.asking import begin, named, with_model
+from gateway.http.body import read_json
+from gateway.http.callers import caller_of
+from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
+from gateway.http.keep_alive import KeepAlive, OpenStream
+from gateway.supervisor_link import SupervisorLink
+from protocol.client.answers import token_ids_in
+from protocol.client.request_builder import tokenize_params
+from protocol.process.gateway_settings import GatewaySettings
+
+_RENDERED = ("messages", "tools", "template_kwargs", "add_generation_prompt", "continue_final_message")
+"""Options that the chat template reads."""
+
+
+async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
+    """POST /v1/messages."""
+    settings: GatewaySettings = request.app.state.settings
+    link: SupervisorLink = request.app.state.link
+    keep_alive: KeepAlive = request.app.state.keep_alive
+    caller = caller_of(request)
+    asked = read_request(await read_json(request, settings.max_body, caller))
+    wanted = await with_model(request, asked.wanted)
+    asked = replace(asked, wanted=wanted)
+
+    async def stream(events: EventStream) -> None:
+        shape = MessageEvents(wanted.model, shows_thinking=asked.shows_thinking)
+        silent = OpenStream(events, shape.silence)
+        keep_alive.streams.add(silent)
+        try:
+            with named(wanted):
+                await _send(events, shape, Answers(begin(link.client, caller, wanted, [{}], None), wanted.tools), asked)
+        finally:
+            keep_alive.streams.discard(silent)
+
+    async def whole() -> Response:
+        with named(wanted):
+            answers = Answers(begin(link.client, caller, wanted, [{}], None), wanted.tools)
+            (parsed,) = await answers.complete()
+        stop = _stop(asked, answers, parsed.finish_reason)
+        usage = usage_of(answers.usages[0])
+        body = whole_message(wanted.model, parsed, stop, usage, shows_thinking=asked.shows_thinking)
+        return Response(orjson.dumps(body), media_type="application/json")
+
+    return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)
+
+
+async def count_tokens(request: Request) -> Response:
+    """POST /v1/messages/count_tokens: the tokens of a conversation as the model's chat template renders it."""
+    caller = caller_of(request)
+    wanted = read_request(await read_json(request, request.app.state.settings.max_body, caller), counts=True).wanted
+    given: dict[str, Any] = {name: wanted.options.get(name) for name in _RENDERED}
+    with named(wanted):
+        reply = await request.app.state.link.call(caller, "tokenize", **tokenize_params(wanted.model, given))
+    return Response(orjson.dumps({"input_tokens": len(token_ids_in(reply))}), media_type="application/json")
+
+
+async def _send(events: EventStream, shape: MessageEvents, answers: Answers, asked: Asked) -> None:
+    """Send the events of an answer as it is generated."""
+    async for piece in answers:
+        data = shape.parts(piece.parts)
+        if piece.finish_reason is not None:
+            data += shape.finish(_stop(asked, answers, piece.finish_reason), usage_of(answers.usages[0]))
+        if data:
+            await events.send(data)
+
+
+def _stop(asked: Asked, answers: Answers, reason: str) -> dict[str, Any]:
+    """Return ``stop_reason`` and ``stop_sequence`` of the answer, which has ended for this reason."""
+    tokens = answers.usages[0].get("completion_tokens", 0)
+    return stop_of(reason, answers.streams[0].stop_string, cut=tokens < asked.max_tokens)

@@ -1,0 +1,188 @@
+"""The JSON of answers in the shape of Anthropic's API: whole, and as the events of a stream."""
+
+from collections.abc import Iterable
+from typing import Any, Final, Literal
+from uuid import uuid4
+
+import orjson
+
+from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning
+from gateway.answering import TOOL_CALLS, Block, ParsedAnswer
+from gateway.anthropic.signatures import signature_of
+from gateway.openai.chunks import finish_reason
+from protocol.messages import FinishReason
+
+OVERFLOW: Final = "model_context_window_exceeded"
+"""The stop reason of an answer that the end of the context has cut, and not the request's ``max_tokens``."""
+PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
+_DELTA: Final = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+)
+_REASONS: Final = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.BANNED: "refusal",
+    TOOL_CALLS: "tool_use",
+}
+Kind = Literal["text", "thinking", "tool_use"]
+
+
+def stop_of(reason: str, stop_string: str | None, *, cut: bool) -> dict[str, Any]:
+    """Return ``stop_reason`` and ``stop_sequence`` of an answer. Raises ApiError if somebody else cancelled it.
+
+    reason       the finish reason, as ``Piece.finish_reason``
+    stop_string  the stop string that ended the answer, or None
+    cut          whether the answer had less room in the context than it was to have
+    """
+    finish_reason(reason)
+    if reason == FinishReason.STOP and stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
+    if reason == FinishReason.LENGTH and cut:
+        return {"stop_reason": OVERFLOW, "stop_sequence": None}
+    return {"stop_reason": _REASONS[reason], "stop_sequence": None}
+
+
+def usage_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``usage`` of an answer. Tokens of the prompt that were in the cache are counted apart.
+
+    given  the usage as ``Answers.usages`` has it
+    """
+    cached = given.get("cached_tokens", 0)
+    usage: dict[str, Any] = {
+        "input_tokens": given.get("prompt_tokens", 0) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": given.get("completion_tokens", 0),
+    }
+    if reasoning := given.get("reasoning_tokens"):
+        usage["output_tokens_details"] = {"thinking_tokens": reasoning}
+    return usage
+
+
+def new_id(kind: str) -> str:
+    """Return a new id, such as ``msg_...``."""
+    return f"{kind}_{uuid4().hex[:24]}"
+
+
+def whole_message(
+    model: str, answer: ParsedAnswer, stop: dict[str, Any], usage: dict[str, Any], *, shows_thinking: bool
+) -> dict[str, Any]:
+    """Return an answer that is not streamed.
+
+    stop            ``stop_of`` the answer
+    shows_thinking  whether the answer has the text of the reasoning
+    """
+    content = [shown for block in answer.blocks if (shown := _block(block, shows_thinking)) is not None]
+    return _message(new_id("msg"), model) | {"content": content} | stop | {"usage": usage}
+
+
+def _message(message_id: str, model: str) -> dict[str, Any]:
+    return {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _block(block: Block, shows_thinking: bool) -> dict[str, Any] | None:
+    """Return a block of the content. None for a call that was cut: its arguments are no JSON, and nobody may run it."""
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        shown, omitted = (block.text, "") if shows_thinking else ("", block.text)
+        return {"type": "thinking", "thinking": shown, "signature": signature_of(omitted)}
+    try:
+        arguments = orjson.loads(block.text or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    return {"type": "tool_use", "id": block.id or new_id("toolu"), "name": block.name, "input": arguments}
+
+
+class MessageEvents:
+    """The events of one answer. They have one open block at a time.
+
+    shows_thinking  whether the answer has the text of the reasoning. Without it, a thinking block has its signature
+                    only
+    """
+
+    def __init__(self, model: str, *, shows_thinking: bool) -> None:
+        self._about = _message(new_id("msg"), model)
+        self._shows_thinking = shows_thinking
+        self._begun = False
+        self._index = -1
+        self._open: Kind | None = None
+        self._omitted: list[str] = []
+        """The reasoning of the open block, if the block does not show it."""
+
+    def silence(self) -> bytes:
+        """Return an event without content, which keeps a silent stream open."""
+        return PING if self._begun else self.begin()
+
+    def begin(self) -> bytes:
+        """Return the events that begin the answer, unless they were sent. The counts come with the end."""
+        if self._begun:
+            return b""
+        self._begun = True
+        return _event("message_start", {"message": self._about | {"usage": usage_of({})}}) + PING
+
+    def parts(self, parts: Iterable[Part]) -> bytes:
+        """Return the events of the next parts."""
+        return b"".join([self._part(part) for part in parts])
+
+    def finish(self, stop: dict[str, Any], usage: dict[str, Any]) -> bytes:
+        """Return the events that end the answer. ``stop``: ``stop_of`` the answer."""
+        return b"".join(
+            (
+                self.begin(),
+                self._close(),
+                _event("message_delta", {"delta": stop, "usage": usage}),
+                _event("message_stop", {}),
+            )
+        )
+
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, CallStart):
+            block = {"type": "tool_use", "id": part.id or new_id("toolu"), "name": part.name, "input": {}}
+            return self._close() + self._start("tool_use", block)
+        if isinstance(part, CallArguments):
+            return self._delta("input_json_delta", "partial_json", part.json)
+        if isinstance(part, CallEnd):
+            return self._close()
+        if isinstance(part, Reasoning):
+            opened = self._change("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            if self._shows_thinking:
+                return opened + self._delta("thinking_delta", "thinking", part.text)
+            self._omitted.append(part.text)
+            return opened
+        return self._change("text", {"type": "text", "text": ""}) + self._delta("text_delta", "text", part.text)
+
+    def _change(self, kind: Kind, block: dict[str, Any]) -> bytes:
+        """Open a block of this kind, unless one is open."""
+        return b"" if self._open == kind else self._close() + self._start(kind, block)
+
+    def _start(self, kind: Kind, block: dict[str, Any]) -> bytes:
+        self._index += 1
+        self._open = kind
+        return self.begin() + _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _delta(self, kind: str, key: str, text: str) -> bytes:
+        return _DELTA % (self._index, kind.encode(), key.encode(), orjson.dumps(text))
+
+    def _close(self) -> bytes:
+        """End the open block, if there is one. Thinking ends with a signature, which this API's clients expect."""
+        if self._open is None:
+            return b""
+        was, self._open = self._open, None
+        signed = b""
+        if was == "thinking":
+            signed = self._delta("signature_delta", "signature", signature_of("".join(self._omitted)))
+            self._omitted.clear()
+        return signed + _event("content_block_stop", {"index": self._index})
+
+
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind} | fields))

@@ -1,0 +1,164 @@
+"""Turn the messages of Anthropic's API into a conversation. Pure.
+
+The API divides a turn into blocks. Its clients send back the blocks of earlier answers, also those of Anthropic's own
+models, and the results of tools as blocks of a user's turn.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from gateway.anthropic.signatures import reasoning_in
+from gateway.conversation import BETWEEN, Conversation
+from gateway.http.errors import ApiError
+
+ROLES: Final = ("user", "assistant", "system")
+"""The roles of messages. Newer clients also send ``system`` within the conversation."""
+FAILED: Final = "Error: "
+"""Stands before the result of a tool that failed (``is_error``). Chat templates know no other way to say so."""
+FOUND: Final = "The tool {} is available now."
+"""Stands for a block that names a tool which the client has searched for. The model then sees the tool itself."""
+ACCOUNTING: Final = "x-anthropic-billing-header:"
+"""The beginning of a block that Claude Code sends to Anthropic's accounts. It says nothing to the model, and differs
+between conversations: at the beginning of the prompt, nothing behind it would be in the model's cache."""
+
+
+def read_messages(system: Any, given: Any) -> Conversation:
+    """Return the conversation of a request. Raises ApiError, which names the block, for everything but text and tools.
+
+    system  the value of ``system``: None, a text or text blocks
+    given   the value of ``messages``
+    """
+    conversation = Conversation()
+    if system is not None and (text := BETWEEN.join(_instructions("system", system))):
+        conversation.system(text)
+    if not isinstance(given, list) or not given:
+        raise ApiError(400, "messages must be an array of at least one message", param="messages")
+    for i, message in enumerate(given):
+        _read_message(conversation, f"messages[{i}]", message)
+    return conversation
+
+
+def tools_found(messages: Any) -> set[str]:
+    """Return the names of the tools that the client has searched for, according to the results of its calls."""
+    found: set[str] = set()
+    blocks = [block for message in _maps(messages) for block in _maps(message.get("content"))]
+    for block in blocks:
+        found.update(
+            name
+            for inner in _maps(block.get("content"))
+            if inner.get("type") == "tool_reference" and isinstance(name := inner.get("tool_name"), str)
+        )
+    return found
+
+
+def _maps(given: Any) -> Iterable[dict[str, Any]]:
+    return (each for each in given if isinstance(each, dict)) if isinstance(given, list) else ()
+
+
+def _read_message(conversation: Conversation, place: str, given: Any) -> None:
+    if not isinstance(given, dict):
+        raise ApiError(400, f"{place} must be an object with role and content", param=place)
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES:
+        raise ApiError(400, f"{place}.role must be one of {', '.join(ROLES)}", param=f"{place}.role")
+    if role == "system":
+        if text := BETWEEN.join(_instructions(f"{place}.content", content)):
+            conversation.system(text)
+        return
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise ApiError(400, f"{place}.content must be a string, or an array of blocks", param=f"{place}.content")
+    if role == "assistant":
+        conversation.said("")
+    elif not blocks:
+        conversation.user("")
+    for i, block in enumerate(blocks):
+        read = _read_asked if role == "user" else _read_said
+        read(conversation, f"{place}.content[{i}]", block)
+
+
+def _read_asked(conversation: Conversation, place: str, block: Any) -> None:
+    """Add a block of the user's turn."""
+    kind = _kind(place, block)
+    if kind == "text":
+        conversation.user(_string(place, block, "text"))
+    elif kind == "tool_result":
+        text = BETWEEN.join(_result(f"{place}.content", block.get("content")))
+        failed = block.get("is_error")
+        if failed not in (None, True, False):
+            raise ApiError(400, f"{place}.is_error must be true or false", param=f"{place}.is_error")
+        conversation.result(_string(place, block, "tool_use_id"), f"{FAILED}{text}" if failed else text)
+    else:
+        raise _not_offered(place, kind, "text and tool_result")
+
+
+def _read_said(conversation: Conversation, place: str, block: Any) -> None:
+    """Add a block of the assistant's turn. Signatures of other servers are accepted, and say nothing."""
+    kind = _kind(place, block)
+    if kind == "text":
+        conversation.said(_string(place, block, "text"))
+    elif kind == "thinking":
+        conversation.reasoned(_string(place, block, "thinking") or reasoning_in(block.get("signature")))
+    elif kind == "redacted_thinking":
+        return  # only Anthropic can read it
+    elif kind == "tool_use":
+        call_id, name, arguments = _string(place, block, "id"), _string(place, block, "name"), block.get("input")
+        if not isinstance(arguments, dict):
+            raise ApiError(400, f"{place}.input must be an object", param=f"{place}.input")
+        conversation.called(call_id, name, arguments)
+    else:
+        raise _not_offered(place, kind, "text, thinking and tool_use")
+
+
+def _instructions(place: str, given: Any) -> list[str]:
+    """Return the texts of instructions, without the one for Anthropic's accounts."""
+    return [text for text in _texts(place, given) if not text.startswith(ACCOUNTING)]
+
+
+def _result(place: str, given: Any) -> list[str]:
+    """Return the texts of a tool's result."""
+    if not isinstance(given, list):
+        return [] if given is None else _texts(place, given)
+    texts = []
+    for i, block in enumerate(given):
+        if _kind(f"{place}[{i}]", block) == "tool_reference":
+            texts.append(FOUND.format(_string(f"{place}[{i}]", block, "tool_name")))
+        else:
+            texts += _texts(place, [block], first=i)
+    return texts
+
+
+def _texts(place: str, given: Any, *, first: int = 0) -> list[str]:
+    """Return texts that are given as a string or as text blocks. ``first``: the number of the first block."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list):
+        raise ApiError(400, f"{place} must be a string, or an array of text blocks", param=place)
+    texts = []
+    for i, block in enumerate(given, first):
+        kind = _kind(f"{place}[{i}]", block)
+        if kind != "text":
+            raise _not_offered(f"{place}[{i}]", kind, "text")
+        texts.append(_string(f"{place}[{i}]", block, "text"))
+    return texts
+
+
+def _kind(place: str, block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise ApiError(400, f"{place} must be an object with a type", param=place)
+    return kind
+
+
+def _string(place: str, block: dict[str, Any], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{place}.{name} must be a string", param=f"{place}.{name}")
+    return value
+
+
+def _not_offered(place: str, kind: str, offered: str) -> ApiError:
+    return ApiError(
+        400, f"{place} is of type {kind[:32]!r}, which is not offered: these models read text, so send blocks of type "
+        f"{offered}", code="unsupported", param=place,
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+"""Turn the options of Anthropic's API into the options of OpenAI's API, and these into a request. Pure.
+
+So a request of either API takes the same way to the worker. Clients of this API send many options that say nothing
+about the answer, and more with each version. Unknown options are ignored. An option that would change the answer, and
+that is not offered, is refused by its name.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.anthropic.messages import read_messages, tools_found
+from gateway.http.errors import ApiError
+from gateway.openai.options import OWN, Wanted, read_chat
+from gateway.openai.tools import NAME
+
+NOT_OFFERED: Final = {
+    "mcp_servers": "MCP servers are not offered: connect them to the client",
+    "container": "containers are not offered",
+}
+"""Options that are refused, each with the reason. An empty value is as good as none."""
+NAMES: Final = {
+    "stop": "stop_sequences",
+    "json_schema": "output_config.format",
+    "reasoning_budget": "thinking.budget_tokens",
+    "template_kwargs": "output_config.effort",
+    "allowed_tools": "tool_choice",
+}
+"""Our names of fields that this API calls otherwise."""
+CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+"""OpenAI's word for each choice of tools, except for a certain tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of Anthropic's API.
+
+    wanted          the request in the terms of this project
+    max_tokens      most tokens of the answer; 0 if only the prompt is to be counted
+    shows_thinking  whether the answer has the text of the reasoning
+    """
+
+    wanted: Wanted
+    max_tokens: int
+    shows_thinking: bool
+
+
+def read_request(body: dict[str, Any], *, counts: bool = False) -> Asked:
+    """Return the request in the body of a POST to /v1/messages. Raises ApiError, which names the option.
+
+    counts  the request is one for /v1/messages/count_tokens, which has no ``max_tokens``
+    """
+    for name, reason in NOT_OFFERED.items():
+        if body.get(name):
+            raise ApiError(400, f"{name} is not offered: {reason}", code="unsupported", param=name)
+    chat: dict[str, Any] = {name: body[name] for name in OWN if name in body}
+    chat |= {"model": body.get("model"), "stream": body.get("stream")}
+    max_tokens = 0 if counts else _read_max_tokens(body.get("max_tokens"))
+    if max_tokens:  # clients of this API often ask for more than the context has room for, and the API answers that
+        chat["cut_to_context"] = True
+    conversation = read_messages(body.get("system"), body.get("messages"))
+    chat["messages"] = messages = conversation.messages()
+    if messages[-1]["role"] == "assistant":
+        if "tool_calls" in messages[-1]:
+            raise ApiError(400, "the last message calls a tool: send its result after it", param="messages")
+        chat["continue_final_message"] = True
+    if (stops := body.get("stop_sequences")) is not None:
+        if not isinstance(stops, list):
+            raise ApiError(400, "stop_sequences must be an array of strings", param="stop_sequences")
+        chat["stop"] = stops
+    chat |= _read_tools(body.get("tools"), body.get("tool_choice"), tools_found(body["messages"]))
+    thinking = _map(body, "thinking")
+    chat |= _read_thinking(thinking)
+    chat |= _read_output(_map(body, "output_config"), _map(body, "output_format"))
+    wanted = read_chat(chat)
+    wanted.names.update(NAMES)
+    return Asked(wanted, max_tokens, shows_thinking=thinking.get("display") != "omitted")
+
+
+def _read_max_tokens(given: Any) -> int:
+    if type(given) is not int or given < 1:
+        shown = given if isinstance(given, int | float) else type(given).__name__
+        raise ApiError(400, f"max_tokens is {shown}: must be a whole number of at least 1", param="max_tokens")
+    return given
+
+
+def _read_tools(tools: Any, choice: Any, found: Collection[str]) -> dict[str, Any]:
+    """Return the options ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of OpenAI's API.
+
+    found  names of tools that the client has searched for. The model is not shown other tools with ``defer_loading``
+    """
+    if tools is not None and not isinstance(tools, list):
+        raise ApiError(400, "tools must be an array", param="tools")
+    read = [(_read_tool(f"tools[{i}]", tool), tool.get("defer_loading")) for i, tool in enumerate(tools or ())]
+    shown = [tool for tool, deferred in read if not deferred or tool["function"]["name"] in found]
+    options: dict[str, Any] = {"tools": shown}
+    if choice is None:
+        return options
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        name = choice.get("name")
+        if name not in [tool["function"]["name"] for tool in options["tools"]]:
+            raise ApiError(400, "tool_choice.name must be the name of one of tools", param="tool_choice.name")
+        options["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        options["tool_choice"] = CHOICES[kind]
+    else:
+        raise ApiError(400, "tool_choice.type must be auto, any, tool or none", param="tool_choice.type")
+    alone = choice.get("disable_parallel_tool_use")
+    if alone not in (None, True, False):
+        place = "tool_choice.disable_parallel_tool_use"
+        raise ApiError(400, f"{place} must be true or false", param=place)
+    if alone and options["tools"] and kind != "none":
+        options["parallel_tool_calls"] = False
+    return options
+
+
+def _read_tool(place: str, given: Any) -> dict[str, Any]:
+    """Return a tool in OpenAI's shape."""
+    if not isinstance(given, dict):
+        raise ApiError(400, f"{place} must be an object with name and input_schema", param=place)
+    kind = given.get("type")
+    if kind not in (None, "custom"):
+        shown = kind[:64] if isinstance(kind, str) else type(kind).__name__
+        raise ApiError(
+            400, f"{place} is of type {shown!r}: tools that the server brings are not offered, so send a name and an "
+            "input_schema", code="unsupported", param=place,
+        )  # fmt: skip
+    name, schema = given.get("name"), given.get("input_schema")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ApiError(
+            400, f"{place}.name must have 1 to 128 letters, digits and the signs _ . : -", param=f"{place}.name"
+        )
+    if not isinstance(schema, dict):
+        raise ApiError(
+            400, f"{place}.input_schema must be a JSON schema, which is an object", param=f"{place}.input_schema"
+        )
+    function: dict[str, Any] = {"name": name, "parameters": schema}
+    if given.get("strict") is not None:
+        function["strict"] = given["strict"]
+    if (description := given.get("description")) is not None:
+        if not isinstance(description, str):
+            raise ApiError(400, f"{place}.description must be a string", param=f"{place}.description")
+        function["description"] = description
+    return {"type": "function", "function": function}
+
+
+def _read_thinking(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of OpenAI's API that switch reasoning on or off. Without ``thinking`` the template decides.
+
+    Templates know two names of the switch. A template ignores a variable that it does not know.
+    """
+    if not given:
+        return {}
+    kind, budget = given.get("type"), given.get("budget_tokens")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise ApiError(400, "thinking.type must be enabled, disabled or adaptive", param="thinking.type")
+    on = kind != "disabled"
+    options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
+    if kind == "enabled":
+        if type(budget) is not int or budget < 1:
+            raise ApiError(
+                400, "thinking.budget_tokens must be a whole number of at least 1", param="thinking.budget_tokens"
+            )
+        options["reasoning_budget"] = budget
+    return options
+
+
+def _read_output(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of OpenAI's API for ``output_config``, and for ``output_format``, its older form."""
+    options: dict[str, Any] = {}
+    if (effort := config.get("effort")) is not None:
+        if not isinstance(effort, str):
+            raise ApiError(400, "output_config.effort must be a string", param="output_config.effort")
+        options["reasoning_effort"] = effort
+    for place, shape in (("output_config.format", config.get("format")), ("output_format", older or None)):
+        if shape is None:
+            continue
+        kind = shape.get("type") if isinstance(shape, dict) else None
+        if kind != "json_schema" or not isinstance(shape.get("schema"), dict):
+            raise ApiError(400, f"{place} must have the type json_schema, and a schema", param=place)
+        options["response_format"] = {"type": "json_schema", "json_schema": {"schema": shape["schema"]}}
+    return options
+
+
+def _map(body: dict[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ApiError(400, f"{name} must be an object", param=name)
+    return value or {}

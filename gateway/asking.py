@@ -1,0 +1,75 @@
+"""Send the requests of a chat to the supervisor, whatever API they came in, and say what they wait for meanwhile."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+
+from gateway.http.callers import Caller
+from gateway.openai.models import default_model
+from gateway.openai.options import Wanted
+from protocol.client.answers import Progress
+from protocol.client.async_client import AsyncClient
+from protocol.client.async_streams import AsyncStream
+from protocol.errors import WireError
+
+Prompt = dict[str, Any]
+"""The option that holds a prompt: ``messages``, ``prompt`` or ``token_ids``."""
+
+
+async def with_model(request: Request, wanted: Wanted) -> Wanted:
+    """Return the request with the name of the default model, if its sender has named none.
+
+    The answer repeats the name that the sender has written. Without one, it has to name the model that answers.
+    """
+    return wanted if wanted.model else replace(wanted, model=await default_model(request, wanted.model))
+
+
+def begin(
+    client: AsyncClient,
+    caller: Caller,
+    wanted: Wanted,
+    prompts: Sequence[Prompt],
+    progress: list[Progress | None] | None,
+) -> tuple[AsyncStream, ...]:
+    """Send the requests, and return their streams: for each prompt ``n``, one after the other.
+
+    progress  a list of one: the newest report of any request is put there
+    """
+
+    def report(_: int, new: Progress) -> None:
+        assert progress is not None
+        progress[0] = new
+
+    tell = None if progress is None else report
+    streams: list[AsyncStream] = []
+    try:
+        for prompt in prompts:
+            options: Any = wanted.options | prompt | caller.on_behalf_of()
+            streams += client.choices(wanted.model, n=wanted.n, on_progress=tell, **options).streams
+    except BaseException:
+        for stream in streams:
+            stream.close()
+        raise
+    return tuple(streams)
+
+
+def waits_for(streams: Sequence[AsyncStream], newest: Progress | None) -> Progress | None:
+    """Return what a request waits for: the newest report, or else its first place in the queue. None: for tokens."""
+    if not streams or any(stream.text for stream in streams):
+        return None
+    if newest is None and (accepted := streams[-1].accepted):
+        return Progress("queued", accepted.get("queue_position"))
+    return newest
+
+
+@contextmanager
+def named(wanted: Wanted) -> Iterator[None]:
+    """Give the errors of a request the names of the fields that its sender used."""
+    try:
+        yield
+    except WireError as e:
+        e.field = wanted.names.get(e.field or "", e.field)
+        raise

@@ -1,0 +1,104 @@
+"""Put a conversation together in the shape that chat templates know.
+
+Anthropic's Messages and OpenAI's Responses both divide a turn into blocks or items. A chat template expects one message
+for each turn: many templates refuse two messages of one role in a row.
+"""
+
+from typing import Any, Final
+
+BETWEEN: Final = "\n\n"
+"""Stands between texts that the client sent apart: blocks of one turn, and neighbouring turns of one role."""
+
+
+REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
+"""The form of instructions within a conversation. Claude Code has introduced it, and many models have seen it."""
+
+
+class Conversation:
+    """A conversation that grows by one block at a time. Neighbouring blocks of one role become one message.
+
+    Clients add instructions in the middle of a conversation, and many templates refuse a system message there. Moved to
+    the first system message, the instructions would change the beginning of the prompt, so that nothing of the
+    conversation is in the model's cache any more. So they become a part of the turn before them, or of the next one if
+    that is the assistant's. They make no turn of the user behind the result of a call: many templates show the model
+    the reasoning since the user's last turn.
+    """
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._reminders: list[str] = []
+        """Instructions that wait for the next turn."""
+        self._called: dict[str, str] = {}
+        """The name of the tool that each call called, by the id of the call."""
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the messages for ``AsyncClient.generate``. Nothing may be added afterwards."""
+        self._end_reminders()
+        return self._messages
+
+    def system(self, text: str) -> None:
+        """Add instructions."""
+        if self.newest in (None, "system"):
+            self._add_text("system", text)
+        elif self.newest == "assistant":
+            self._reminders.append(REMINDER.format(text))
+        else:
+            self._messages[-1]["content"] += BETWEEN + REMINDER.format(text)
+
+    def user(self, text: str) -> None:
+        """Add a text of the user."""
+        reminders, self._reminders = self._reminders, []
+        self._add_text("user", BETWEEN.join((*reminders, text)))
+
+    def said(self, text: str) -> None:
+        """Add a text of the assistant. The assistant's texts are joined as the model wrote them: with nothing between.
+
+        So the prompt begins with what the model has in its cache.
+        """
+        message = self._assistant()
+        message["content"] += text
+
+    def reasoned(self, text: str) -> None:
+        """Add reasoning of the assistant. Templates show it to the model, or leave it out."""
+        message = self._assistant()
+        if text:
+            before = message.get("reasoning_content")
+            message["reasoning_content"] = text if before is None else before + BETWEEN + text
+
+    def called(self, call_id: str, name: str, arguments: Any) -> None:
+        """Add a call of a tool. ``arguments``: an object; text if it is no JSON."""
+        self._called[call_id] = name
+        function = {"name": name, "arguments": arguments}
+        calls: list[Any] = self._assistant().setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, text: str) -> None:
+        """Add the result of a call. Some templates need the name of the tool, which the client sent with the call."""
+        reminders, self._reminders = self._reminders, []
+        message = {"role": "tool", "content": BETWEEN.join((text, *reminders)), "tool_call_id": call_id}
+        if (name := self._called.get(call_id)) is not None:
+            message["name"] = name
+        self._messages.append(message)
+
+    @property
+    def newest(self) -> str | None:
+        """Return the role of the last message; None if there is none."""
+        return self._messages[-1]["role"] if self._messages else None
+
+    def _assistant(self) -> dict[str, Any]:
+        self._end_reminders()
+        if self.newest != "assistant":
+            self._messages.append({"role": "assistant", "content": ""})
+        return self._messages[-1]
+
+    def _add_text(self, role: str, text: str) -> None:
+        if self.newest == role:
+            self._messages[-1]["content"] += BETWEEN + text
+        else:
+            self._messages.append({"role": role, "content": text})
+
+    def _end_reminders(self) -> None:
+        """Make a turn of instructions that no turn of the user follows."""
+        if self._reminders:
+            reminders, self._reminders = self._reminders, []
+            self._add_text("user", BETWEEN.join(reminders))
