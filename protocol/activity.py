@@ -66,7 +66,7 @@ class HistoryEvent(TypedDict):
     """One event. Ignore a `kind` that you do not know."""
 
     number: int
-    """The number of the event. The first event of a supervisor process has number 1, and there are no gaps."""
+    """The number of the event. The first event that a supervisor process knows has number 1, and there are no gaps."""
     time: Annotated[float, "s"]
     """The time of the event, in seconds since 1970 (UTC)."""
     kind: str
@@ -88,7 +88,7 @@ class HistoryEvent(TypedDict):
 
 
 class EventsResult(TypedDict):
-    """The supervisor remembers its last 512 events."""
+    """The supervisor remembers the last 512 events, also those of the supervisors before it."""
 
     session: str
     """The random text of this supervisor process, see `session` in [WELCOME](#welcome). Another value than before means

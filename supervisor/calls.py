@@ -159,7 +159,7 @@ def _start(context: AdminContext, params: Params, identity: Identity) -> Result:
     replicas = _current(context, _take(params, model=str).get("model"), identity)
     context.shutdown.check_not_begun()
     for replica in replicas:
-        context.fleet.start(replica.name, "start ordered")
+        context.fleet.start(replica.name, f"start {_by(identity)}")
     return _ordered(replicas)
 
 
@@ -167,8 +167,13 @@ def _stop(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, model=str, now=bool)
     replicas = _replicas(context, given.get("model"), identity)
     for replica in replicas:
-        context.fleet.stop(replica.name, "stop ordered", now=given.get("now", False))
+        context.fleet.stop(replica.name, f"stop {_by(identity)}", now=given.get("now", False))
     return _ordered(replicas)
+
+
+def _by(identity: Identity) -> str:
+    """Return who gave an order, as the reason of what follows says it."""
+    return "ordered" if identity.name is None else f"ordered by key {identity.name}"
 
 
 def _ordered(replicas: list[Replica]) -> Result:
@@ -185,9 +190,9 @@ def _restart(context: AdminContext, params: Params, identity: Identity) -> Resul
     up = [replica for replica in replicas if replica.desired is Desired.UP and replica.state not in AT_REST]
     for replica in replicas:
         if len(replicas) == 1 or replica not in up:  # a worker that is down is just started
-            context.fleet.restart(replica.name, "restart ordered")
+            context.fleet.restart(replica.name, f"restart {_by(identity)}")
     if up and len(replicas) > 1:
-        rollout = context.reloads.restart_in_turns(up, "restart ordered")
+        rollout = context.reloads.restart_in_turns(up, f"restart {_by(identity)}")
     workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}
     return {**workers[replicas[0].shown], "workers": workers, "turnover": rollout}
 
@@ -201,12 +206,12 @@ def _reload(context: AdminContext, params: Params, identity: Identity) -> Result
         message = f"how is {given['how'][:64]!r}: must be one of {', '.join(How)}"
         raise RequestError(message, field="how") from None
     model = given.get("model")
-    cause = "reload ordered" if model is None else f"reload of {model[:64]} ordered"
+    cause = f"reload {_by(identity)}" if model is None else f"reload of {model[:64]} {_by(identity)}"
     return {"turnover": context.reloads.read_again(cause, how, model)}
 
 
 def _shutdown(context: AdminContext, params: Params, identity: Identity) -> Result:
-    context.shutdown.begin("shutdown ordered", now=_take(params, now=bool).get("now", False))
+    context.shutdown.begin(f"shutdown {_by(identity)}", now=_take(params, now=bool).get("now", False))
     return {}
 
 

@@ -2,12 +2,12 @@
 
 A record of the supervisor's log becomes an event if its ``extra`` comes from ``noted``. So each fact is written at one
 place only, and the log and this history cannot contradict each other. The history is in memory, and bounded: the oldest
-events make room for new ones. Nothing is noted per request or per token.
+events make room for new ones. Nothing is noted per request or per token. ``event_file`` keeps events on disk.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from itertools import islice
 from typing import Any
@@ -54,33 +54,45 @@ def noted(kind: EventKind, worker: str | None = None, **facts: str) -> dict[str,
     return {"event": (kind, facts), **({} if worker is None else about(worker))}
 
 
-class EventHistory(logging.Handler):
-    """Keeps the last events. Their numbers start at 1 with each supervisor and have no gaps."""
+def event_of(record: logging.LogRecord) -> dict[str, Any] | None:
+    """Return the event that a log record is, without a number; None if it is none."""
+    event = getattr(record, "event", None)
+    if event is None:
+        return None
+    kind, facts = event
+    worker = getattr(record, "worker", None)
+    return {
+        "time": round(record.created, 3),
+        "kind": str(kind),
+        "level": record.levelname.lower(),
+        "model": None if worker is None else worker.partition(":")[0].partition("~")[0],
+        "worker": worker,
+        "message": shortened(record.getMessage()),
+        **{name: shortened(fact) for name, fact in facts.items()},
+    }
 
-    def __init__(self, kept: int = KEPT) -> None:
+
+class EventHistory(logging.Handler):
+    """Keeps the last events. Their numbers start at 1 with each supervisor and have no gaps.
+
+    earlier  events of supervisors before this one, the oldest first. They get the first numbers
+    """
+
+    def __init__(self, kept: int = KEPT, earlier: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__()
         self._events: deque[dict[str, Any]] = deque(maxlen=kept)
         self._newest = 0
+        for event in earlier[-kept:]:
+            self._add(event)
 
     def emit(self, record: logging.LogRecord) -> None:
-        event = getattr(record, "event", None)
-        if event is None:
-            return
-        kind, facts = event
-        worker = getattr(record, "worker", None)
+        event = event_of(record)
+        if event is not None:
+            self._add(event)
+
+    def _add(self, event: dict[str, Any]) -> None:
         self._newest += 1
-        self._events.append(
-            {
-                "number": self._newest,
-                "time": round(record.created, 3),
-                "kind": str(kind),
-                "level": record.levelname.lower(),
-                "model": None if worker is None else worker.partition(":")[0].partition("~")[0],
-                "worker": worker,
-                "message": shortened(record.getMessage()),
-                **{name: shortened(fact) for name, fact in facts.items()},
-            }
-        )
+        self._events.append({"number": self._newest, **event})
 
     def since(self, after: int | None, limit: int, visible: Callable[[str | None], bool]) -> dict[str, Any]:
         """Return the result of the verb ``events``, oldest event first.

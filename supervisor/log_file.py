@@ -51,6 +51,10 @@ class LogFile(logging.Handler):
             if first:
                 self._tell(f"the log {self.trouble}")
 
+    def lost_lines(self, missing: int, why: str) -> str:
+        """Return the line that stands where records are missing."""
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING lines lost here: {missing} ({why})"
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -59,8 +63,7 @@ class LogFile(logging.Handler):
 
     def _write(self, line: str) -> None:
         if self._failure is not None:
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            line = f"{stamp} WARNING lines lost here: {self._missing} ({self._failure})\n{line}"
+            line = f"{self.lost_lines(self._missing, self._failure)}\n{line}"
         data = line.encode(errors="backslashreplace")
         self._open(len(data))
         if (written := os.write(self._fd, data)) < len(data):  # the disk became full in the middle of the line

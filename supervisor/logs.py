@@ -9,6 +9,7 @@ from pathlib import Path
 from protocol.limits import SUPERVISOR_NAME
 from protocol.process.private_paths import make_private
 from protocol.process.runtime_paths import default_runtime_dir
+from supervisor.event_file import EventFile
 from supervisor.log_file import LogFile
 from supervisor.model_logs import ModelLogs
 
@@ -87,6 +88,7 @@ def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
     logger.addHandler(ModelLogs(partial(log_path, runtime_dir)))
+    logger.addHandler(EventFile(log_dir(runtime_dir), tell))
     logging.raiseExceptions = False  # a terminal that has gone must not stop the supervisor
     return logger
 

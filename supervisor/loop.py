@@ -27,6 +27,7 @@ from supervisor.client_messages import ClientMessages
 from supervisor.config import Config
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.effect_runner import EffectRunner
+from supervisor.event_file import latest_events
 from supervisor.event_history import EventHistory, EventKind, noted
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
@@ -37,6 +38,7 @@ from supervisor.gateway_process import GatewayProcesses, supervisors_settings
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.listening import keys_of
+from supervisor.logs import log_dir
 from supervisor.malloc_trim import TRIM_S, trim
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.client_ports import ClientPorts
@@ -137,7 +139,7 @@ class Supervisor:
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
             self._authorizer, self._zap, self._shutdown, self._gateway, self._usage,
         )  # fmt: skip
-        history = EventHistory()
+        history = EventHistory(earlier=latest_events(log_dir(runtime.path)))
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,

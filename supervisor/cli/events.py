@@ -1,0 +1,137 @@
+"""The command events: show what the supervisor and its workers did, and why. It works without a running supervisor,
+too."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protocol.errors import ConnectionLost
+from supervisor.cli.command import Command
+from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
+from supervisor.config_values import parse_duration
+from supervisor.event_file import read_events
+from supervisor.event_history import KEPT
+from supervisor.logs import log_dir
+
+POLL_S = 0.5
+Event = dict[str, Any]
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, given as ``90s``, ``15m``, ``1h`` or ``2d``."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds of a text."""
+        try:
+            if isinstance(value, str) and value.endswith("d"):
+                return parse_duration(float(value[:-1]) * 86400)
+            return parse_duration(value)
+        except ValueError:
+            self.fail(f"{value!r} is no duration: give one such as 90s, 15m, 1h or 2d, a week at most", param, ctx)
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl events": "Show the last 50 events",
+        "modelctl events --since 8h": "Show what happened tonight",
+        "modelctl events llama-8b --follow": "Show the events of a model, and each new one",
+    },
+)
+@click.argument("model", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on printing, also when the supervisor is started again.")
+@click.option("--since", type=Duration(), metavar="DURATION", help="Show the events of the last 90s, 15m, 1h, 2d.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=None, help="The most events to show.  [default: 50, or all"
+    " with --since]",
+)  # fmt: skip
+@as_json
+@supervisor_options
+def events(
+    model: str | None, follow: bool, since: float | None, lines: int | None, as_json: bool, runtime_dir: Path
+) -> None:
+    """Show starts, deaths, reloads, evictions and other events, with their causes: all, or those of one MODEL.
+
+    Events are kept on disk. So those of a supervisor that has ended can be shown, too. With --json, each event is a
+    line of JSON.
+    """
+    begin = 0.0 if since is None else time.time() - since
+    most = (50 if since is None else None) if lines is None else lines
+    live = _Live(runtime_dir)
+    kept = [] if is_remote() else list(read_events(log_dir(runtime_dir)))
+    if not (known := live.new()) and not live.connected:
+        click.echo("modelctl: no supervisor is running: these are the events of the last ones", err=True)
+    shown = [event for event in _joined(kept, known) if event["time"] >= begin and _is_about(event, model)]
+    for event in shown if most is None else shown[-most:] if most else []:
+        _print(event, as_json)
+    while follow:
+        for event in live.new():
+            if _is_about(event, model):
+                _print(event, as_json)
+        time.sleep(POLL_S)
+
+
+class _Live:
+    """The events of the running supervisor, and of the one that is started after it."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._client: Any = None
+        self._after: int | None = None
+        self._newest = 0.0  # time of the newest event that was returned
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None
+
+    def new(self) -> list[Event]:
+        """Return the events since the last call, the oldest first. The first call returns all that are remembered.
+
+        Raises ConnectionLost if a supervisor on another machine cannot be reached.
+        """
+        try:
+            if self._client is None:
+                self._client, self._after = connect(self._runtime_dir, admin=True), None
+            fresh = list(self._read())
+        except ConnectionLost:
+            if is_remote():
+                raise
+            self._client = None
+            return []
+        self._newest = max((event["time"] for event in fresh), default=self._newest)
+        return fresh
+
+    def _read(self) -> Iterator[Event]:
+        again = self._after is None  # a new supervisor also remembers the events of the one before
+        more = True
+        while more:
+            reply = self._client.events(after=self._after or 0, limit=KEPT)
+            yield from (event for event in reply["events"] if not again or event["time"] > self._newest)
+            self._after = reply["last"]
+            more = reply["last"] < reply["newest"]
+
+
+def _joined(kept: Sequence[Event], known: Sequence[Event]) -> Iterator[Event]:
+    """Yield the events of the file that the supervisor does not remember, then those that it does."""
+    first = known[0]["time"] if known else float("inf")
+    yield from (event for event in kept if event["time"] < first)
+    yield from known
+
+
+def _is_about(event: Event, model: str | None) -> bool:
+    return model is None or model in (event["model"], event["worker"])
+
+
+def _print(event: Event, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(event, ensure_ascii=False))
+        return
+    stamp = datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
+    click.echo(f"{stamp} {event['level'].upper():<7} {event['message']}")

@@ -1,0 +1,63 @@
+"""The commands requests and cancel: the unfinished requests of all clients. They never show a text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from supervisor.cli import figures
+from supervisor.cli.command import Command
+from supervisor.cli.options import as_json, connect, supervisor_options
+from supervisor.cli.tables import table, terminal_width
+
+HEADER = ("ID", "MODEL", "STATE", "KEY", "PROMPT", "ANSWER", "PRIORITY", "AGE", "WORKER")
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl requests": "List the unfinished requests, the oldest first",
+        "modelctl requests --json": "The same for a program, with all that is known",
+    },
+)
+@click.option("-n", "--limit", type=click.IntRange(1, 500), default=100, show_default=True, help="The most to list.")
+@as_json
+@supervisor_options
+def requests(limit: int, as_json: bool, runtime_dir: Path) -> None:
+    """List the unfinished requests. PROMPT and ANSWER count tokens; ~ marks an estimate."""
+    with connect(runtime_dir, admin=True) as client:
+        reply = client.requests(limit)
+    if as_json:
+        click.echo(json.dumps(reply, indent=2))
+        return
+    click.echo(table(HEADER, [_row(each) for each in reply["requests"]], terminal_width()))
+    if (more := reply["total"] - len(reply["requests"])) > 0:
+        click.echo(f"modelctl: {more} more; --limit shows up to 500", err=True)
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl cancel 12-3": "End a request, which `modelctl requests` lists as 12-3",
+    },
+)
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@supervisor_options
+def cancel(ids: tuple[str, ...], runtime_dir: Path) -> None:
+    """Cancel requests of any client. ID is the name of a request in `modelctl requests`.
+
+    The client gets what was computed until then, with the finish reason `cancelled`.
+    """
+    with connect(runtime_dir, admin=True) as client:
+        for each in ids:
+            client.cancel_request(each)
+
+
+def _row(each: dict[str, Any]) -> tuple[object, ...]:
+    state = each["state"] if each["queue_position"] is None else f"queued, {each['queue_position']} before it"
+    prompt = f"~{each['prompt_tokens_estimate']}" if each["prompt_tokens"] is None else each["prompt_tokens"]
+    return (
+        each["id"], each["model"], state, each["key"], prompt, each["tokens"], each["priority"],
+        figures.duration(each["age_ms"] / 1000), each["worker"],
+    )  # fmt: skip
