@@ -25,6 +25,7 @@ from gateway.openai.schema import openapi
 from gateway.openai.tokenizing import detokenize, tokenize
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
+from gateway.responses.answers import respond
 from gateway.supervisor_link import SupervisorLink
 from gateway.usage import usage
 from protocol.errors import WireError
@@ -33,6 +34,7 @@ from protocol.process.gateway_settings import GatewaySettings
 API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]] = (
     ("POST", "/chat/completions", chat),
     ("POST", "/completions", completion),
+    ("POST", "/responses", respond),
     ("POST", "/messages", messages),
     ("POST", "/messages/count_tokens", count_tokens),
     ("POST", "/tokenize", tokenize),
@@ -41,7 +43,7 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("GET", "/usage", usage),
     ("GET", "/models/{name:path}", model),
 )
-"""OpenAI's API and Anthropic's. Clients are told its base URL with /v1, without it, and with two of them."""
+"""OpenAI's APIs and Anthropic's. Clients are told its base URL with /v1, without it, and with two of them."""
 
 
 def make_app(settings: GatewaySettings) -> Starlette:

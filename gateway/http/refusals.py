@@ -14,7 +14,7 @@ from gateway.http.responses import ErrorAnswer
 from protocol.errors import WireError
 
 OFFERED: Final = (
-    "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/messages, "
+    "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
     "/v1/messages/count_tokens, /tokenize and /detokenize"
 )
 NOT_OFFERED: Final = (
@@ -25,7 +25,8 @@ NOT_OFFERED: Final = (
     ("/realtime", "the realtime API is not offered"),
     ("/moderations", "moderation is not offered"),
     ("/rerank", "reranking is not offered"),
-    ("/responses", "the Responses API is not offered: use /v1/chat/completions"),
+    ("/responses", "responses are not stored, and only POST /v1/responses is offered"),
+    ("/conversations", "conversations are not stored: send the earlier items in the input of /v1/responses"),
     ("/messages/batches", "batches are not offered: send the messages one by one"),
     ("/complete", "Anthropic's older API is not offered: use /v1/messages"),
     ("/assistants", "the Assistants API is not offered: use /v1/chat/completions"),

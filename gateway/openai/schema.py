@@ -14,6 +14,8 @@ from starlette.responses import Response
 from gateway.anthropic.schema import ERROR, MESSAGES, RENDERED
 from gateway.openai.options import ABOUT_THE_ACCOUNT, MOST_ANSWERS, OWN, REASONING_BUDGETS
 from gateway.openai.tools import MOST_TOOLS, NAME
+from gateway.responses.options import KNOWN
+from gateway.responses.schema import RESPONSES
 from protocol import __version__
 
 Schema = dict[str, Any]
@@ -161,6 +163,12 @@ def document() -> Schema:
         "paths": {
             "/v1/chat/completions": _post("Answer a conversation.", chat, ["model", "messages"], stream=True),
             "/v1/completions": _post("Continue a text.", completion, ["model", "prompt"], stream=True),
+            "/v1/responses": _post(
+                "Answer a conversation of the Responses API.",
+                {name: schema for name, schema in options.items() if name in KNOWN} | RESPONSES | {"model": _MODEL},
+                ["model", "input"],
+                stream=True,
+            ),
             "/v1/messages": _post(
                 "Answer a conversation of Anthropic's API.",
                 MESSAGES | {"model": _MODEL},

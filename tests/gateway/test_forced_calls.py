@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -183,3 +184,35 @@ def test_langchain_gets_structured_output(url: str, method: Literal["function_ca
     bound = model.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
     (call,) = bound.invoke("sort: d b a c ->").tool_calls
     jsonschema.validate(call["args"], SCHEMAS[call["name"]])
+
+
+def test_the_other_apis_force_calls_and_shapes_too(url: str, client: openai.OpenAI) -> None:
+    point = {
+        "type": "object",
+        "properties": {"at": {"enum": [1, 2]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    }
+    shape: Any = {"type": "json_schema", "schema": point}
+    off: Any = {"max_tokens": 600, "thinking": {"type": "disabled"}, "extra_body": {"seed": 1}}
+    with anthropic.Anthropic(
+        base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=WITHIN
+    ) as messages_client:
+        named: Any = {
+            "tools": [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()],
+            "tool_choice": {"type": "tool", "name": "map.point-to"},
+        }
+        told = messages_client.messages.create(model="m", messages=ASK, **off, **named)
+        (call,) = told.content
+        assert (told.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "map.point-to")  # type: ignore[union-attr]
+        jsonschema.validate(call.input, POINT)  # type: ignore[union-attr]
+        shaped = messages_client.messages.create(model="m", messages=ASK, output_config={"format": shape}, **off)
+        jsonschema.validate(json.loads(shaped.content[0].text), point)  # type: ignore[union-attr]
+    flat: Any = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+    response = client.responses.create(
+        model="m", input=ASK, tools=flat, tool_choice="required", parallel_tool_calls=False, max_output_tokens=600,
+        extra_body=AT_ONCE | {"seed": 1},
+    )  # fmt: skip
+    (item,) = response.output
+    assert item.type == "function_call"
+    jsonschema.validate(json.loads(item.arguments), SCHEMAS[item.name])

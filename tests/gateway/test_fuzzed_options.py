@@ -16,6 +16,7 @@ SEED: Final = 20
 BODIES: Final[dict[str, dict[str, Any]]] = {
     "/v1/completions": {"model": "m", "max_tokens": 2, "prompt": "x"},
     "/v1/chat/completions": {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"model": "m", "max_output_tokens": 2, "input": "x"},
     "/v1/messages": {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"model": "m", "prompt": "x"},
@@ -23,6 +24,7 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
 }
 NAMES: Final = sorted(
     {"model", "prompt", "n", "stream", "stream_options", "response_format", "tokens", "content", "token_ids", "nothing"}
+    | {"input", "instructions", "text", "reasoning", "include", "truncation", "max_output_tokens"}
     | {"system", "stop_sequences", "thinking", "output_config", "output_format", "mcp_servers", "container"}
     | OWN
     | CHAT_ONLY
@@ -53,6 +55,9 @@ VALUES: Final = [
             {"1": 2}, {"x" * 300: 1}, {"type": "json_object"}, {"include_usage": True},
             {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, [{"role": "tool", "content": None}],
             {"type": ["x"]}, {"type": "tool", "name": ["x"]}, {"type": "enabled", "budget_tokens": 1}, {"effort": {}},
+            [{"type": "reasoning", "summary": [{"type": ["x"]}]}], {"format": {"type": "json_schema", "schema": {}}},
+            [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}], {"format": {"type": {}}},
+            [{"type": "function_call_output", "call_id": "1", "output": [{"type": {}}]}], [{"role": ["user"]}],
             [{"type": ["text"]}], [{"name": "f", "input_schema": {}}], [{"name": ["f"], "defer_loading": 1}],
             [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": []}]}]}],
             [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {"a": [[]]}}]}],

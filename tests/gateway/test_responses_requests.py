@@ -1,0 +1,156 @@
+"""Requests of OpenAI's Responses API are read as their senders mean them; what is not offered is refused by name."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+
+from gateway.http.errors import ApiError
+from gateway.openai.schema import document
+from gateway.responses.options import read_request
+
+USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "name": "look", "description": "Look.", "parameters": {"type": "object"}, "strict": True}
+BODY: dict[str, Any] = {"model": "m", "input": "hello"}
+
+
+def options(**more: Any) -> Any:
+    return read_request(BODY | more).wanted.options
+
+
+def test_a_text_is_a_conversation() -> None:
+    assert options()["messages"] == [USER]
+    assert options(instructions="Be kind.")["messages"] == [{"role": "system", "content": "Be kind."}, USER]
+
+
+def test_items_of_a_longer_conversation() -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {
+            "type": "reasoning", "id": "rs_1", "status": "completed", "encrypted_content": None, "summary": [],
+            "content": [{"type": "reasoning_text", "text": "I look."}],
+        },
+        {
+            "type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "phase": "commentary",
+            "content": [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}],
+        },
+        {
+            "type": "function_call", "id": "fc_1", "status": "completed", "call_id": "1", "name": "look",
+            "arguments": '{"at":1}',
+        },
+        {"type": "function_call", "call_id": "2", "name": "time", "arguments": ""},
+        {"type": "function_call_output", "call_id": "1", "output": "dark"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "noon"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Short."}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": "why?"},
+    ]  # fmt: skip
+    assert options(input=items)["messages"] == [
+        {"role": "system", "content": "Be kind."},
+        USER,
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "I look.",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}},
+                {"id": "2", "type": "function", "function": {"name": "time", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "dark", "tool_call_id": "1", "name": "look"},
+        {"role": "tool", "content": "noon", "tool_call_id": "2", "name": "time"},
+        {"role": "assistant", "content": "No.", "reasoning_content": "Short."},
+        {"role": "user", "content": "why?"},
+    ]
+
+
+def test_options() -> None:
+    found = options(
+        max_output_tokens=7, temperature=0.5, top_k=3, reasoning={"effort": "low", "summary": "auto"},
+        text={"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "object"}}},
+        store=True, metadata={"a": "b"}, user="u", truncation="disabled", include=["reasoning.encrypted_content"],
+        background=False, previous_response_id=None, max_tool_calls=3, parallel_tool_calls=True,
+    )  # fmt: skip
+    assert (found["max_tokens"], found["temperature"], found["top_k"]) == (7, 0.5, 3)
+    assert found["template_kwargs"] == {"reasoning_effort": "low"}
+    assert found["json_schema"] == {"type": "object"}
+    assert options(text={"format": {"type": "json_object"}})["whitespace_flexible"] is True
+    assert "json_schema" not in options(text={"format": {"type": "text"}, "verbosity": "medium"})
+
+
+def test_tools_are_flat() -> None:
+    found = options(tools=[TOOL], tool_choice={"type": "function", "name": "look"}, parallel_tool_calls=False)
+    function = {key: value for key, value in TOOL.items() if key != "type"}
+    assert found["tools"] == [{"type": "function", "function": function}]
+    assert (found["tool_choice"], found["allowed_tools"], found["parallel_tool_calls"]) == ("required", ["look"], False)
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}
+    assert options(tools=[TOOL], tool_choice=some)["allowed_tools"] == ["look"]
+    assert options(tools=[{"type": "function", "name": "time", "parameters": None, "strict": None}])["tools"] == [
+        {"type": "function", "function": {"name": "time"}}
+    ]
+
+
+def test_the_response_repeats_the_request_and_says_that_nothing_is_stored() -> None:
+    echoed = read_request(BODY | {"store": True, "tools": [TOOL], "metadata": {"a": "b"}, "instructions": "x"}).echoed
+    assert (echoed["store"], echoed["previous_response_id"], echoed["tools"]) == (False, None, [TOOL])
+    assert (echoed["metadata"], echoed["instructions"], echoed["tool_choice"]) == ({"a": "b"}, "x", "auto")
+    assert (echoed["parallel_tool_calls"], echoed["text"]) == (True, {"format": {"type": "text"}})
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "code"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported"),
+        ({"conversation": {"id": "conv_1"}}, "conversation", "unsupported"),
+        ({"background": True}, "background", "unsupported"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported"),
+        ({"truncation": "auto"}, "truncation", "unsupported"),
+        ({"top_logprobs": 2}, "top_logprobs", "unsupported"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_request"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "unsupported"),
+        ({"tools": [{"type": "function", "name": "no space"}]}, "tools[0].name", "invalid_request"),
+        ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", "invalid_request"),
+        ({"input": []}, "input", "invalid_request"),
+        ({"input": None}, "input", "invalid_request"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "unsupported"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "unsupported"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0]", "unsupported"),
+        ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "input[0].call_id", "invalid_request"),
+        ({"instructions": 5}, "instructions", "invalid_request"),
+        ({"max_tokens": 5}, "max_tokens", "invalid_request"),
+        ({"temprature": 5}, "temprature", "invalid_request"),
+        ({"model": 5}, "model", "invalid_request"),
+    ],
+)
+def test_a_refusal_names_the_place(more: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_request(BODY | more)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("more", "valid"),
+    [
+        ({"temperature": 0.5, "top_k": 5, "seed": None, "max_output_tokens": 5, "stream": True}, True),
+        ({"input": [USER, {"type": "function_call_output", "call_id": "1", "output": "x"}], "tools": [TOOL]}, True),
+        ({"text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"}}, True),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "look"}}, True),
+        ({"input": []}, False),
+        ({"nosuch": 1}, False),
+        ({"n": 2}, False),
+        ({"logprobs": True}, False),
+        ({"stream": "yes"}, False),
+        ({"tools": [{"type": "web_search"}]}, False),
+    ],
+)
+def test_the_document_and_the_gateway_agree(more: dict[str, Any], valid: bool) -> None:
+    schema = document()["paths"]["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert jsonschema.Draft202012Validator(schema).is_valid(BODY | more) == valid
+    if valid:
+        read_request(BODY | more)
+    else:
+        with pytest.raises(ApiError):
+            read_request(BODY | more)
