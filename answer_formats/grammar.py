@@ -1,51 +1,60 @@
 """Grammars for calls of tools, in the Lark dialect of llguidance."""
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-_HEAD = '%llguidance { "no_forcing": true }\n'
+from answer_formats.families import FAMILIES
+from answer_formats.json_rules import looks_opened
+from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal, without
+
+__all__ = ["NotOffered", "grammar"]
+
+_HEAD: Final = '%llguidance { "no_forcing": true }\n'
 """Text that must come next is drawn like any other, so the model chooses the tokens that spell it."""
 
 
 def grammar(format: str, tools: Sequence[Mapping[str, Any]], *, required: bool, parallel: bool) -> str:
-    """Return the grammar of an answer behind its reasoning.
+    """Return the grammar of an answer behind its reasoning. Raises NotOffered.
 
     tools     maps with name, parameters (a JSON schema) and strict. Parts of a schema that cannot be enforced are
-              refused if it is strict, and else ignored
+              refused if the tool is strict or a call is required, and else ignored
     required  whether the answer consists of calls. If not, it is text, then calls or none
     parallel  whether there may be more than one call
     """
-    assert format == "hermes"
-    more = '("\\n" call)*' if parallel else ""
+    family = FAMILIES[format]
+    rules = Rules()
+    wanted = [Wanted.of(tool, required=required) for tool in tools]
+    shape = family.rules(rules, wanted)
+    sections = [section.calls(parallel=parallel) for section in shape.sections]
+    opened = None if shape.opened is None else shape.opened.calls(parallel=parallel)
     if required:
-        start = f"start: call {more}"
-    else:
-        # ``before`` ends as soon as a call begins, so that no text can hide one.
-        start = "\n".join(
-            (
-                f"start: (before rest {more})? tail?" if not parallel else "start: (before rest)* tail?",
-                'before[suffix="<tool_call>"]: /(?s:.*)/',
-                "tail: TAIL",
-                "TAIL: /(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
-            )
-        )
-    lines = [start, 'call: "<tool_call>" rest', 'rest: "\\n" object "\\n</tool_call>"']
-    lines.append("object: " + " | ".join(f"tool{number}" for number in range(len(tools))))
-    for number, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "arguments": '
-        lines.append(f'tool{number}: {_literal(head)} %json {_schema(tool)} "}}"')
-    return _HEAD + "\n".join(lines)
+        usual = f"{literal(family.begins[0])} {sections[0]}"
+        first = rules.any_of([usual] if opened is None else [usual, opened])
+        is_apart = all(section.more is None for section in shape.sections)
+        again = f"({literal(shape.between)} {first})*" if parallel and is_apart else ""
+        return _whole(rules, f"{first} {again}")
+    begins = [escaped(begin) for begin in family.begins]
+    behind = f" & ~/{shape.not_behind}(?s:.*)/" if shape.not_behind else ""
+    later, tail = _texts(rules, begins, sections, behind)
+    earliest, last = later, tail
+    if opened is not None:
+        # The beginning of a text must not look like a call without being one.
+        names = "|".join(escaped(tool.name) for tool in wanted)
+        earliest, last = _texts(rules, begins, sections, f" & ~/{looks_opened(names)}(?s:.*)/")
+        earliest = [*earliest, opened]
+    again = f"({' | '.join(later)})*" if parallel else ""
+    return _whole(rules, f"({' | '.join(earliest)}) {again} {tail}? | {last}?")
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _texts(rules: Rules, begins: Sequence[str], sections: Sequence[str], but: str) -> tuple[list[str], str]:
+    """Return expressions for text that ends where a call begins, with the call, and a rule for text without a call. So
+    no text can hide a call."""
+    before = [
+        f"{rules.lazy(f'/(?s:.*){begin}/' + without(*(other for other in begins if other != begin)) + but)} {section}"
+        for begin, section in zip(begins, sections, strict=True)
+    ]
+    return before, rules.rule(rules.terminal(f"/(?s:.+)/{without(*begins)}{but}"))
 
 
-def _schema(tool: Mapping[str, Any]) -> str:
-    schema = dict(tool["parameters"])
-    schema.setdefault("type", "object")
-    if "properties" not in schema and "$ref" not in schema:
-        schema.setdefault("properties", {})
-    schema["x-guidance"] = {"whitespace_flexible": False, "lenient": not tool["strict"], "coerce_one_of": True}
-    return json.dumps(schema, ensure_ascii=False)
+def _whole(rules: Rules, start: str) -> str:
+    return _HEAD + "\n".join((f"start: {start}", *rules.lines))

@@ -1,24 +1,16 @@
 """Turn the text of an answer into parts, while it is generated."""
 
-import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
 
-from answer_formats.families import markers_of
-from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from answer_formats.calls import Calls, Found, Tool
+from answer_formats.families import FAMILIES
+from answer_formats.parts import Part, Reasoning, Text
+from answer_formats.source import BLANKS, Source, Steps
 
-_HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
-_BLANKS: Final = " \t\r\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A tool that the model may call. ``parameters`` is a JSON schema."""
-
-    name: str
-    parameters: dict[str, Any]
+__all__ = ["AnswerParser", "ReasoningMarkers", "Tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +22,16 @@ class ReasoningMarkers:
 
 
 class AnswerParser:
-    """Parses one answer. The parts do not depend on how the text was divided.
+    """Parses one answer. The parts, put together, do not depend on how the text was divided.
 
     tool_format       name of the format of calls; None if it is not known
     tools             the tools that may be called. A call of another tool is text
     reasoning         the markers of the reasoning; None if there is none
     inside_reasoning  whether the answer begins within the reasoning
 
-    Blanks beside the reasoning, and beside calls, are no part of the text.
+    Blanks beside the reasoning, and beside calls, are no part of the text. Calls within the reasoning are drafts: they
+    are reasoning, too. But complete calls at the end of an answer end a reasoning that has not ended: some models
+    forget its marker.
     """
 
     def __init__(
@@ -48,198 +42,167 @@ class AnswerParser:
         reasoning: ReasoningMarkers | None = None,
         inside_reasoning: bool = False,
     ) -> None:
-        self._names = {tool.name for tool in tools} if tool_format is not None else set()
-        self._begin, self._end = markers_of(tool_format)[:2] if tool_format is not None and self._names else ("", "")
-        self._reasoning = reasoning
+        self._family = FAMILIES[tool_format] if tool_format is not None and tools else None
+        begins = self._family.begins if self._family is not None else ()
+        self._start, self._end = (reasoning.start, reasoning.end) if reasoning is not None else ("", "")
+        self._markers_outside = tuple(marker for marker in (self._start, *begins) if marker)
+        self._markers_inside = (self._end, *begins)
         self._inside = inside_reasoning and reasoning is not None
-        self._text = ""
-        """What has not become parts."""
+        self._parts: list[Part] = []
+        self._blanks = ""
+        """Blanks that are left out if a marker follows."""
         self._is_start = True  # of a text or of the reasoning, whose blanks are left out
-        starts = {
-            marker[0] for marker in (self._begin, *((reasoning.start, reasoning.end) if reasoning else ())) if marker
-        }
+        self._source = Source()
+        self._calls = Calls(self._source, tools)
+        self._calls.parts = self._parts
+        starts = {marker[0] for marker in (*self._markers_outside, *self._markers_inside) if marker}
         self._may_begin = re.compile("[" + re.escape("".join(sorted(starts))) + "]").search if starts else None
         """Finds the first character of a marker."""
-        self._call: _Arguments | None = None
-        self._in_call = False
-        self._calls = 0
+        self._in_calls = False
+        self._steps = self._read()
+        next(self._steps)
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that the next piece of the text completes."""
         if self._goes_on(text):  # this runs for each token, and nearly every token takes this road
             return [Reasoning(text) if self._inside else Text(text)]
-        self._text += text
-        return self._parse(last=False)
+        self._source.feed(text)
+        next(self._steps)
+        parts = self._parts.copy()
+        self._parts.clear()
+        return parts
 
     def finish(self) -> list[Part]:
         """Return what was held back. A call that has not ended is ended as it is."""
-        parts = self._parse(last=True)
-        if self._call is not None:
-            parts.append(CallEnd(self._calls - 1))
-            self._call = None
-        return parts
+        self._source.ended = True
+        with suppress(StopIteration):
+            next(self._steps)
+        return self._parts
 
     def _goes_on(self, text: str) -> bool:
         """Return whether a piece just continues the text or the reasoning, and nothing of it has to be held back."""
         return not (
-            self._text
+            self._in_calls
             or self._is_start
-            or self._in_call
-            or text[-1:] in _BLANKS
+            or self._blanks
+            or self._source.at < len(self._source.text)
+            or text[-1:] in BLANKS
             or (self._may_begin is not None and self._may_begin(text))
         )
 
-    def _parse(self, *, last: bool) -> list[Part]:
-        parts: list[Part] = []
-        while self._step(parts, last):
-            pass
-        return parts
+    def _read(self) -> Steps[None]:
+        """Read the answer."""
+        yield
+        source = self._source
+        if not self._inside:
+            yield from self._open()
+        while True:
+            markers = self._markers_inside if self._inside else self._markers_outside
+            marker = yield from source.until(markers, self._tell)
+            if marker is None:
+                break
+            if self._inside and marker == self._end:
+                self._turn(marker, inside=False)
+                yield from self._open()
+            elif not self._inside and marker == self._start:
+                self._turn(marker, inside=True)
+            else:
+                self._in_calls = True
+                yield from self._draft(marker) if self._inside else self._call(marker)
+                self._in_calls = False
+        self._tell_raw("")
 
-    def _step(self, parts: list[Part], last: bool) -> bool:
-        """Parse up to the next marker. Return whether there may be more."""
-        if self._call is not None:
-            return self._go_on(self._call, parts)
-        if self._in_call:
-            return self._open(parts, last)
-        markers = self._markers()
-        found = min(((at, marker) for marker in markers if (at := self._text.find(marker)) >= 0), default=None)
-        if found is None:
-            size = len(self._text) if last else len(self._text) - _held(self._text, markers)
-            self._text = self._emit(parts, self._text[:size], keep_blanks=last) + self._text[size:]
-            return False
-        at, marker = found
-        self._emit(parts, self._text[:at], keep_blanks=False)
-        self._text = self._text[at + len(marker) :]
-        self._in_call = marker == self._begin
-        if not self._in_call:
-            self._inside = not self._inside
-        self._is_start = True
-        return True
+    def _turn(self, marker: str, *, inside: bool) -> None:
+        """Go over to the reasoning, or leave it."""
+        self._source.at += len(marker)
+        self._inside, self._blanks, self._is_start = inside, "", True
 
-    def _markers(self) -> list[str]:
-        reasoning = self._reasoning
-        if self._inside and reasoning is not None:
-            return [reasoning.end]
-        return [marker for marker in (reasoning.start if reasoning else "", self._begin) if marker]
+    def _open(self) -> Steps[None]:
+        """Read a call that begins the text without a marker."""
+        if self._family is not None and self._family.opening:
+            yield from self._source.blanks()
+            if (yield from self._source.peek()) == self._family.opening:
+                self._in_calls = True
+                yield from self._call("")
+                self._in_calls = False
 
-    def _emit(self, parts: list[Part], text: str, *, keep_blanks: bool) -> str:
-        """Add a piece of the text or of the reasoning. Return the blanks at its end, if they are not to be kept."""
-        if self._is_start:
-            text = text.lstrip(_BLANKS)
-        told = text if keep_blanks else text.rstrip(_BLANKS)
-        if told:
-            self._is_start = False
-            parts.append(Reasoning(told) if self._inside else Text(told))
-        return text[len(told) :]
-
-    def _open(self, parts: list[Part], last: bool) -> bool:
-        """Parse the beginning of a call, up to its arguments."""
-        head = _HEAD.match(self._text)
-        if head is not None and (name := _string(head[1])) in self._names:
-            parts.append(CallStart(self._calls, name))
-            self._calls += 1
-            self._call = _Arguments()
-            self._text = self._text[head.end() :]
-            return True
-        at = self._text.find(self._end)
-        if at < 0 and not last:
-            return False
-        body = self._text if at < 0 else self._text[:at]
-        size = len(body) if at < 0 else at + len(self._end)
-        raw, self._text, self._in_call = self._begin + self._text[:size], self._text[size:], False
-        call = _whole(body) if at >= 0 else None
-        if call is None or call[0] not in self._names:
-            parts.append(Text(raw))
-            self._is_start = False
+    def _call(self, marker: str) -> Steps[None]:
+        """Read calls that may begin here."""
+        source, calls = self._source, self._calls
+        assert self._family is not None
+        source.mark()
+        source.at += len(marker)
+        found = yield from self._family.read(source, calls, marker)
+        if found is Found.CALL:
+            if calls.close() and source.ended:
+                source.at = len(source.text)  # the beginning of a tag or of a value that the answer's end has cut off
+            self._blanks, self._is_start = "", True
+        elif found is Found.TEXT:
+            self._tell_raw(source.marked())
         else:
-            parts += [CallStart(self._calls, call[0]), CallArguments(self._calls, call[1]), CallEnd(self._calls)]
-            self._calls += 1
-            self._is_start = True
-        return bool(self._text)
+            source.back()
+            source.at += len(marker)
+            self._tell_raw(marker)
 
-    def _go_on(self, call: "_Arguments", parts: list[Part]) -> bool:
-        """Parse the arguments of a call, and what stands behind them."""
-        if not call.complete:
-            size = call.scan(self._text)
-            if size:
-                parts.append(CallArguments(self._calls - 1, self._text[:size]))
-                self._text = self._text[size:]
-            if not call.complete:
-                return False
-        at = self._text.find(self._end)
-        if at < 0:
-            return False
-        parts.append(CallEnd(self._calls - 1))
-        self._text = self._text[at + len(self._end) :]
-        self._call, self._in_call, self._is_start = None, False, True
-        return True
+    def _draft(self, marker: str) -> Steps[None]:
+        """Read calls within the reasoning."""
+        source, calls = self._source, self._calls
+        held: list[Part] = []
+        calls.parts = held
+        place = calls.draft()
+        source.mark()
+        next_marker: str | None = marker
+        while next_marker is not None and (yield from self._draft_one(next_marker, held)):
+            next_marker = yield from self._begin_of_next()
+        calls.parts = self._parts
+        if held and next_marker is None and not (yield from source.peek()):
+            source.forget_marks()
+            calls.commit()
+            self._inside, self._blanks, self._is_start = False, "", True
+            self._parts += held
+        else:
+            calls.undo(place)
+            self._tell(source.marked())
 
+    def _draft_one(self, marker: str, held: list[Part]) -> Steps[bool]:
+        """Read one call within the reasoning, or one section of calls. Return False, and read only the marker, if it is
+        not complete: the end of the reasoning may stand in it."""
+        source = self._source
+        assert self._family is not None
+        source.mark()
+        source.at += len(marker)
+        found = yield from self._family.read(source, self._calls, marker)
+        is_cut = self._calls.close()
+        if found is Found.CALL and not is_cut and not any(isinstance(part, Text) for part in held):
+            source.marked()
+            return True
+        held.clear()
+        source.back()
+        source.at += len(marker)
+        return False
 
-class _Arguments:
-    """Finds the end of a JSON object that comes in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = self._escaped = False
-        self.complete = False
-
-    def scan(self, text: str) -> int:
-        """Return how many characters of a piece belong to the object."""
-        if self._in_string and not self._escaped and '"' not in text and "\\" not in text:
-            return len(text)
-        for at, character in enumerate(text):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self.complete = True
-                    return at + 1
-        return len(text)
-
-
-def _whole(body: str) -> tuple[str, str] | None:
-    """Return (name, arguments as JSON) of a call whose keys stand in an unusual order; None if it is no call."""
-    try:
-        call = json.loads(body)
-    except ValueError:
+    def _begin_of_next(self) -> Steps[str | None]:
+        """Read blanks. Return the marker of a further call, which is not read; None if there is none."""
+        assert self._family is not None
+        yield from self._source.blanks()
+        for marker in self._family.begins:
+            if (yield from self._source.literal(marker)):
+                self._source.at -= len(marker)
+                return marker
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
+    def _tell(self, text: str) -> None:
+        """Add a piece of the text or of the reasoning. Blanks at its end wait."""
+        if self._is_start:
+            text = text.lstrip(BLANKS)
+        told = text.rstrip(BLANKS)
+        if told:
+            self._tell_raw(told)
+        self._blanks += text[len(told) :]
 
-def _string(text: str) -> str | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
-
-
-def _held(text: str, markers: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may begin a marker."""
-    return max(
-        (
-            size
-            for marker in markers
-            for size in range(1, min(len(marker), len(text) + 1))
-            if text.endswith(marker[:size])
-        ),
-        default=0,
-    )
+    def _tell_raw(self, text: str) -> None:
+        """Add a piece of the text or of the reasoning as it is, behind the blanks that have waited."""
+        text, self._blanks = self._blanks + text, ""
+        if text:
+            self._is_start = False
+            self._parts.append(Reasoning(text) if self._inside else Text(text))

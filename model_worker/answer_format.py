@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from answer_formats.families import beginnings_of, markers_of, recognise
+from answer_formats.families import beginnings_of, markers_of, opening_of, reasoning_tokens, recognise
 from model_worker.engine import ChatTemplate, Layout, Place
 from protocol.errors import RequestError
 from protocol.process.worker_spec import OFF, WorkerSpec
@@ -44,15 +44,17 @@ class AnswerFormat:
     def layout(self, request: GenerateRequest, place: Place) -> Layout:
         """Return how the answer to a request is written. ``place``: where its prompt ends."""
         markers = frozenset[str]()
+        tools = self.tools if request.tools else None
         if request.with_format:
-            markers = frozenset(self.reasoning or ())
-            if request.tools and self.tools is not None:
-                markers = markers.union(markers_of(self.tools))
+            markers = frozenset(reasoning_tokens(self.reasoning) if self.reasoning is not None else ())
+            if tools is not None:
+                markers = markers.union(markers_of(tools))
         return Layout(
             visible=markers,
             reasoning=self.reasoning,
             place=place,
-            calls=beginnings_of(self.tools) if request.tools and self.tools is not None else (),
+            calls=() if tools is None else beginnings_of(tools),
+            opening="" if tools is None else opening_of(tools),
             stops=request.with_format,
             waits=request.with_format or request.reasoning_budget is not None,
             budget=request.reasoning_budget,

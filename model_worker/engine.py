@@ -85,6 +85,7 @@ class Layout:
     reasoning  the markers before and behind the reasoning; None if the model does not reason
     place      where the prompt ends
     calls      texts with which a call of a tool begins. None are given for a request without tools
+    opening    character with which a call may begin, too, where it is the first one behind the reasoning; "" for none
     stops      whether stop strings act in the text only: not in the reasoning, and not from the first call on
     waits      whether the constraint begins behind the reasoning
     budget     most tokens of the reasoning; None for no limit
@@ -94,6 +95,7 @@ class Layout:
     reasoning: tuple[str, str] | None = None
     place: Place = "behind"
     calls: tuple[str, ...] = ()
+    opening: str = ""
     stops: bool = False
     waits: bool = False
     budget: int | None = None

@@ -52,12 +52,18 @@ class ContentStops:
     reasoning  the markers of the reasoning; None if there is none
     inside     whether the answer begins within the reasoning
     calls      texts with which a call begins
+    opening    character with which a call may begin, too, where it is the first one behind the reasoning; "" for none
     """
 
-    def __init__(self, reasoning: tuple[str, str] | None, inside: bool, calls: Iterable[str]) -> None:
+    def __init__(
+        self, reasoning: tuple[str, str] | None, inside: bool, calls: Iterable[str], opening: str = ""
+    ) -> None:
         self._start, self._end = reasoning or ("", "")
         self._calls = tuple(calls)
         self._inside, self._called = inside, False
+        self._opening = opening
+        self._may_open = bool(opening)
+        """Whether only blanks have come since the beginning, or since the reasoning."""
         self._longest = max(map(len, (self._start, self._end, *self._calls)))
         self._tail = ""
         """The end of the text so far, in which a marker may begin."""
@@ -80,6 +86,11 @@ class ContentStops:
             return text, False
         out: list[str] = []
         while text:
+            if self._may_open and not self._inside and (begin := text.lstrip()):
+                self._may_open, self._called = False, begin.startswith(self._opening)
+                if self._called:
+                    out += [self._matcher.flush(), text]
+                    break
             markers = (self._end,) if self._inside else (self._start, *self._calls)
             size = self._until_marker(text, markers)
             piece, text = text[:size], text[size:]
@@ -94,6 +105,7 @@ class ContentStops:
                 out.append(self._matcher.flush())
                 self._called = self._passed in self._calls
                 self._inside, self._tail = self._passed == self._start and not self._called, ""
+                self._may_open = bool(self._opening)
                 if self._called:
                     out.append(text)
                     break

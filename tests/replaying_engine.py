@@ -132,7 +132,8 @@ class ReplayingEngine:
         prompt = bytes(job.prompt_ids).decode()
         matcher: Any = StopMatcher(job.stop)
         if job.layout.stops:
-            matcher = ContentStops(job.layout.reasoning, job.layout.place == "inside", job.layout.calls)
+            layout = job.layout
+            matcher = ContentStops(layout.reasoning, layout.place == "inside", layout.calls, layout.opening)
             matcher.use(job.stop)
         pieces = cut(self.answer_to(prompt), int(self.options.get("size", 3)))
         for piece in pieces[: len(job.resumed_ids)]:

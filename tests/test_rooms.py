@@ -15,7 +15,10 @@ SERVES = frozenset(
 )
 """Modules that start a whole supervisor."""
 ROOMS = {
-    "answer_formats": ({"answer_formats"}, {"protocol", "supervisor", "model_worker", "gateway", "tools", *SERVES}),
+    "answer_formats": (
+        {"answer_formats", "tests.answer_formats"},
+        {"protocol", "supervisor", "model_worker", "gateway", "tools", *SERVES},
+    ),
     "protocol": ({"protocol", "modelctl"}, {"supervisor", "model_worker", "tools", "benchmarks", *SERVES}),
     "model_worker": (
         {"model_worker", "tests.deterministic_engine", "tests.chat"},

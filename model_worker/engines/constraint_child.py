@@ -31,7 +31,7 @@ import llguidance
 import msgpack
 import numpy as np
 
-from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
+from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal, tools_alone
 from protocol.errors import ErrorCode, RequestError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
@@ -135,6 +135,14 @@ def attempt(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> RequestE
         if matcher.is_error() or not len(allowed):
             break
         matcher.consume_token(int(rng.choice(allowed)))
-    if matcher.is_error():
-        return refusal(kind, matcher.get_error())
-    return None
+    return _refusal(tokenizer, kind, text, matcher.get_error()) if matcher.is_error() else None
+
+
+def _refusal(tokenizer: llguidance.LLTokenizer, kind: str, text: str, message: str) -> RequestError:
+    """Return the client's error for a message of the library. If one tool is the reason, the error names the tool."""
+    if kind == "tools":
+        for name, alone in tools_alone(text):
+            matcher = llguidance.LLMatcher(tokenizer, grammar(kind, alone), log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                return refusal(kind, matcher.get_error(), name)
+    return refusal(kind, message)

@@ -5,11 +5,12 @@ The worker uses this module, and so does the child that tries a grammar first (c
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import llguidance
 
+from answer_formats.grammar import NotOffered
 from answer_formats.grammar import grammar as calls_grammar
 from protocol.errors import ErrorCode, RequestError
 
@@ -104,7 +105,12 @@ def grammar(kind: str, text: str) -> str:
         return f"{_PREFIX}%json {json.dumps(schema, ensure_ascii=False)}"
     if kind == "tools":
         given = json.loads(text)
-        return calls_grammar(given["format"], given["tools"], required=given["required"], parallel=given["parallel"])
+        try:
+            return calls_grammar(
+                given["format"], given["tools"], required=given["required"], parallel=given["parallel"]
+            )
+        except NotOffered as e:
+            raise RequestError(str(e), field=kind, code=ErrorCode.UNSUPPORTED) from None
     if kind == "choice":
         text = "|".join("".join(map(_literal, choice)) for choice in json.loads(text))
     elif (len(text) - len(text.rstrip("\\"))) % 2:  # the library would lose such a backslash
@@ -119,8 +125,27 @@ def _literal(character: str) -> str:
     return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):X}}}"
 
 
-def refusal(kind: str, message: str) -> RequestError:
-    """Return the client's error for a message of the library, which may quote the constraint over pages."""
+def tools_alone(text: str) -> Iterator[tuple[str, str]]:
+    """Return (name, constraint of calls of this tool only) for each tool of a constraint of calls."""
+    given = json.loads(text)
+    for tool in given["tools"]:
+        yield tool["name"], json.dumps({**given, "tools": [tool]}, ensure_ascii=False)
+
+
+def refusal(kind: str, message: str, tool: str | None = None) -> RequestError:
+    """Return the client's error for a message of the library, which may quote the constraint over pages.
+
+    tool  name of the tool whose schema cannot be compiled
+    """
+    error = _refusal(kind, message)
+    if tool is not None:
+        error = RequestError(
+            f"{kind}: {tool[:64]}: {error.message.removeprefix(f'{kind}: ')}", field=kind, code=error.code
+        )
+    return error
+
+
+def _refusal(kind: str, message: str) -> RequestError:
     for pattern, sentence in _NOT_OFFERED:
         if match := pattern.search(message):
             names = match[1].replace('"', "")[:100]

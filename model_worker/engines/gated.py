@@ -58,6 +58,7 @@ class GatedConstraint:
         start, end = layout.reasoning or ("", "")
         self._start, self._end = start.encode(), end.encode()
         self._calls = [call.encode() for call in layout.calls]
+        self._opening = layout.opening.encode()
         self._must_go_on = inner is not None and not lazy
         self._tokens: list[int] = []
         self._begin()
@@ -73,6 +74,7 @@ class GatedConstraint:
         self._pending: list[int] = []
         """Tokens that ``inner`` has not seen yet."""
         self._called = False
+        self._may_open = bool(self._opening)  # whether only blanks have come behind the reasoning
         self._blanks = 0
         self._strict = False
         self._fits = True  # whether ``inner`` allows what may be the marker that begins the reasoning
@@ -266,8 +268,11 @@ class GatedConstraint:
             inner.push(token)
             return
         if not self._called:
-            self._tail += self._texts.of(token)
-            self._called = any(call in self._tail for call in self._calls)
+            text = self._texts.of(token)
+            if self._may_open and (begin := text.lstrip()):
+                self._may_open, self._called = False, begin.startswith(self._opening)
+            self._tail += text
+            self._called = self._called or any(call in self._tail for call in self._calls)
             self._tail = self._tail[-max(map(len, self._calls)) :]
         self._pending.append(token)
         if self._wakes:

@@ -132,7 +132,7 @@ class Tokenizer:
         """Return a stream for the text of an answer behind the ids ``context``, up to the first of the stop strings."""
         matcher = None
         if layout.stops and (layout.reasoning or layout.calls):
-            matcher = ContentStops(layout.reasoning, layout.place == "inside", layout.calls)
+            matcher = ContentStops(layout.reasoning, layout.place == "inside", layout.calls, layout.opening)
         return TextStream(self._source(layout.visible), context, stops, matcher)
 
     def _source(self, visible: frozenset[str]) -> Pieces | Decode:

@@ -1,0 +1,193 @@
+"""Read and constrain values as Gemma 4 and FunctionGemma write them: bare keys, and strings between two quote tokens.
+
+{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>],at:{zip:75001}}
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from answer_formats.members import in_order, members_of
+from answer_formats.raw_values import string_expression
+from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal
+from answer_formats.schemas import Members, Schema, branches, resolved, types, types_of_value
+from answer_formats.source import Source, Steps, Tell
+from answer_formats.values import text_piece, to_json
+
+_ENDS: Final = ",}]"
+_LONGEST_SCALAR: Final = 1000
+_NO_KEY: Final = '<>{}[]:,"\n'
+_NOT_WRITTEN: Final = ("prefixItems", "uniqueItems", "contains", "additionalItems", "unevaluatedItems")
+
+
+def read_value(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema) -> Steps[bool]:
+    """Read a value, and tell its JSON as it comes. Return whether it is complete."""
+    yield from source.blanks()
+    if (yield from source.literal(quote)):
+        tell('"')
+        if (yield from source.until((quote,), lambda text: tell(text_piece(text)))) is None:
+            return False
+        source.at += len(quote)
+        tell('"')
+        return True
+    first = yield from source.peek()
+    if first == "{":
+        return (yield from read_object(source, tell, quote, root, schema))
+    if first == "[":
+        return (yield from _read_array(source, tell, quote, root, schema))
+    if first == '"' and (text := (yield from source.string())) is not None:
+        tell(json.dumps(text, ensure_ascii=False))
+        return True
+    bare = yield from source.word(_ENDS, _LONGEST_SCALAR)
+    if bare is None:
+        return False
+    tell(to_json(bare.strip(), root, schema))
+    return True
+
+
+def read_object(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema) -> Steps[bool]:
+    """Read an object."""
+    source.at += 1
+    members = Members.of(root, schema)
+    tell("{")
+    separator = ""
+    while True:
+        yield from source.blanks()
+        if (yield from source.literal("}")):
+            tell("}")
+            return True
+        key = yield from _read_key(source, quote)
+        if key is None or not (yield from source.literal(":")):
+            return False
+        tell(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
+        if not (yield from read_value(source, tell, quote, root, members.schema_of(key))):
+            return False
+        yield from source.blanks()
+        yield from source.literal(",")
+
+
+def _read_key(source: Source, quote: str) -> Steps[str | None]:
+    pieces: list[str] = []
+    if (yield from source.literal(quote)):
+        if (yield from source.until((quote,), pieces.append)) is None:
+            return None
+        source.at += len(quote)
+        return "".join(pieces)
+    if (yield from source.peek()) == '"':
+        return (yield from source.string())
+    key = yield from source.word(_NO_KEY)
+    return None if key is None else key.strip()
+
+
+def _read_array(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema) -> Steps[bool]:
+    source.at += 1
+    whole = resolved(root, schema)
+    items = whole.get("items", True) if isinstance(whole, Mapping) else True
+    if not isinstance(items, Mapping | bool):
+        items = True
+    tell("[")
+    separator = ""
+    while True:
+        yield from source.blanks()
+        if (yield from source.literal("]")):
+            tell("]")
+            return True
+        tell(separator)
+        separator = ", "
+        if not (yield from read_value(source, tell, quote, root, items)):
+            return False
+        yield from source.blanks()
+        if not (yield from source.literal(",")) and (yield from source.peek()) != "]":
+            return False
+
+
+class ValueRules:
+    """Writes the rules of one tool's values.
+
+    A schema that refers to itself becomes a rule that refers to itself.
+    """
+
+    def __init__(self, rules: Rules, tool: Wanted, quote: str) -> None:
+        self._rules, self._tool, self._quote = rules, tool, quote
+        self._known: dict[str, str] = {}
+
+    def arguments(self) -> str:
+        """Return the expression of the tool's arguments."""
+        return self._object(self._tool.schema)
+
+    def _value(self, key: str, schema: Schema) -> str:
+        """Return the name of the rule for the values of a schema."""
+        text = json.dumps(schema, sort_keys=True)
+        if text not in self._known:
+            self._known[text] = name = self._rules.reserve()
+            made = [
+                expression for branch in branches(self._tool.schema, schema) for expression in self._of(key, branch)
+            ]
+            self._rules.define(name, " | ".join(made) or self._tool.json(False))
+        return self._known[text]
+
+    def _of(self, key: str, branch: Schema) -> Iterator[str]:
+        """Return expressions for the values of one alternative of a schema."""
+        made: dict[str, Any] = {} if isinstance(branch, bool) else dict(branch)
+        allowed = types(self._tool.schema, branch)
+        values = made.get("enum", [made["const"]] if "const" in made else None)
+        if isinstance(values, list):
+            for value in values:
+                if types_of_value(value) & allowed:
+                    yield literal(self._written(value))
+            return
+        if "string" in allowed:
+            string = string_expression(self._tool, key, made, (escaped(self._quote),))
+            yield f"{literal(self._quote)} {self._rules.before(string, self._quote)}"
+        if "array" in allowed:
+            yield self._array(key, made)
+        if "object" in allowed:
+            yield self._object(made)
+        if scalars := allowed - {"string", "array", "object"}:
+            yield self._tool.json({**made, "type": sorted(scalars)})
+
+    def _array(self, key: str, schema: Mapping[str, Any]) -> str:
+        for name in _NOT_WRITTEN:
+            if schema.get(name):
+                self._tool.refuse(key, f"has {name}, which is not offered in this model's format")
+        item = self._value(key, schema.get("items", True))
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if most == 0:
+            return '"[]"'
+        further = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else int(most) - 1}}}'
+        return f'"[" {item} {further} "]"' if least else f'"[" ({item} {further})? "]"'
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        members = members_of(self._tool, schema)
+        named = sorted(members.named)  # the chat templates sort keys
+        made = in_order(
+            self._rules,
+            [(f"{literal(self._key(key) + ':')} {self._value(key, value)}", must) for key, value, must in named],
+            ",",
+        )
+        if members.other is not None and not named:
+            free = self._rules.before(r"/[A-Za-z_][A-Za-z0-9_\-]{0,63}/", ":")
+            member = f"{free} {self._value('additionalProperties', members.other)}"
+            made = f'({member} ("," {member})*)?'
+        return f'"{{" {made} "}}"'
+
+    def _key(self, key: str) -> str:
+        if not key or key != key.strip() or set(_NO_KEY).intersection(key) or len(key) > 200:
+            raise NotOffered(
+                f"tools: {self._tool.name[:64]}: the key {key[:64]!r} cannot be written in this model's format"
+            )
+        return key
+
+    def _written(self, value: Any) -> str:
+        match value:
+            case str():
+                if self._quote in value:
+                    raise NotOffered(f"tools: {self._tool.name[:64]}: enum: {value[:64]!r} holds {self._quote}")
+                return f"{self._quote}{value}{self._quote}"
+            case list():
+                return f"[{','.join(map(self._written, value))}]"
+            case dict():
+                return f"{{{','.join(f'{self._key(key)}:{self._written(inner)}' for key, inner in value.items())}}}"
+            case _:
+                return json.dumps(value)

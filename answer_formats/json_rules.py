@@ -1,0 +1,37 @@
+"""Rules for calls that are JSON objects, {"name": NAME, "arguments": {...}}."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from answer_formats.rules import Rules, Wanted, escaped, literal
+
+_BLANKS: Final = r"\s{0,8}"
+"""Some models write line breaks. A model that may write blanks without end does that, too."""
+
+
+def objects(rules: Rules, tools: Sequence[Wanted], arguments: str, rest: str = "") -> str:
+    """Add a rule for a call of one of the tools, and return its name.
+
+    arguments  the key of the arguments
+    rest       regular expression of further members
+    """
+    head, middle = rf'/\{{{_BLANKS}"name": ?/', f'/,{_BLANKS}"{arguments}": ?/'
+    return rules.any_of(f"{head} {literal(literal(tool.name))} {middle} {tool.json()} {_end(rest)}" for tool in tools)
+
+
+def opened(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
+    """Add a rule for a call that begins an answer without a marker, with the blanks before it, and return its name.
+
+    llguidance takes the longest lexeme. So all that text could begin with, too, is one lexeme: up to the arguments.
+    """
+    begin, middle = rf'{_BLANKS}\{{{_BLANKS}"name": ?', f',{_BLANKS}"{arguments}": ?'
+    return rules.any_of(f"/{begin}{escaped(literal(tool.name))}{middle}/ {tool.json()} {_end()}" for tool in tools)
+
+
+def _end(rest: str = "") -> str:
+    return rf"/{rest}{_BLANKS}\}}/"
+
+
+def looks_opened(names: str) -> str:
+    """Return the regular expression of how ``opened`` begins, in all ways that a parser reads."""
+    return rf'\s*\{{\s*("type"\s*:\s*"function"\s*,\s*)?"(name|function)"\s*:\s*"({names})"'

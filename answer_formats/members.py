@@ -1,0 +1,50 @@
+"""Rules for the members of an object, for formats that write an object in a way of their own."""
+
+from collections.abc import Callable
+from typing import Final
+
+from answer_formats.rules import Rules, Wanted, literal
+from answer_formats.schemas import Members, Schema, resolved
+
+_NOT_WRITTEN: Final = (
+    "anyOf", "oneOf", "allOf", "not", "if", "dependentRequired", "dependentSchemas", "dependencies", "enum", "const",
+    "patternProperties", "propertyNames", "minProperties", "maxProperties",
+)  # fmt: skip
+"""Keys of a schema that say more about an object than what its members are."""
+
+
+def members_of(tool: Wanted, schema: Schema | None = None) -> Members:
+    """Return the members of an object; None: of the tool's arguments. Raises NotOffered."""
+    whole = resolved(tool.schema, tool.schema if schema is None else schema)
+    if not isinstance(whole, bool):
+        for key in _NOT_WRITTEN:
+            if key in whole and whole[key] != []:
+                tool.refuse(key, "of an object is not offered in the format in which this model writes calls")
+    return Members.of(tool.schema, whole)
+
+
+def members_rule(rules: Rules, tool: Wanted, member: Callable[[str, Schema], str], separator: str) -> str:
+    """Add a rule for the members of the tool's arguments, in the schema's order, and return its name.
+
+    member     returns the expression of one member
+    separator  stands between two members
+    """
+    members = members_of(tool)
+    if members.other is not None and not members.named:
+        tool.refuse("additionalProperties", "without properties is not offered in this model's format")
+    named = [(member(key, schema), must) for key, schema, must in members.named]
+    return in_order(rules, named, separator)
+
+
+def in_order(rules: Rules, named: list[tuple[str, bool]], separator: str) -> str:
+    """Add a rule for expressions that come in this order, and return its name. Some of them may be left out."""
+    text = literal(separator)
+    # ``behind`` is the rule for the rest if something stands before it, ``first`` the one if nothing does.
+    behind = first = rules.rule('""')
+    for expression, must in reversed(named):
+        one = rules.rule(expression)
+        first, behind = (
+            rules.rule(f"{one} {behind}" if must else f"{one} {behind} | {first}"),
+            rules.rule(f"{text} {one} {behind}" if must else f"({text} {one})? {behind}"),
+        )
+    return first

@@ -1,0 +1,162 @@
+"""Read JSON schemas: where a reference leads, which types a value may have, and what an object's members are."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import unquote
+
+Schema = Mapping[str, Any] | bool
+
+ALL_TYPES: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_SIDE_BY_SIDE: Final = ("anyOf", "oneOf")
+_DEEPEST: Final = 64
+"""References that are followed one after the other. A schema that refers to itself has no end."""
+
+
+def resolved(root: Schema, schema: Schema, depth: int = 0) -> Schema:
+    """Return a schema without the ``$ref`` or the single ``allOf`` at its top. What stands beside it stays."""
+    if isinstance(schema, bool) or depth > _DEEPEST:
+        return schema
+    rest = dict(schema)
+    target: Any
+    if isinstance(pointer := rest.pop("$ref", None), str):
+        target = pointed_at(root, pointer)
+    elif isinstance(every := rest.get("allOf"), list) and len(every) == 1:
+        target = every[0]
+        del rest["allOf"]
+    else:
+        return schema
+    target = resolved(root, target, depth + 1)
+    return rest if isinstance(target, bool) else {**target, **rest}
+
+
+def pointed_at(root: Schema, pointer: str) -> Any:
+    """Return the schema that a local JSON pointer names; True, which allows everything, if it names none."""
+    at: Any = root
+    for step in pointer.removeprefix("#").split("/")[1:] if pointer.startswith("#") else [""]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(at, Mapping) and name in at:
+            at = at[name]
+        elif isinstance(at, list) and name.isdigit() and int(name) < len(at):
+            at = at[int(name)]
+        else:
+            return True
+    return at if isinstance(at, Mapping | bool) else True
+
+
+def types(root: Schema, schema: Schema, depth: int = 0) -> frozenset[str]:
+    """Return the types that a value may have. "number" includes "integer"."""
+    schema = resolved(root, schema)
+    if isinstance(schema, bool):
+        return ALL_TYPES if schema else frozenset()
+    allowed = ALL_TYPES
+    given = schema.get("type")
+    if given is not None:
+        named = {given} if isinstance(given, str) else set(given)
+        allowed &= named | ({"integer"} if "number" in named else set())
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        allowed &= {name for value in values for name in types_of_value(value)}
+    if depth < _DEEPEST:
+        for key in _SIDE_BY_SIDE:
+            if isinstance(branches := schema.get(key), list):
+                allowed &= frozenset().union(*(types(root, branch, depth + 1) for branch in branches))
+        for branch in schema.get("allOf", ()):
+            allowed &= types(root, branch, depth + 1)
+    return allowed
+
+
+def types_of_value(value: Any) -> frozenset[str]:
+    """Return the types that a value has."""
+    match value:
+        case None:
+            return frozenset({"null"})
+        case bool():
+            return frozenset({"boolean"})
+        case str():
+            return frozenset({"string"})
+        case int():
+            return frozenset({"integer", "number"})
+        case float():
+            return frozenset({"integer", "number"} if value.is_integer() else {"number"})
+        case list():
+            return frozenset({"array"})
+        case _:
+            return frozenset({"object"})
+
+
+def branches(root: Schema, schema: Schema, depth: int = 0) -> Iterator[Schema]:
+    """Return the alternatives of a schema. What stands beside ``anyOf`` holds for each of them."""
+    schema = resolved(root, schema)
+    for key in _SIDE_BY_SIDE:
+        if isinstance(schema, Mapping) and isinstance(schema.get(key), list) and depth < _DEEPEST:
+            beside = {name: value for name, value in schema.items() if name != key}
+            for branch in schema[key]:
+                branch = resolved(root, branch)
+                if isinstance(branch, Mapping):
+                    yield from branches(root, {**beside, **branch}, depth + 1)
+                elif branch:
+                    yield from branches(root, beside, depth + 1)
+            return
+    yield schema
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The members of an object.
+
+    named     (key, schema, whether the object must have it), in the schema's order
+    other     the schema of other members; None if there are none, and if the schema says nothing of them
+    """
+
+    named: tuple[tuple[str, Schema, bool], ...]
+    other: Schema | None
+
+    @classmethod
+    def of(cls, root: Schema, schema: Schema) -> "Members":
+        """Return the members that a schema of an object tells."""
+        schema = resolved(root, schema)
+        if isinstance(schema, bool):
+            return cls((), True if schema else None)
+        properties = schema.get("properties", {})
+        required = dict.fromkeys(schema.get("required", ()))
+        other = schema.get("additionalProperties")
+        unnamed: Schema = True if other is None else other
+        named = [(key, value, key in required) for key, value in properties.items()]
+        named += [(key, unnamed, True) for key in required if key not in properties]
+        return cls(tuple(named), None if other is False else other)
+
+    def schema_of(self, key: str) -> Schema:
+        """Return the schema of a member."""
+        known = next((schema for name, schema, _ in self.named if name == key), None)
+        if known is not None:
+            return known
+        return True if self.other is None else self.other
+
+
+def part(root: Schema, schema: Schema) -> dict[str, Any]:
+    """Return a schema of its own for a part of a schema, whose references lead to places in the whole."""
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    made = dict(_moved(schema))
+    if _refers(made):
+        made["$defs"] = {**made.get("$defs", {}), "whole": _moved(root)}
+    return made
+
+
+def _moved(value: Any) -> Any:
+    """Return a schema whose local references lead into ``#/$defs/whole``."""
+    if isinstance(value, Mapping):
+        return {
+            key: f"#/$defs/whole{inner[1:]}"
+            if key == "$ref" and isinstance(inner, str) and inner.startswith("#")
+            else _moved(inner)
+            for key, inner in value.items()
+        }
+    return [_moved(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _refers(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return isinstance(value.get("$ref"), str) or any(_refers(inner) for inner in value.values())
+    return isinstance(value, list) and any(_refers(inner) for inner in value)

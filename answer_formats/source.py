@@ -1,0 +1,205 @@
+"""Read the text of an answer that comes in pieces: steps that wait for more text where they need more.
+
+A step is a generator. It yields where it needs the next piece, and it looks at characters only. So what it reads does
+not depend on how the text was divided.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Generator
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Tell = Callable[[str], None]
+
+BLANKS: Final = " \t\r\n"
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_OUTSIDE: Final = re.compile(r'[{}\[\]"]')
+_INSIDE: Final = re.compile(r'\\.|"', re.DOTALL)
+_SCALAR: Final = re.compile(r"[-+.\w]*")
+
+
+def ignore(_: str) -> None:
+    """Drop a piece of text."""
+
+
+class Source:
+    """The text of one answer that has come and has not been read.
+
+    text   what has come. ``at`` is the position of the next character
+    ended  whether no more will come
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        self._marks: list[int] = []
+
+    def feed(self, piece: str) -> None:
+        """Add the next piece."""
+        read = self._marks[0] if self._marks else self.at
+        self.text = self.text[read:] + piece
+        self.at -= read
+        self._marks = [mark - read for mark in self._marks]
+
+    # --- going back
+
+    def mark(self) -> None:
+        """Remember this position. Marks form a stack."""
+        self._marks.append(self.at)
+
+    def marked(self) -> str:
+        """Forget the last mark, and return the text that was read since."""
+        return self.text[self._marks.pop() : self.at]
+
+    def back(self) -> None:
+        """Go back to the last mark, and forget it."""
+        self.at = self._marks.pop()
+
+    def forget_marks(self) -> None:
+        self._marks.clear()
+
+    # --- steps
+
+    def more(self) -> Steps[bool]:
+        """Wait for more text. Return False if the answer has ended before."""
+        if self.ended:
+            return False
+        yield
+        return True
+
+    def peek(self) -> Steps[str]:
+        """Return the next character; "" at the end of the answer."""
+        while self.at == len(self.text) and (yield from self.more()):
+            pass
+        return self.text[self.at : self.at + 1]
+
+    def blanks(self) -> Steps[None]:
+        """Read white space."""
+        while (yield from self.peek()) and self.text[self.at] in BLANKS:
+            self.at += 1
+
+    def literal(self, expected: str) -> Steps[bool]:
+        """Read a text. Return False, and read nothing, if another one stands here."""
+        while not self.text.startswith(expected, self.at):
+            if not expected.startswith(self.text[self.at :]) or not (yield from self.more()):
+                return False
+        self.at += len(expected)
+        return True
+
+    def closing(self, expected: str) -> Steps[bool]:
+        """Read a text that ends something. Return False if another one stands here, or only its beginning at the end of
+        the answer, which is read then."""
+        found = yield from self.literal(expected)
+        if not found and self.ended and expected.startswith(self.text[self.at :]):
+            self.at = len(self.text)
+        return found
+
+    def word(self, ends: Collection[str], limit: int = 200) -> Steps[str | None]:
+        """Read the characters before one of ``ends``. Return None if there are more than ``limit``, or if the answer
+        ends before."""
+        size = 0
+        while True:
+            while self.at + size < len(self.text):
+                if self.text[self.at + size] in ends:
+                    self.at += size
+                    return self.text[self.at - size : self.at]
+                size += 1
+                if size > limit:
+                    return None
+            if not (yield from self.more()):
+                return None
+
+    def until(self, markers: tuple[str, ...], tell: Tell) -> Steps[str | None]:
+        """Read the text before the first marker, and tell it as it comes. Return the marker, which is not read; None if
+        the answer ends without one."""
+        while True:
+            found = [(at, marker) for marker in markers if (at := self.text.find(marker, self.at)) >= 0]
+            at, marker = min(found, default=(len(self.text) - self._held(markers), None))
+            if at > self.at:
+                tell(self.text[self.at : at])
+                self.at = at
+            if marker is not None:
+                return marker
+            if not (yield from self.more()):
+                if self.at < len(self.text):
+                    tell(self.text[self.at :])
+                    self.at = len(self.text)
+                return None
+
+    def _held(self, markers: tuple[str, ...]) -> int:
+        """Return how many characters at the end may begin a marker."""
+        text = self.text
+        for size in range(min(max(map(len, markers), default=1) - 1, len(text) - self.at), 0, -1):
+            end = text[-size:]
+            if any(marker.startswith(end) for marker in markers):
+                return size
+        return 0
+
+    def string(self, *, plain: bool = False) -> Steps[str | None]:
+        """Read a JSON string, and return its value. Return None if there is none, or one with escapes if it has to be
+        plain."""
+        if (yield from self.peek()) != '"':
+            return None
+        while (found := _STRING.match(self.text, self.at)) is None:
+            if not (yield from self.more()):
+                return None
+        if plain and "\\" in found[0]:
+            return None
+        try:
+            value = json.loads(found[0], strict=False)
+        except ValueError:
+            return None
+        self.at = found.end()
+        return str(value)
+
+    def json(self, tell: Tell, depth: int = 0) -> Steps[bool]:
+        """Read a JSON value, and tell it as it comes. Return whether it is complete.
+
+        depth  number of brackets that are open already. The value ends with the last one
+        """
+        first = yield from self.peek()
+        if not depth and first not in '{["':
+            return (yield from self._scalar(tell))
+        in_string = False
+        while True:
+            begin = at = self.at
+            complete = False
+            while found := (_INSIDE if in_string else _OUTSIDE).search(self.text, at):
+                at = found.end()
+                if found[0] == '"':
+                    in_string = not in_string
+                elif not in_string:
+                    depth += 1 if found[0] in "{[" else -1
+                complete = depth <= 0 and not in_string
+                if complete:
+                    break
+            # A backslash at the end waits for the character that it escapes.
+            open_escape = in_string and not complete and _ends_with_escape(self.text, at)
+            self.at = at if complete else len(self.text) - open_escape
+            if self.at > begin:
+                tell(self.text[begin : self.at])
+            if complete:
+                return True
+            if not (yield from self.more()):
+                if open_escape:
+                    tell(self.text[self.at :])
+                    self.at = len(self.text)
+                return False
+
+    def _scalar(self, tell: Tell) -> Steps[bool]:
+        while (found := _SCALAR.match(self.text, self.at)) and found.end() == len(self.text):
+            if not (yield from self.more()):
+                break
+        assert found is not None
+        if found[0]:
+            tell(found[0])
+        self.at = found.end()
+        return bool(found[0])
+
+
+def _ends_with_escape(text: str, at: int) -> bool:
+    """Return whether a text ends with a backslash that escapes what follows. No escape stands between ``at`` and it."""
+    return len(text) > at and text[-1] == "\\"

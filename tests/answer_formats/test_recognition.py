@@ -1,0 +1,71 @@
+"""Chat templates show how their models write calls and reasoning."""
+
+import pytest
+
+from answer_formats.families import ALL_MARKERS, FAMILIES, reasoning_tokens, recognise
+
+THINK = ("<think>", "</think>")
+# The lines of published templates that write calls and reasoning.
+TEMPLATES = [
+    (
+        """{{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
+        ("hermes", None),
+    ),
+    (
+        """{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}{{- '<parameter=' + key + '>\\n' }}arguments""",
+        ("qwen3_coder", None),
+    ),
+    (
+        "{{ '\\n<tool_call>' + tc.name }}{% set arguments = tc.arguments %}<arg_key>{{ k }}</arg_key>"
+        "{{ '\\n<think></think>' }}",
+        ("glm45", THINK),
+    ),
+    ("Environment: ipython{{- '<|python_tag|>' + tool_call.name + '.call(' }}", ("llama3", None)),
+    ('Environment: ipython {{- \'{"name": "\' + tool_call.name }}', ("llama3", None)),
+    ('{{ "[TOOL_CALLS] [" }}{{- tool_call.function|tojson }}', ("mistral", None)),
+    ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", ("mistral_args", None)),
+    (
+        "{{- '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' }}[THINK]..[/THINK]",
+        ("mistral_args", ("[THINK]", "[/THINK]")),
+    ),
+    (
+        "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n' + '```json'}}",
+        ("deepseek_v3", None),
+    ),
+    (
+        "{{'<｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' + arguments}}{{'<｜Assistant｜></think>'}}",
+        ("deepseek_v31", THINK),
+    ),
+    (
+        "{{- '<|tool_call>call:' + name }}{{- '<|channel>thought\\n<channel|>' -}}",
+        ("gemma4", ("<|channel>thought", "<channel|>")),
+    ),
+    ("<start_function_call>call:{{ name }}", ("function_gemma", None)),
+    ("<start_of_turn>user Write calls in ```tool_code", ("gemma3", None)),
+    ("<start_of_turn>user\\n{{ content }}<end_of_turn>", (None, None)),
+    (
+        "{{ '<seed:tool_call>\\n<function=' + name }}<seed:think></seed:think>",
+        (None, ("<seed:think>", "</seed:think>")),
+    ),
+    ("<|im_start|>{{ content }}", (None, None)),
+    # Llama 4 writes calls as a list of Python calls, which is another format.
+    ("Environment: ipython <|python_start|>", (None, None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "found"), TEMPLATES)
+def test_a_template_shows_its_format(template: str, found: tuple[str | None, tuple[str, str] | None]) -> None:
+    assert recognise(template) == found
+
+
+def test_the_template_for_tools_counts() -> None:
+    assert recognise("{{ content }}", "<tool_call> arguments") == ("hermes", None)
+
+
+def test_all_formats_are_recognised() -> None:
+    assert {format for _, (format, _) in TEMPLATES} - {None} == set(FAMILIES)
+
+
+def test_markers_of_the_reasoning_are_known_as_tokens() -> None:
+    assert reasoning_tokens(("<|channel>thought", "<channel|>")) == ("<|channel>", "<channel|>")
+    assert {"<think>", "<|channel>", "[TOOL_CALLS]", "<｜tool▁sep｜>", '<|"|>'} <= ALL_MARKERS

@@ -1,0 +1,204 @@
+"""Grammars of calls allow what the models of each family write, and nothing that a parser would read otherwise."""
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+
+from answer_formats.families import FAMILIES
+from model_worker.engines.constraint_child import attempt
+from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar
+from protocol.errors import ErrorCode, RequestError
+from tests.answer_formats.answers import (
+    EMPTY,
+    LINES,
+    NESTED,
+    NUMBER,
+    SIMPLE,
+    TOOLS,
+    WRITERS,
+    Call,
+    bare,
+    markers_in_a_string,
+)
+
+BYTES = Vocabulary([bytes([value]) for value in range(256)]).tokenizer()
+
+
+def constraint(format: str, *, required: bool, parallel: bool = True, tools: Any = None, strict: bool = False) -> str:
+    if tools is None:
+        tools = [(tool.name, tool.parameters) for tool in TOOLS]
+    listed = [{"name": name, "parameters": schema, "strict": strict} for name, schema in tools]
+    return json.dumps({"format": format, "tools": listed, "required": required, "parallel": parallel})
+
+
+def allows(text: str, constraint: str) -> bool:
+    """Return whether a constraint of calls allows an answer."""
+    matcher = llguidance.LLMatcher(BYTES, grammar("tools", constraint), log_level=0, limits=LIMITS)
+    assert not matcher.is_error(), matcher.get_error()
+    return all(not matcher.is_stopped() and matcher.consume_token(byte) for byte in text.encode()) and bool(
+        matcher.is_accepting()
+    )
+
+
+def written(way: str, *calls: Call) -> str:
+    """Return calls as the grammar has them, which writes the values of Python calls as JSON."""
+    format, write = WRITERS[way]
+    if way == "gemma3, code":
+        shown = (", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in args.items()) for _, args in calls)
+        lines = (f"{name}({args})" for (name, _), args in zip(calls, shown, strict=True))
+        return "```tool_code\n" + "\n".join(lines) + "\n```"
+    text = write(calls)
+    return text.replace("\nTrue\n", "\ntrue\n").replace("\nNone\n", "\nnull\n") if format == "qwen3_coder" else text
+
+
+@pytest.mark.parametrize("way", WRITERS)
+@pytest.mark.parametrize("required", [True, False])
+def test_calls_are_allowed(way: str, required: bool) -> None:
+    format = WRITERS[way][0]
+    made = constraint(format, required=required)
+    before = "" if required else 'Well, {"a": 1} <b> [x].\n'
+    for calls in (
+        [SIMPLE],
+        [NESTED],
+        [EMPTY],
+        [LINES],
+        [NUMBER],
+        [markers_in_a_string(format)],
+        [EMPTY, SIMPLE, EMPTY],
+    ):
+        assert allows(before + written(way, *calls), made), calls
+    if not required:
+        assert allows("", made)
+        assert allows(before, made)
+        assert allows(f"{before}{written(way, EMPTY)}\nDone.", made)
+    else:
+        assert not allows("", made)
+        assert not allows(f"Well. {written(way, EMPTY)}", made)
+
+
+@pytest.mark.parametrize("way", WRITERS)
+@pytest.mark.parametrize("required", [True, False])
+def test_other_calls_are_not_allowed(way: str, required: bool) -> None:
+    format = WRITERS[way][0]
+    made = constraint(format, required=required)
+    before = "" if required else "Well. "
+    for call in (
+        ("rm", {}),
+        ("get_time", {"zone": "x"}),
+        ("get_weather", {"days": "three"}),
+        ("get_weather", {"days": 1.5}),
+        ("get_weather", {"where": {"lat": "north"}}),
+        ("get_weather", {"tags": [1]}),
+        ("write", {}),
+    ):
+        assert not allows(before + written(way, call), made), call
+    one = constraint(format, required=required, parallel=False)
+    assert allows(before + written(way, EMPTY), one)
+    assert not allows(before + written(way, EMPTY, EMPTY), one)
+
+
+@pytest.mark.parametrize("format", ["llama3", "gemma3"])
+def test_a_call_without_a_marker(format: str) -> None:
+    write = bare(format)
+    assert write is not None
+    for required in (True, False):
+        made = constraint(format, required=required)
+        assert allows(write([SIMPLE]), made)
+        assert not allows(write([("get_weather", {"days": "three"})]), made)
+        assert allows(write([("rm", {"a": 1})]), made) is not required, "JSON that names no tool is text"
+    made = constraint(format, required=False)
+    for text in ('{"name": "Ada", "age": 36}', '{"a": {"name": "get_time"}}', "{", f"So: {write([EMPTY])}"):
+        assert allows(text, made), text
+    for text in (
+        '\n{"name":"get_time", "parameters": {"x": 1}}',
+        '{"type": "function", "name": "get_time", "parameters": {"x": 1}}',
+        '{"function": "get_time", "parameters": {"x": 1}}',
+    ):
+        assert not allows(text, made), text
+
+
+def test_further_calls_of_llama_follow_the_schema() -> None:
+    made = constraint("llama3", required=False)
+    call = '{"name": "get_time", "parameters": {}}'
+    assert allows(f"{call}; {call}", made)
+    assert not allows(f'{call}; {{"name": "get_time", "parameters": {{"x": 1}}}}', made)
+    assert not allows(f"{call}; {call}", constraint("llama3", required=False, parallel=False))
+
+
+STRING_SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
+    ({"type": "string", "enum": ["a b", "", "c\nd"]}, ["a b", "", "c\nd"], ["a", "a b "]),
+    ({"type": "string", "pattern": r"^\d+/\w$"}, ["12/a"], ["x12/a", "12/ab", "٣/a"]),
+    ({"type": "string", "pattern": "a+[/.]"}, ["xxa/x", "a."], ["xx"]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "łóд"], ["a", "abcd"]),
+    ({"type": "string", "format": "date"}, ["2024-02-28"], ["2024-02-31", "soon"]),
+    ({"type": ["string", "null"]}, ["nil", "null"], [" None"]),
+    ({"anyOf": [{"type": "string", "minLength": 2}, {"type": "integer", "minimum": 5}]}, ["ab", "7"], ["a", "3"]),
+    ({"const": "x"}, ["x"], ["y"]),
+    ({"$ref": "#/$defs/color"}, ["red"], ["blue"]),
+]
+
+
+@pytest.mark.parametrize("format", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize(("schema", "good", "bad"), STRING_SCHEMAS)
+def test_strings_without_quotes_follow_their_schema(format: str, schema: Any, good: list[str], bad: list[str]) -> None:
+    whole = {"properties": {"x": schema}, "required": ["x"], "$defs": {"color": {"enum": ["red"]}}}
+    made = constraint(format, required=True, tools=[("f", whole)])
+    write = next(write for name, write in WRITERS.values() if name == format)
+    for text in good:
+        assert allows(write([("f", {"x": text})]), made), text
+    for text in bad:
+        assert not allows(write([("f", {"x": text})]), made), text
+
+
+def refused(constraint: str) -> RequestError:
+    error = attempt(BYTES, "tools", constraint)
+    assert error is not None
+    assert error.field == "tools"
+    return error
+
+
+@pytest.mark.parametrize("format", FAMILIES)
+def test_a_schema_that_cannot_be_enforced_is_refused_by_tool_and_key(format: str) -> None:
+    fine = ("fine", {"properties": {"a": {"type": "integer"}}})
+    bad = {"type": "object", "properties": {"b": {"type": "integer", "not": {"const": 1}}}, "required": ["b"]}
+    for given in ({"required": True}, {"required": False, "strict": True}):
+        error = refused(constraint(format, tools=[fine, ("bad", bad)], **given))
+        assert error.message.startswith("tools: bad: ")
+        assert "not" in error.message
+        assert error.code == ErrorCode.UNSUPPORTED
+    assert attempt(BYTES, "tools", constraint(format, required=False, tools=[fine, ("bad", bad)])) is None
+
+
+@pytest.mark.parametrize("format", ["glm45", "qwen3_coder", "gemma4", "gemma3"])
+def test_an_object_that_the_format_writes_itself(format: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1}
+    error = refused(constraint(format, tools=[("bad", schema)], required=True))
+    assert error.message.startswith("tools: bad: minProperties ")
+
+
+@pytest.mark.parametrize("format", [format for format in FAMILIES if format not in ("hermes", "llama3", "mistral")])
+def test_a_name_that_the_format_cannot_write(format: str) -> None:
+    error = refused(constraint(format, tools=[("a<b\n[", {})], required=False))
+    assert "cannot be written" in error.message
+    assert error.code == ErrorCode.UNSUPPORTED
+
+
+def test_a_pattern_that_looks_around_is_ignored_unless_the_tool_is_strict() -> None:
+    schema = {"properties": {"a": {"type": "string", "pattern": "^(?!x)y$"}}, "required": ["a"]}
+    for format in FAMILIES:
+        assert attempt(BYTES, "tools", constraint(format, tools=[("f", schema)], required=False)) is None
+        error = refused(constraint(format, tools=[("f", schema)], required=True))
+        assert error.message.startswith("tools: f: ")
+
+
+@pytest.mark.parametrize("format", FAMILIES)
+def test_recursion(format: str) -> None:
+    tree = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#/properties/tree"}}}
+    schema = {"type": "object", "properties": {"tree": tree}, "required": ["tree"]}
+    made = constraint(format, tools=[("f", schema)], required=True)
+    assert attempt(BYTES, "tools", made) is None
+    write = next(write for name, write in WRITERS.values() if name == format)
+    if format != "gemma3":
+        assert allows(write([("f", {"tree": {"n": 1, "next": {"n": 2, "next": {}}}})]), made)
