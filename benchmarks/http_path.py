@@ -138,6 +138,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     arguments = parser.parse_args()
     results = []
+    texts: dict[int, float] = {}
+    """The gateway's time for a token of a text, by the number of streams."""
     for kind, streams in product((Kind("", {"model": "m", "prompt": "x"}), agent()), STREAMS):
         rounds = []
         for _ in range(1 if arguments.quick else 3):
@@ -156,6 +158,9 @@ def main() -> None:
             ),
             Result(f"{name}: tokens joined with others", joined, "tokens"),
         ]  # fmt: skip
+        if streams in texts:
+            results.append(Result(f"{name}: gateway, by the same for a text", http / texts[streams], "ratio"))
+        texts.setdefault(streams, http)
     write("http-path", results, arguments.out)
 
 

@@ -65,7 +65,11 @@ class AnswerReader:
         if self._parser is None:
             return [Text(delta.text)] if delta.text else []
         parts = self._parser.feed(delta.text) if delta.text else []
-        self._note(parts, len(delta.token_ids))
+        if len(parts) == 1 and isinstance(parts[0], Reasoning):  # as few steps as possible: this runs for each token
+            self.reasoning_tokens += self._undecided + len(delta.token_ids)
+            self._undecided = 0
+        else:
+            self._note(parts, len(delta.token_ids))
         return parts
 
     def end(self) -> tuple[list[Part], str]:
@@ -92,15 +96,11 @@ class AnswerReader:
         self._undecided += tokens
         if not parts:
             return
-        share: float
-        if len(parts) == 1:  # nearly every token
-            share = isinstance(parts[0], Reasoning)
-            self._called = self._called or isinstance(parts[0], CallStart)
-        else:
+        if len(parts) > 1 or isinstance(parts[0], CallStart | Reasoning):
             reasoned = sum(_length(part) for part in parts if isinstance(part, Reasoning))
-            share = reasoned and reasoned / sum(map(_length, parts))
+            if reasoned:
+                self.reasoning_tokens += math.ceil(self._undecided * reasoned / sum(map(_length, parts)))
             self._called = self._called or any(isinstance(part, CallStart) for part in parts)
-        self.reasoning_tokens += math.ceil(self._undecided * share)
         self._undecided = 0
 
 

@@ -121,6 +121,29 @@ def test_the_deltas_of_a_forced_call_make_the_whole_answer(client: openai.OpenAI
         assert (told.function.name, told.function.arguments) == (meant.function.name, meant.function.arguments)
 
 
+def test_log_probabilities_tell_every_token_of_an_answer_in_parts(client: openai.OpenAI) -> None:
+    """Also tokens of markers, which are no part of the message."""
+    asked: dict[str, Any] = {
+        "model": "m", "messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "seed": 3, "max_tokens": 600,
+        "logprobs": True, "extra_body": AT_ONCE,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    (choice,) = whole.choices
+    assert choice.logprobs is not None
+    told = choice.logprobs.content or []
+    assert whole.usage is not None
+    assert len(told) == whole.usage.completion_tokens
+    spelled = b"".join(bytes(each.bytes or ()) for each in told).decode()
+    (call,) = choice.message.tool_calls or []
+    arguments = call.function.arguments  # type: ignore[union-attr]
+    assert spelled.startswith(f'<tool_call>\n{{"name": "map.point-to", "arguments": {arguments}}}\n</tool_call>')
+    streamed = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert streamed == told
+
+
 def test_a_forced_call_comes_behind_the_reasoning(client: openai.OpenAI) -> None:
     """The template begins the reasoning, and the budget ends it."""
     for budget in (0, 1, 25):

@@ -12,13 +12,14 @@ from langchain_openai import ChatOpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamEvent
 from pydantic import BaseModel, Field, SecretStr
 
-from tests.gateway.asking import ask
 from tests.keyed import free_port
 from tests.replaying_engine import ANSWERS, CITY, TOOLS
 from tests.serving import WITHIN, Serving
 
 SIZES = (1, 2, 3, 7, 1000)
 """Characters of a token, one model for each."""
+CUT = ANSWERS["weather"][: ANSWERS["weather"].index("dź")]
+"""The beginning of a call, up to the middle of a string."""
 
 
 class get_weather(BaseModel):
@@ -33,16 +34,20 @@ def replaying(**options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    models = {f"size-{size}": replaying(size=size) for size in SIZES}
-    models["told"] = replaying() | {"tool_format": "off", "reasoning": "off"}
-    port = free_port()
-    with Serving(models, gateway={"listen": port, "auth": "none"}):
-        yield port
+def port() -> int:
+    return free_port()
 
 
 @pytest.fixture(scope="module")
-def url(port: int) -> str:
+def serving(port: int) -> Iterator[Serving]:
+    models = {f"size-{size}": replaying(size=size) for size in SIZES}
+    models["told"] = replaying() | {"tool_format": "off", "reasoning": "off"}
+    with Serving(models, gateway={"listen": port, "auth": "none"}) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def url(serving: Serving, port: int) -> str:
     return f"http://127.0.0.1:{port}/v1"
 
 
@@ -208,9 +213,18 @@ def test_stop_strings_act_in_the_text_only(client: openai.OpenAI) -> None:
     assert told.choices[0].finish_reason == "stop"
 
 
-def test_logprobs_come_with_every_part(port: int) -> None:
-    body = {"model": "size-1", "messages": say("plain"), "max_tokens": 3}
-    assert ask(port, "/v1/chat/completions", body)["choices"][0]["message"]["content"] == "Hel"
+def test_an_answer_that_is_cut_in_a_call_has_what_was_written(client: openai.OpenAI) -> None:
+    for size in (1, 2):
+        told = client.chat.completions.create(
+            model=f"size-{size}", messages=say("weather"), tools=TOOLS, max_tokens=-(-len(CUT) // size)
+        )
+        (choice,) = told.choices
+        assert choice.finish_reason == "length"
+        (call,) = choice.message.tool_calls or []
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == (
+            "get_weather", ANSWERS["weather"][len(CUT) - len('{"city": "Łó') : -(-len(CUT) // size) * size],
+        )  # fmt: skip
 
 
 def test_a_conversation_with_calls_reaches_the_template(client: openai.OpenAI) -> None:
@@ -227,9 +241,15 @@ def test_a_conversation_with_calls_reaches_the_template(client: openai.OpenAI) -
     assert client.chat.completions.create(model="size-3", messages=history).choices[0].message.content == "Hello there."
 
 
-def test_status_shows_the_format_and_the_markers(port: int) -> None:
-    with pytest.raises(AssertionError, match="reasoning_budget"):
-        ask(port, "/v1/chat/completions", {"model": "told", "messages": say("plain"), "reasoning_budget": 5})
+def test_status_shows_the_format_and_the_markers(serving: Serving, client: openai.OpenAI) -> None:
+    with serving.client() as own:
+        shown = {model["name"]: (model["tool_format"], model["reasoning"]) for model in own.status()["models"]}
+    assert shown.pop("told") == (None, None)
+    assert set(shown) == {f"size-{size}" for size in SIZES}
+    assert all(each == ("hermes", {"start": "<think>", "end": "</think>"}) for each in shown.values())
+    with pytest.raises(openai.APIStatusError, match="reasoning_budget: the markers") as refused:
+        client.chat.completions.create(model="told", messages=say("plain"), extra_body={"reasoning_budget": 5})
+    assert refused.value.param == "reasoning_budget"
 
 
 @pytest.mark.parametrize(("name", "die_at"), [("weather", 21), ("thought", 9), ("long", 60), ("thought", 24)])
