@@ -5,8 +5,9 @@ from typing import Final
 
 from answer_formats.rules import Rules, Wanted, escaped, literal
 
-_BLANKS: Final = r"\s{0,8}"
-"""Some models write line breaks. A model that may write blanks without end does that, too."""
+_BLANKS: Final = r"[ \t\r\n]{0,8}"
+"""Blanks of JSON. In llguidance, \\s is every blank of Unicode. Some models write line breaks. A model that may write
+blanks without end does that, too."""
 
 
 def objects(rules: Rules, tools: Sequence[Wanted], arguments: str, rest: str = "") -> str:
