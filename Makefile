@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-browser test-nginx test-fuzz-http test-install serve lint docs bench clean help
+.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-fuzz-http test-install serve lint docs bench clean help
 
 demo: $(VENV)/.run ## two small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
@@ -44,6 +44,10 @@ test-install: $(VENV)/.test ## pip install . into empty environments, without th
 test-clients: $(VENV)/.test ## the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/node openai@7.57.0
 	$(BIN)/python -m pytest tests/npm_openai.py
+
+test-claude-code: $(VENV)/.test ## Claude Code against the gateway, with no other network; needs Node 20, npm and 0.4 GB, no GPU
+	npm install --no-audit --no-fund --silent --prefix $(VENV)/claude @anthropic-ai/claude-code@2.1.330
+	$(BIN)/python -m pytest tests/claude_code.py
 
 test-fuzz-http: $(VENV)/.test ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt schemathesis

@@ -81,8 +81,8 @@ def cut(text: str, size: int) -> list[str]:
 class ReplayingEngine:
     """Replays the answer that the last message names. Token ids count the pieces of the answer.
 
-    Options: step_s (seconds of a step), size (characters of a token), template, die_at (the token at which the first
-    process of the model kills itself, 0 for never) and flag (the path of a file that remembers the death).
+    Options: step_s (seconds of a step), size (characters of a token), context, template, die_at (the token at which the
+    first process of the model kills itself, 0 for never) and flag (the path of a file that remembers the death).
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -96,7 +96,7 @@ class ReplayingEngine:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            context=65536,
+            context=int(self.options.get("context", 65536)),
             max_batch_size=self.spec.max_batch_size,
             offered=frozenset(SamplingParams.model_fields),
             chat=True,
@@ -129,7 +129,7 @@ class ReplayingEngine:
 
     def submit(self, job: Job) -> None:
         check_job(job, self.capabilities, 1 << 20)
-        prompt = bytes(job.prompt_ids).decode()
+        prompt = self.decode(job.prompt_ids)
         matcher: Any = StopMatcher(job.stop)
         if job.layout.stops:
             layout = job.layout

@@ -157,7 +157,7 @@ def test_thinking_that_is_not_shown_comes_back_in_the_next_request(client: anthr
         without = [*asked["messages"], {"role": "assistant", "content": forgotten}, messages[-1]]
         count = client.messages.count_tokens(model="agent", tools=TOOLS, messages=messages)
         shorter = client.messages.count_tokens(model="agent", tools=TOOLS, messages=without)  # type: ignore[arg-type]
-        assert count.input_tokens > shorter.input_tokens + len("I need the tool for that.")
+        assert count.input_tokens > shorter.input_tokens + len("I need the tool for that.") / 4
 
 
 def test_tokens_are_counted_as_the_answer_counts_them(client: anthropic.Anthropic) -> None:
