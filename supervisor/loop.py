@@ -60,6 +60,7 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.runtime_watch import CHECK_S as RUNTIME_CHECK_S
 from supervisor.runtime_watch import RuntimeWatch
+from supervisor.service_manager import service_manager
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.signals import Signals
 from supervisor.supervisor_status import SupervisorDescription
@@ -130,6 +131,7 @@ class Supervisor:
         self._shutdown = SupervisorShutdown(
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )
+        self._manager = service_manager(self._fleet, self._reloads, self._shutdown, self._gateway, log)
         self._frames = WorkerFrames(
             self._fleet, self._scheduler, self._queries, self._authorizer, self._deadlines, self._reactor, self._effects
         )
@@ -178,6 +180,7 @@ class Supervisor:
         # held events of workers that failed earlier, or were removed, have not been sent yet
         self._effects.add(self._scheduler.release_held(None, time.monotonic()))
         self._runner.run()
+        self._tell_manager()  # the whole shutdown may take less time than passes between two looks
         self._log.info("every model is stopped; leaving")
         self._close()
         return 0
@@ -215,6 +218,8 @@ class Supervisor:
         every(RATE_WINDOW_S, self._sample)
         every(USAGE_CHECK_S, self._check_usage)
         every(TRIM_S, trim)
+        if self._manager is not None:
+            every(self._manager.look_s, self._tell_manager)
 
     def _close(self) -> None:
         self._gateway.close()
@@ -280,6 +285,8 @@ class Supervisor:
             if number in (signal.SIGINT, signal.SIGTERM) or (hangup and self._signals.terminal_is_gone()):
                 self._shutdown.begin(number.name, now=self._shutdown.begun)
             elif hangup and not self._shutdown.begun:
+                if self._manager is not None:
+                    self._manager.reload_begins(time.monotonic())
                 with suppress(WireError):  # the log has it
                     self._reloads.read_again(number.name, How.AUTO)
 
@@ -307,6 +314,11 @@ class Supervisor:
     def _check_usage(self) -> None:
         if self._usage is not None:
             self._usage.check(self._scheduler.unfinished.counted_in())
+
+    def _tell_manager(self) -> None:
+        """Tell the service manager what has changed, and feed its watchdog."""
+        if self._manager is not None:
+            self._manager.look(time.monotonic())
 
     def _sample(self) -> None:
         self._fleet.sample_rates(RATE_WINDOW_S)
