@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-fuzz-http test-install serve lint docs bench clean help
+.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-systemd test-fuzz-http test-install serve lint docs bench clean help
 
 demo: $(VENV)/.run ## two small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
@@ -59,6 +59,9 @@ test-browser: $(VENV)/.test ## the gateway's page in a real browser: Debian's ch
 
 test-nginx: $(VENV)/.test ## the gateway behind a real nginx: Debian's nginx-light, no GPU
 	$(BIN)/python -m pytest tests/behind_nginx.py
+
+test-systemd: $(VENV)/.test ## the service under a real systemd in namespaces of its own; root only, no GPU
+	$(BIN)/python -m pytest tests/under_systemd.py
 
 lint: $(VENV)/.test ## ruff, strict types
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ def find_config(given: Path | None) -> Path:
     candidates = [Path(NAME)]
     if candidates[0].exists():
         return candidates[0]
-    if (directory := _user_directory()) is not None:
+    if (directory := user_directory()) is not None:
         candidates.append(directory / "modelctl" / NAME)
         if candidates[1].exists():
             return candidates[1]
@@ -33,7 +33,7 @@ def find_config(given: Path | None) -> Path:
     raise ConfigError([Problem(NAME, 0, "", message)])
 
 
-def _user_directory() -> Path | None:
+def user_directory() -> Path | None:
     """Return ``$XDG_CONFIG_HOME``, else ``~/.config``; None for a user without a home directory."""
     if chosen := os.environ.get("XDG_CONFIG_HOME"):
         return Path(chosen)
