@@ -54,15 +54,24 @@ class Verdict(BaseModel):
     count: int = Field(ge=0, le=99)
 
 
+PORT = free_port()
+
+
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("models") / "letters"
     shutil.copytree(ROOT / "model_worker/demo_models/letters", directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     model = {"model_dir": str(directory), "engine": "transformers", "gpu": "cpu", "max_batch_size": 8}
-    port = free_port()
-    with Serving({"m": model}, gateway={"listen": port, "auth": "none"}):
-        yield f"http://127.0.0.1:{port}/v1"
+    with Serving(
+        {"m": model}, gateway={"listen": PORT, "auth": "none"}, restart={"initial": "100ms"}
+    ) as serving:  # fmt: skip
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def url(serving: Serving) -> str:
+    return f"http://127.0.0.1:{PORT}/v1"
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +206,41 @@ def test_parse_gives_the_arguments_of_a_tool(client: openai.OpenAI) -> None:
     )  # fmt: skip
     (call,) = told.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Verdict)
+
+
+@pytest.mark.parametrize("in_call", [False, True])
+def test_a_worker_that_is_killed_in_the_reasoning_or_in_a_call_changes_nothing(
+    serving: Serving, client: openai.OpenAI, in_call: bool
+) -> None:
+    """The next worker goes on at the same place of the reasoning, or of the grammar."""
+    flags = {"type": "array", "items": {"type": "boolean"}, "minItems": 120, "maxItems": 120}
+    schema = {"type": "object", "properties": {"flags": flags}, "required": ["flags"], "additionalProperties": False}
+    asked: dict[str, Any] = {
+        "model": "m", "messages": ASK, "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+        "tool_choice": "required", "parallel_tool_calls": False, "seed": 7, "max_tokens": 1200,
+        "extra_body": {"reasoning_budget": 150, "chat_template_kwargs": {"begin_inside": True}},
+    }  # fmt: skip
+    (meant,) = client.chat.completions.create(**asked).choices
+    resumed = serving.status("m")["totals"]["resumed"]
+    reasoning = arguments = ""
+    reason = None
+    killed = False
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            arguments += call.function.arguments or ""
+        reason = choice.finish_reason or reason
+        if not killed and (arguments if in_call else reasoning):
+            serving.worker("m").kill()
+            killed = True
+    assert serving.status("m")["totals"]["resumed"] == resumed + 1
+    assert reasoning == meant.message.reasoning_content  # type: ignore[attr-defined]
+    (call,) = meant.message.tool_calls or []
+    assert arguments == call.function.arguments  # type: ignore[union-attr]
+    jsonschema.validate(json.loads(arguments), schema)
+    assert reason == meant.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
