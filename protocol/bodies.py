@@ -42,6 +42,9 @@ class Model(TypedDict):
     chat: bool | None
     """True if the model has a chat template, so that requests may hold `messages`. Null until a worker has loaded the
     model."""
+    tools: bool | None
+    """True if the format in which the model calls tools is known, so that its calls can be told from text. Null until a
+    worker has loaded the model."""
     aliases: list[str]
     """Further names of the model. GENERATE and CALL take them like its name."""
     variants: list[str]

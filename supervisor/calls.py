@@ -94,6 +94,7 @@ def _as_one(name: str, replicas: list[Replica], names: ModelNames) -> Result:
         "state": str(best.state),
         "context": best.info.get("context"),
         "chat": best.chat,
+        "tools": best.tools,
         **names.describe(name),
     }
 

@@ -85,7 +85,7 @@ def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, An
             "completion": True,
             "json_schema": True,
             "vision": False,
-            "function_calling": False,
+            "function_calling": one.get("tools"),
             "reranker": False,
             "audio_transcriptions": False,
             "audio_speech": False,

@@ -144,6 +144,11 @@ class Replica:
         return self.info.get("chat")
 
     @property
+    def tools(self) -> bool | None:
+        """Whether the format of the model's calls of tools is known. None until a worker has loaded it."""
+        return self.info["tool_format"] is not None if "tool_format" in self.info else None
+
+    @property
     def reasoning(self) -> dict[str, str] | None:
         """The markers of the model's reasoning. None if it does not reason, or until a worker has loaded it."""
         start, end = self.info.get("reasoning_start"), self.info.get("reasoning_end")

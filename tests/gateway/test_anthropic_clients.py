@@ -265,7 +265,9 @@ def test_the_list_of_models_suits_both_packages(client: anthropic.Anthropic) -> 
     assert ([model.id for model in page.data], page.has_more) == (["size-1", "size-1000"], True)
     before = client.models.list(limit=2, before_id="size-1")
     assert [model.id for model in before.data] == ["agent", "full"]
-    assert client.models.retrieve("size-3").display_name == "size-3"
+    known: Any = client.models.retrieve("size-3")
+    assert (known.display_name, known.to_dict()["capabilities"]["function_calling"]) == ("size-3", True)
+    assert client.models.retrieve("stopped").to_dict()["capabilities"]["function_calling"] is None  # type: ignore[index]
     with pytest.raises(anthropic.NotFoundError):
         client.models.retrieve("none")
     with pytest.raises(anthropic.BadRequestError, match="limit"):
