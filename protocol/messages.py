@@ -120,6 +120,8 @@ ROUTE_KEYS: Final[tuple[str, ...]] = (
     "deadline_ms",
     "affinity",
     "progress",
+    "keep_alive",
+    "ttl",
     "on_behalf_of",
 )
 """Keys of ``route``, in GENERATE."""

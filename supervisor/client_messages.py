@@ -35,6 +35,7 @@ from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.in_flight import ToClient, ToWorker
 from supervisor.requests.pending_queries import Asker, PendingQueries
 from supervisor.requests.refusals import number_of, refusal
+from supervisor.requests.route import stay_of
 from supervisor.requests.scheduler import Scheduler
 
 
@@ -115,10 +116,14 @@ class ClientMessages:
                 caller = self._authorizer.caller(caller, message.route[ON_BEHALF_OF], f"route.{ON_BEHALF_OF}")
             if caller is not OWNER:
                 party = self._authorizer.check_request(caller, message, now)
+            if (stay := stay_of(message.route)) is not None:
+                self._context.on_demand.check_stay(message.model, *stay)
         except WireError as e:
             self._refuse(channel, message, e)
             return
         self._effects.add(self._scheduler.submit(channel, message, now, party, caller, named.defaults))
+        if stay is not None and self._scheduler.find(channel, message.request) is not None:
+            self._context.on_demand.stay(message.model, stay[0])
         if party is not None:
             self._authorizer.note(caller, channel, message, now)
         self._deadlines.set()

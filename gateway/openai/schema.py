@@ -115,6 +115,8 @@ _ROUTE: Final[Schema] = {
     "priority": {"enum": ["interactive", "normal", "batch"]},
     **{name: {"type": "integer", "minimum": 1} for name in ("queue_ms", "ttft_ms", "deadline_ms")},
     "affinity": {"type": "string", "minLength": 1, "maxLength": 256},
+    "keep_alive": {"type": ["number", "string"], "description": "Seconds, or a duration such as 5m."},
+    "ttl": {"type": "integer", "minimum": 1},
 }
 _ERROR: Final[Schema] = {
     "type": "object",

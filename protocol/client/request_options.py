@@ -33,6 +33,9 @@ class RequestOptions(TypedDict, total=False):
                      deadline_exceeded
     deadline_ms      longest time to the end of the answer, in milliseconds. The request then ends with
                      deadline_exceeded
+    keep_alive       for a lazy model: unload it after this time without a request. Seconds, or a text such as "5m"; 0:
+                     as soon as it has nothing to do; negative: never
+    ttl              the same in whole seconds, by the name that LM Studio has for it
     on_behalf_of     for gateways: the id of the HTTP key for which the request is, the SHA-256 of its token in hex
     affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
                      prefix is in the cache. Unset: the beginning of the prompt is used instead
@@ -57,6 +60,8 @@ class RequestOptions(TypedDict, total=False):
     ttft_ms: int | None
     deadline_ms: int | None
     affinity: str | None
+    keep_alive: float | str | None
+    ttl: int | None
     on_behalf_of: str | None
     # The worker checks these.
     add_generation_prompt: bool | None

@@ -18,7 +18,7 @@ from supervisor.cli.tables import table, terminal_width
 if TYPE_CHECKING:
     from supervisor.keys.store import KeyStore
 
-HEADER = ("NAME", "RIGHTS", "MODELS", "IN FLIGHT", "TOKENS/MIN", "CREATED", "EXPIRES", "KEY")
+HEADER = ("NAME", "RIGHTS", "MODELS", "IN FLIGHT", "TOKENS/MIN", "KEEP ALIVE", "CREATED", "EXPIRES", "KEY")
 
 
 def _store(context: click.Context, option: click.Parameter, given: Path | None) -> "KeyStore":
@@ -84,6 +84,11 @@ def keys() -> None:
 @click.option("--expires", metavar="TIME", help="End of the key, from now: 12h, 30d, 8w.  [default: never]")
 @click.option("--max-in-flight", type=int, help="Most requests that may be unfinished.  [default: no limit]")
 @click.option("--tokens-per-minute", type=int, help="Of prompts and answers together.  [default: no limit]")
+@click.option(
+    "--keep-alive",
+    metavar="TIME",
+    help="Longest keep_alive or ttl that its requests may set: 90s, 2h.  [default: none]",
+)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The key file.  [default: ./NAME.key]")
 @_config_option
 @_keys_option
@@ -96,6 +101,7 @@ def new(
     expires: str | None,
     max_in_flight: int | None,
     tokens_per_minute: int | None,
+    keep_alive: str | None,
     out: Path | None,
     config: Path | None,
     store: "KeyStore",
@@ -119,6 +125,7 @@ def new(
     limits = Limits(
         max_in_flight=check_limit("max_in_flight", max_in_flight),
         tokens_per_minute=check_limit("tokens_per_minute", tokens_per_minute),
+        keep_alive_s=check_limit("keep_alive_s", None if keep_alive is None else parse_lifetime(keep_alive)),
         models=None if models is None else parse_models(models),
         expires=None if expires is None else int(time.time()) + parse_lifetime(expires),
     )
@@ -178,9 +185,9 @@ def revoke(name: str, config: Path | None, store: "KeyStore", as_json: bool) -> 
 
 
 def _row(entry: dict[str, Any]) -> tuple[object, ...]:
-    models = entry.get("models")
+    models, keep_alive = entry.get("models"), entry.get("keep_alive_s")
     return (
         entry["name"], ",".join(entry["rights"]), None if models is None else ",".join(models),
-        entry.get("max_in_flight"), entry.get("tokens_per_minute"), entry["created"], entry.get("expires"),
-        entry.get("public_key", "HTTP token"),
+        entry.get("max_in_flight"), entry.get("tokens_per_minute"), None if keep_alive is None else f"{keep_alive} s",
+        entry["created"], entry.get("expires"), entry.get("public_key", "HTTP token"),
     )  # fmt: skip

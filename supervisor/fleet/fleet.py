@@ -81,6 +81,7 @@ class Fleet:
     def unload(self, worker: str, cause: str) -> None:
         """End the process of a worker that is ready and idle. Its next request starts it again."""
         replica = self.registry.replicas[worker]
+        replica.stay_s = None
         self._carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
     def stop(self, worker: str, cause: str, *, now: bool = False) -> None:
@@ -90,6 +91,7 @@ class Fleet:
         once.
         """
         replica = self.registry.replicas[worker]
+        replica.stay_s = None
         if (transition := replica.life.stop(time.monotonic(), cause, at_once=now)) is not None:
             self._carry_out(replica, transition)
 

@@ -1,5 +1,6 @@
 """The record of one worker of a configured model, and what ``status`` and errors say about the worker."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ class Replica:
         self.drain_timer: Timer | None = None
         self.backoff_timer: Timer | None = None
         self.last_active = 0.0
+        self.stay_s: float | None = None
+        """Idle seconds after which a request wants the worker to be unloaded; infinity for never, None for unset."""
         self.tokens_per_s = 0.0
         self.tokens_seen = 0
 
@@ -100,6 +103,14 @@ class Replica:
         differs = self._desired_spec is not self._spec
         self._spec = self._desired_spec
         return differs
+
+    @property
+    def ttl(self) -> float | None:
+        """The idle seconds after which the worker is unloaded; None for never."""
+        config = self.spec.config
+        if self.stay_s is None or not config.lazy or config.pinned:
+            return config.ttl
+        return None if self.stay_s == math.inf else self.stay_s
 
     @property
     def current(self) -> bool:
@@ -213,7 +224,9 @@ class Replica:
             "queued": waiting,
             "tokens_per_s": round(self.tokens_per_s, 1),
             "idle_s": round(now - self.last_active, 1) if idle else None,
-            "until_s": round(max(0.0, config.ttl - now + self.last_active), 1) if idle and config.ttl else None,
+            "until_s": None
+            if not idle or (ttl := self.ttl) is None
+            else round(max(0.0, ttl - now + self.last_active), 1),
             "lazy": config.lazy,
             "unloaded": self.life.unload_cause,
             "pid": self.process.pid if self.process else None,

@@ -88,6 +88,8 @@ class Identity:
     tokens_per_minute  tokens of prompts and answers; None: no limit
     models             patterns of the models that it may use (``qwen*``); None: all models
     expires            when the key ends, in seconds since 1970; None: never
+    keep_alive_s       the longest time in seconds for which its requests may keep an idle model loaded; None: they may
+                       set no time. The right admin has no limit
     """
 
     name: str | None
@@ -97,6 +99,7 @@ class Identity:
     tokens_per_minute: int | None = None
     models: tuple[str, ...] | None = None
     expires: float | None = None
+    keep_alive_s: int | None = None
 
     @property
     def is_http(self) -> bool:
@@ -129,6 +132,21 @@ def check_model(identity: Identity, model: str) -> None:
         may = ", ".join(identity.models or ())
         message = f"key {identity.name!r} may not use model {model[:64]!r}: it may use {may}"
         raise WireError(ErrorCode.FORBIDDEN, message, field="model")
+
+
+def check_stay(identity: Identity, seconds: float, field: str) -> None:
+    """Raise WireError (FORBIDDEN) unless the requests of this identity may keep a model loaded for this time.
+
+    seconds  the time without a request; infinity for ever
+    field    the key of the route that says so
+    """
+    if Right.ADMIN in identity.rights or (identity.keep_alive_s is not None and seconds <= identity.keep_alive_s):
+        return
+    most = identity.keep_alive_s
+    message = f"key {identity.name!r} may not set {field}" if most is None else f"{field} is more than {most} s"
+    may = "" if most is None else f", the most that key {identity.name!r} may ask for"
+    remedy = f"leave {field} out, or make a key with `modelctl keys new NAME --keep-alive TIME`"
+    raise WireError(ErrorCode.FORBIDDEN, f"{message}{may}: {remedy}", field=f"route.{field}")
 
 
 def check_models_of_call(identity: Identity, verb: str, params: Mapping[str, Any]) -> None:

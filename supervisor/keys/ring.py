@@ -148,6 +148,7 @@ class KeyRing:
             "expires": None if identity.expires is None else format_time(identity.expires),
             "max_in_flight": identity.max_in_flight,
             "tokens_per_minute": identity.tokens_per_minute,
+            "keep_alive_s": identity.keep_alive_s,
             "tokens_left": None if allowance is None else allowance.tokens_left(now),
             "rate_limited": 0 if allowance is None else allowance.refused,
         }

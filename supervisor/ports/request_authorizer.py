@@ -20,6 +20,7 @@ from supervisor.keys.rights import (
     check_models_of_call,
     check_on_behalf_of,
     check_right,
+    check_stay,
 )
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.unfinished import Unfinished
@@ -28,6 +29,7 @@ from supervisor.ports.connections import next_channel
 from supervisor.requests.effect_queue import EndConnection, QueuedEffect
 from supervisor.requests.in_flight import InFlight
 from supervisor.requests.model_queue import BYTES_PER_TOKEN
+from supervisor.requests.route import stay_of
 from supervisor.requests.scheduler import Scheduler
 
 REVOKE_S = 0.5
@@ -100,6 +102,8 @@ class RequestAuthorizer:
         request now."""
         self.check(caller, message)
         check_model(caller, message.model)
+        if (stay := stay_of(message.route)) is not None:
+            check_stay(caller, *stay)
         unfinished = self._unfinished.get(caller.key_id)
         if unfinished is not None and caller.tokens_per_minute is not None:
             self._ring.allowance(caller, now).charge(unfinished.take_tokens(), now)

@@ -1,5 +1,7 @@
 """Check the ``route`` of a GENERATE: the part of a request that the supervisor itself reads. Pure."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,11 @@ PRIORITIES = ("interactive", "normal", "batch")
 MAX_MS = 86_400_000
 """One day. No client waits for longer."""
 MAX_AFFINITY = 256
+MAX_STAY_S = 366 * 86_400
+"""One year. For a longer time a client asks for ever, with a negative number."""
+_DURATION = re.compile(r"(-?)(0|(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ms|s|m|h))+)")
+_PART = re.compile(r"([0-9.]+)(ms|s|m|h)")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,12 @@ class Route:
     the beginning of the prompt is used."""
     progress: bool = False
     """Report the place in the queue, and how far the load and the prompt are, until the first token."""
+    keep_alive: float | str | None = None
+    """For a lazy model: unload it when it has had no request for so long, as in Ollama. A number of seconds, or a text
+    such as `5m` or `1h30m`; 0: as soon as it has nothing to do; a negative one: never. It holds in place of the model's
+    `ttl` until the model is unloaded, or another request sets it. A key needs `--keep-alive` for it."""
+    ttl: int | None = None
+    """As `keep_alive`, by the name that LM Studio has for it: whole seconds."""
     on_behalf_of: str | None = None
     """Send the request for the HTTP key with this id: the SHA-256 of its token, 64 digits of lower-case hex. Then that
     key's rights, models, limits and place in the queue apply. Only connections over ipc, and keys with the right
@@ -56,7 +69,40 @@ def read_route(given: dict[str, Any]) -> Route:
         allowed, rule = check
         if not allowed(value):
             raise RequestError(f"{key} is {spelled(value)}: must be {rule}", field=f"route.{key}")
+    if "keep_alive" in given and "ttl" in given:
+        raise RequestError("ttl says what keep_alive says: leave out one of them", field="route.ttl")
     return Route(**given)
+
+
+def stay_of(given: dict[str, Any]) -> tuple[float, str] | None:
+    """Return how long a client wants its model to stay loaded, and the key of the route that says so. None: unset.
+
+    The time is in seconds without a request. Infinity means for ever. Raises RequestError as ``read_route`` does.
+    """
+    for key in ("keep_alive", "ttl"):
+        if key in given:
+            route = read_route(given)
+            seconds = route.ttl if route.keep_alive is None else _seconds(route.keep_alive)
+            return None if seconds is None else (float(seconds), key)
+    return None
+
+
+def _seconds(keep_alive: Any) -> float | None:
+    """Return the seconds that a value of ``keep_alive`` means; None if it is not valid."""
+    if type(keep_alive) is str and (match := _DURATION.fullmatch(keep_alive)):
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(match[2]))
+        keep_alive = -seconds if match[1] else seconds
+    if type(keep_alive) not in (int, float) or not keep_alive <= MAX_STAY_S:
+        return None
+    return math.inf if keep_alive < 0 else float(keep_alive)
+
+
+def _is_stay(value: Any) -> bool:
+    return _seconds(value) is not None
+
+
+def _is_ttl(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_STAY_S
 
 
 def _is_bool(value: Any) -> bool:
@@ -89,6 +135,8 @@ CHECKS = {
     "deadline_ms": _MS,
     "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
     "progress": _BOOL,
+    "keep_alive": (_is_stay, f"seconds up to {MAX_STAY_S}, or a duration such as 5m; 0: at once, negative: never"),
+    "ttl": (_is_ttl, f"seconds, an integer from 1 to {MAX_STAY_S}"),
     "on_behalf_of": (_is_token_id, TOKEN_ID_RULE),
 }
 """For each key: a check of its value, and the allowed values in words."""

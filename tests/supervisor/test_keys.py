@@ -272,8 +272,8 @@ def http_entry(**changes: object) -> dict[str, object]:
 
 
 def test_the_list_is_read_as_it_was_written() -> None:
-    found = parse_clients(format_clients([entry(max_in_flight=3, tokens_per_minute=1000)]))
-    assert found == {PUBLIC: Identity("a", PUBLIC, INFER, 3, 1000)}
+    found = parse_clients(format_clients([entry(max_in_flight=3, tokens_per_minute=1000, keep_alive_s=60)]))
+    assert found == {PUBLIC: Identity("a", PUBLIC, INFER, 3, 1000, keep_alive_s=60)}
 
 
 def test_every_key_is_read_as_it_was_made() -> None:
@@ -282,7 +282,7 @@ def test_every_key_is_read_as_it_was_made() -> None:
         some = frozenset(chance.sample([Right.INFER, Right.STATUS, Right.ADMIN], chance.randint(1, 3)))
         made[f"{number:064x}"] = Identity(
             f"k{number}", f"{number:064x}", some, chance.choice([None, 5]), chance.choice([None, 7]),
-            chance.choice([None, ("a*",), ("x", "y?")]), chance.choice([None, 1e9, 2e9]),
+            chance.choice([None, ("a*",), ("x", "y?")]), chance.choice([None, 1e9, 2e9]), chance.choice([None, 60]),
         )  # fmt: skip
     made[PUBLIC] = Identity("curve", PUBLIC, frozenset({Right.GATEWAY}))
     assert parse_clients(format_clients([entry_of(key, "2026-01-01T00:00:00Z") for key in made.values()])) == made
