@@ -122,6 +122,20 @@ def test_a_chat_streams_and_shows_its_timings(page: Page) -> None:
     expect(answer).to_contain_text("The end.")
 
 
+def test_the_usage_of_a_key_is_shown(page: Page) -> None:
+    ask(page, "endless", "count this", tokens=7, kind="completion")
+    expect(page.locator("#ask-timings")).to_contain_text("7 tokens")
+    page.get_by_label("Days").select_option("1")
+    row = page.locator("#usage tbody tr", has_text="endless")
+    expect(row.locator("td").nth(1)).to_have_text("ops")
+    tokens = int(row.locator("td").nth(6).inner_text().replace(",", ""))
+    ask(page, "endless", "and this", tokens=5, kind="completion")
+    expect(page.locator("#ask-timings")).to_contain_text("5 tokens")
+    page.get_by_role("button", name="Read again").first.click()
+    expect(row.locator("td").nth(6)).to_have_text(f"{tokens + 5:,}")
+    expect(page.locator("#usage tfoot")).to_contain_text("all")
+
+
 def test_a_running_request_is_cancelled(page: Page, serving: Serving) -> None:
     ask(page, "endless", "go on", tokens=90_000)
     row = page.locator("#requests tbody tr")
