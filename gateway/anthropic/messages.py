@@ -22,11 +22,13 @@ ACCOUNTING: Final = "x-anthropic-billing-header:"
 between conversations: at the beginning of the prompt, nothing behind it would be in the model's cache."""
 
 
-def read_messages(system: Any, given: Any) -> Conversation:
-    """Return the conversation of a request. Raises ApiError, which names the block, for everything but text and tools.
+def read_messages(system: Any, given: Any) -> list[dict[str, Any]]:
+    """Return the conversation of a request, for ``AsyncClient.generate``.
 
     system  the value of ``system``: None, a text or text blocks
     given   the value of ``messages``
+
+    Raises ApiError, which names the block, for everything but text and tools.
     """
     conversation = Conversation()
     if system is not None and (text := BETWEEN.join(_instructions("system", system))):
@@ -35,7 +37,11 @@ def read_messages(system: Any, given: Any) -> Conversation:
         raise ApiError(400, "messages must be an array of at least one message", param="messages")
     for i, message in enumerate(given):
         _read_message(conversation, f"messages[{i}]", message)
-    return conversation
+    if not (read := conversation.messages()):
+        raise ApiError(
+            400, "messages holds instructions without a text only: add a message of the user", param="messages"
+        )
+    return read
 
 
 def tools_found(messages: Any) -> set[str]:

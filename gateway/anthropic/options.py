@@ -58,8 +58,7 @@ def read_request(body: dict[str, Any], *, counts: bool = False) -> Asked:
     max_tokens = 0 if counts else _read_max_tokens(body.get("max_tokens"))
     if max_tokens:  # clients of this API often ask for more than the context has room for, and the API answers that
         chat["cut_to_context"] = True
-    conversation = read_messages(body.get("system"), body.get("messages"))
-    chat["messages"] = messages = conversation.messages()
+    chat["messages"] = messages = read_messages(body.get("system"), body.get("messages"))
     if messages[-1]["role"] == "assistant":
         if "tool_calls" in messages[-1]:
             raise ApiError(400, "the last message calls a tool: send its result after it", param="messages")

@@ -106,7 +106,7 @@ def test_a_conversation_with_tools_and_thinking() -> None:
 def test_thinking_that_was_not_shown_comes_back_with_its_signature() -> None:
     for text in ("", "Ich denke: „ja“.\n", "x" * 5000):
         block = {"type": "thinking", "thinking": "", "signature": signature_of(text)}
-        (message,) = read_messages(None, [{"role": "assistant", "content": [block]}]).messages()
+        (message,) = read_messages(None, [{"role": "assistant", "content": [block]}])
         assert message.get("reasoning_content", "") == text
     for signature in (
         None,
@@ -175,6 +175,7 @@ def test_thinking_effort_and_format() -> None:
         ({"max_tokens": "5"}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "system", "content": []}]}, "messages"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
