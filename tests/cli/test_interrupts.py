@@ -70,7 +70,7 @@ def test_a_conversation_leaves_nothing_behind(serving: Serving, tmp_path: Path) 
         assert terminal.wait_for_exit() == 0
     assert list(tmp_path.iterdir()) == [], "no history is written"
     logs = list((serving.runtime_dir / "logs").iterdir())
-    assert len(logs) == 4
+    assert len(logs) == 5
     for log in logs:
         assert "secret" not in log.read_text()
         assert said[:12] not in log.read_text()

@@ -1,7 +1,9 @@
 """The ledger's rows by key, model and day, its table, and its file."""
 
 import os
+import socket
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from supervisor.usage.counters import (
 )
 from supervisor.usage.ledger import DAY_S, OTHERS, UsageLedger, UsageRow, day_text
 from supervisor.usage.store import Count, StoreTrouble, UsageStore
+from supervisor.usage.writer import UsageWriter
 
 LAPTOP, WEB = Identity("laptop", "k" * 40), Identity("web", "f" * 64)
 NOON = 20_000 * DAY_S + DAY_S // 2
@@ -180,6 +183,20 @@ def test_what_is_not_written_yet_is_counted(table: CounterTable) -> None:
     acknowledge(written)
     written.counters[COMPLETION] += 4
     assert ledger.unwritten() == (2, 34)
+
+
+def test_the_writer_keeps_the_days_that_it_is_told_to_keep(table: CounterTable, tmp_path: Path) -> None:
+    file, today = tmp_path / "usage.sqlite3", int(time.time() // DAY_S)
+    days = [day_text(today - age) for age in range(4)]
+    before = UsageStore(file, "a")
+    before.write([count(day=day) for day in days])
+    before.close()
+    os.close(before._lock)
+    store, (ours, theirs) = UsageStore(file, "b"), socket.socketpair()
+    with ours, theirs:
+        UsageWriter(table, store, 2, theirs).write()
+    rows = store.read(since=None, key_id=None, key=None, model=None, models=None)["rows"]
+    assert [row["day"] for row in rows] == days[:2], "today and yesterday"
 
 
 def test_the_counters_hold_more_than_a_u32(table: CounterTable) -> None:

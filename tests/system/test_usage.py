@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -159,6 +160,22 @@ def test_a_dead_writer_is_replaced_and_nothing_is_lost_or_counted_twice(serving:
         wait_until(lambda: serving.overview()["supervisor"]["usage"]["trouble"] is None)
         assert total(client)["completion_tokens"] == 12
     assert f"usage: the counts are written to {serving.runtime_dir}/usage.sqlite3 again" in serving.log()
+
+
+def test_a_disk_that_hangs_holds_no_request_up(serving: Serving) -> None:
+    """A stopped writer stands for one that waits in the kernel for its disk. It says nothing, and cannot be killed."""
+    with serving.client() as client, ThreadPoolExecutor() as pool:
+        client.complete("letters", "hello", max_tokens=7)
+        process = wait_until(lambda: writer(serving))
+        process.suspend()
+        try:
+            asked = pool.submit(client.usage)
+            for number in range(20):
+                assert len(client.complete("letters", f"{number}", max_tokens=5).token_ids) == 5
+            assert not asked.done()
+        finally:
+            process.resume()
+        assert asked.result(WITHIN)["total"]["completion_tokens"] == 7 + 20 * 5
 
 
 def test_a_broken_file_costs_no_request_and_its_counts_come_later(serving: Serving) -> None:
