@@ -14,7 +14,7 @@ from gateway.asking import begin, named, with_model
 from gateway.http.body import read_json
 from gateway.http.callers import caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
-from gateway.http.keep_alive import KeepAlive, OpenStream
+from gateway.http.keep_alive import KeepAlive
 from gateway.supervisor_link import SupervisorLink
 from protocol.client.answers import token_ids_in
 from protocol.client.request_builder import tokenize_params
@@ -36,13 +36,8 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
 
     async def stream(events: EventStream) -> None:
         shape = MessageEvents(wanted.model, shows_thinking=asked.shows_thinking)
-        silent = OpenStream(events, shape.silence)
-        keep_alive.streams.add(silent)
-        try:
-            with named(wanted):
-                await _send(events, shape, Answers(begin(link.client, caller, wanted, [{}], None), wanted.tools), asked)
-        finally:
-            keep_alive.streams.discard(silent)
+        with keep_alive.keeping(events, shape.silence), named(wanted):
+            await _send(events, shape, Answers(begin(link.client, caller, wanted, [{}], None), wanted.tools), asked)
 
     async def whole() -> Response:
         with named(wanted):

@@ -10,6 +10,7 @@ from typing import Any, Final
 from gateway.anthropic.signatures import reasoning_in
 from gateway.conversation import BETWEEN, Conversation
 from gateway.http.errors import ApiError
+from gateway.http.fields import string_in
 
 ROLES: Final = ("user", "assistant", "system")
 """The roles of messages. Newer clients also send ``system`` within the conversation."""
@@ -87,13 +88,13 @@ def _read_asked(conversation: Conversation, place: str, block: Any) -> None:
     """Add a block of the user's turn."""
     kind = _kind(place, block)
     if kind == "text":
-        conversation.user(_string(place, block, "text"))
+        conversation.user(string_in(place, block, "text"))
     elif kind == "tool_result":
         text = BETWEEN.join(_result(f"{place}.content", block.get("content")))
         failed = block.get("is_error")
         if failed not in (None, True, False):
             raise ApiError(400, f"{place}.is_error must be true or false", param=f"{place}.is_error")
-        conversation.result(_string(place, block, "tool_use_id"), f"{FAILED}{text}" if failed else text)
+        conversation.result(string_in(place, block, "tool_use_id"), f"{FAILED}{text}" if failed else text)
     else:
         raise _not_offered(place, kind, "text and tool_result")
 
@@ -102,13 +103,13 @@ def _read_said(conversation: Conversation, place: str, block: Any) -> None:
     """Add a block of the assistant's turn. Signatures of other servers are accepted, and say nothing."""
     kind = _kind(place, block)
     if kind == "text":
-        conversation.said(_string(place, block, "text"))
+        conversation.said(string_in(place, block, "text"))
     elif kind == "thinking":
-        conversation.reasoned(_string(place, block, "thinking") or reasoning_in(block.get("signature")))
+        conversation.reasoned(string_in(place, block, "thinking") or reasoning_in(block.get("signature")))
     elif kind == "redacted_thinking":
         return  # only Anthropic can read it
     elif kind == "tool_use":
-        call_id, name, arguments = _string(place, block, "id"), _string(place, block, "name"), block.get("input")
+        call_id, name, arguments = string_in(place, block, "id"), string_in(place, block, "name"), block.get("input")
         if not isinstance(arguments, dict):
             raise ApiError(400, f"{place}.input must be an object", param=f"{place}.input")
         conversation.called(call_id, name, arguments)
@@ -128,7 +129,7 @@ def _result(place: str, given: Any) -> list[str]:
     texts = []
     for i, block in enumerate(given):
         if _kind(f"{place}[{i}]", block) == "tool_reference":
-            texts.append(FOUND.format(_string(f"{place}[{i}]", block, "tool_name")))
+            texts.append(FOUND.format(string_in(f"{place}[{i}]", block, "tool_name")))
         else:
             texts += _texts(place, [block], first=i)
     return texts
@@ -145,7 +146,7 @@ def _texts(place: str, given: Any, *, first: int = 0) -> list[str]:
         kind = _kind(f"{place}[{i}]", block)
         if kind != "text":
             raise _not_offered(f"{place}[{i}]", kind, "text")
-        texts.append(_string(f"{place}[{i}]", block, "text"))
+        texts.append(string_in(f"{place}[{i}]", block, "text"))
     return texts
 
 
@@ -154,13 +155,6 @@ def _kind(place: str, block: Any) -> str:
     if not isinstance(kind, str):
         raise ApiError(400, f"{place} must be an object with a type", param=place)
     return kind
-
-
-def _string(place: str, block: dict[str, Any], name: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{place}.{name} must be a string", param=f"{place}.{name}")
-    return value
 
 
 def _not_offered(place: str, kind: str, offered: str) -> ApiError:

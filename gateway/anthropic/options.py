@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from gateway.anthropic.messages import read_messages, tools_found
 from gateway.http.errors import ApiError
+from gateway.http.fields import object_in
 from gateway.openai.options import OWN, Wanted, read_chat
-from gateway.openai.tools import NAME
+from gateway.openai.tools import read_name
 
 NOT_OFFERED: Final = {
     "mcp_servers": "MCP servers are not offered: connect them to the client",
@@ -68,9 +69,9 @@ def read_request(body: dict[str, Any], *, counts: bool = False) -> Asked:
             raise ApiError(400, "stop_sequences must be an array of strings", param="stop_sequences")
         chat["stop"] = stops
     chat |= _read_tools(body.get("tools"), body.get("tool_choice"), tools_found(body["messages"]))
-    thinking = _map(body, "thinking")
+    thinking = object_in(body, "thinking")
     chat |= _read_thinking(thinking)
-    chat |= _read_output(_map(body, "output_config"), _map(body, "output_format"))
+    chat |= _read_output(object_in(body, "output_config"), object_in(body, "output_format"))
     wanted = read_chat(chat)
     wanted.names.update(NAMES)
     return Asked(wanted, max_tokens, shows_thinking=thinking.get("display") != "omitted")
@@ -125,11 +126,7 @@ def _read_tool(place: str, given: Any) -> dict[str, Any]:
             400, f"{place} is of type {shown!r}: tools that the server brings are not offered, so send a name and an "
             "input_schema", code="unsupported", param=place,
         )  # fmt: skip
-    name, schema = given.get("name"), given.get("input_schema")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ApiError(
-            400, f"{place}.name must have 1 to 128 letters, digits and the signs _ . : -", param=f"{place}.name"
-        )
+    name, schema = read_name(place, given), given.get("input_schema")
     if not isinstance(schema, dict):
         raise ApiError(
             400, f"{place}.input_schema must be a JSON schema, which is an object", param=f"{place}.input_schema"
@@ -180,10 +177,3 @@ def _read_output(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any
             raise ApiError(400, f"{place} must have the type json_schema, and a schema", param=place)
         options["response_format"] = {"type": "json_schema", "json_schema": {"schema": shape["schema"]}}
     return options
-
-
-def _map(body: dict[str, Any], name: str) -> dict[str, Any]:
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{name} must be an object", param=name)
-    return value or {}

@@ -1,7 +1,8 @@
 """Keep silent streams open: proxies and clients end a connection that brings nothing for a while."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,6 +46,16 @@ class KeepAlive:
     after_s: float
     streams: set[OpenStream] = field(default_factory=set)
     _sends: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @contextmanager
+    def keeping(self, events: EventStream, silent: Callable[[], bytes]) -> Iterator[None]:
+        """Keep a stream open while the block runs. ``silent`` is as in OpenStream."""
+        stream = OpenStream(events, silent)
+        self.streams.add(stream)
+        try:
+            yield
+        finally:
+            self.streams.discard(stream)
 
     async def run(self) -> None:
         """Look at the streams until cancelled."""

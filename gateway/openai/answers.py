@@ -10,7 +10,7 @@ from gateway.asking import Prompt, begin, named, waits_for, with_model
 from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
-from gateway.http.keep_alive import KeepAlive, OpenStream, comment
+from gateway.http.keep_alive import KeepAlive, comment
 from gateway.openai.chunks import Shape
 from gateway.openai.options import Wanted, read_chat, read_completion
 from gateway.openai.streaming import send_answers, timings_of, usage, usages_of
@@ -55,14 +55,9 @@ def _answer(
         def silence() -> bytes:
             return shape.silence() if settings.keepalive == "chunk" else comment(waits_for(streams, progress[0]))
 
-        silent = OpenStream(events, silence)
-        keep_alive.streams.add(silent)
-        try:
-            with named(wanted):
-                streams = begin(link.client, caller, wanted, prompts, progress)
-                await send_answers(events, streams, shape, wanted)
-        finally:
-            keep_alive.streams.discard(silent)
+        with keep_alive.keeping(events, silence), named(wanted):
+            streams = begin(link.client, caller, wanted, prompts, progress)
+            await send_answers(events, streams, shape, wanted)
 
     async def whole() -> Response:
         with named(wanted):

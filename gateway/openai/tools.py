@@ -55,6 +55,16 @@ def read_tools(tools: Any, choice: Any, parallel: bool) -> Offered:
     return Offered(options, tuple(known.values()))
 
 
+def read_name(place: str, tool: dict[str, Any]) -> str:
+    """Return the name of a tool. ``place``: where the tool stands in the request. Raises ApiError for a wrong name."""
+    name = tool.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ApiError(
+            400, f"{place}.name must have 1 to 128 letters, digits and the signs _ . : -", param=f"{place}.name"
+        )
+    return name
+
+
 def _read_tool(place: str, given: Any) -> Tool:
     kind = given.get("type") if isinstance(given, dict) else None
     if kind != "function":
@@ -66,12 +76,7 @@ def _read_tool(place: str, given: Any) -> Tool:
     function = given.get("function")
     if not isinstance(function, dict):
         raise ApiError(400, f"{place}.function must be an object with a name", param=f"{place}.function")
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ApiError(
-            400, f"{place}.function.name must have 1 to 128 letters, digits and the signs _ . : -",
-            param=f"{place}.function.name",
-        )  # fmt: skip
+    name, parameters = read_name(f"{place}.function", function), function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise ApiError(400, f"{place}.function.parameters must be a JSON schema, which is an object", param=place)
     if function.get("strict") not in (None, True, False):

@@ -10,7 +10,7 @@ from gateway.http.body import read_json
 from gateway.http.callers import caller_of
 from gateway.http.errors import ApiError, for_caller
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
-from gateway.http.keep_alive import KeepAlive, OpenStream, comment
+from gateway.http.keep_alive import KeepAlive, comment
 from gateway.responses.events import ResponseEvents
 from gateway.responses.objects import ResponseObject
 from gateway.responses.options import read_request
@@ -39,18 +39,14 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
         def silence() -> bytes:
             return shape.silence() if settings.keepalive == "chunk" else comment(waits_for(streams, progress[0]))
 
-        silent = OpenStream(events, silence)
-        keep_alive.streams.add(silent)
         try:
-            with named(wanted):
+            with keep_alive.keeping(events, silence), named(wanted):
                 streams = begin(link.client, caller, wanted, [{}], progress)
                 await _send(events, shape, Answers(streams, wanted.tools))
         except (ApiError, WireError) as e:
             if not events.begun:
                 raise
             await events.send(shape.fail(for_caller(e)))
-        finally:
-            keep_alive.streams.discard(silent)
 
     async def whole() -> Response:
         with named(wanted):

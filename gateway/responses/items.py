@@ -10,6 +10,7 @@ import orjson
 
 from gateway.conversation import BETWEEN, Conversation
 from gateway.http.errors import ApiError
+from gateway.http.fields import string_in
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 TEXTS: Final = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
@@ -48,8 +49,8 @@ def _read_item(conversation: Conversation, place: str, item: Any) -> None:
     if kind == "message":
         _read_message(conversation, place, item)
     elif kind == "function_call":
-        call_id, name = _string(place, item, "call_id"), _string(place, item, "name")
-        text = _string(place, item, "arguments")
+        call_id, name = string_in(place, item, "call_id"), string_in(place, item, "name")
+        text = string_in(place, item, "arguments")
         try:
             arguments = orjson.loads(text or "{}")
         except orjson.JSONDecodeError:
@@ -57,7 +58,7 @@ def _read_item(conversation: Conversation, place: str, item: Any) -> None:
         conversation.called(call_id, name, arguments)
     elif kind == "function_call_output":
         text = _text(f"{place}.output", item.get("output"), BETWEEN)
-        conversation.result(_string(place, item, "call_id"), text)
+        conversation.result(string_in(place, item, "call_id"), text)
     elif kind == "reasoning":
         conversation.reasoned(_reasoning(place, item))
     else:
@@ -108,15 +109,8 @@ def _text(place: str, given: Any, between: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in TEXTS:
             raise _not_offered(f"{place}[{i}]", kind, "part")
-        texts.append(_string(f"{place}[{i}]", part, TEXTS[kind]))
+        texts.append(string_in(f"{place}[{i}]", part, TEXTS[kind]))
     return between.join(texts)
-
-
-def _string(place: str, item: dict[str, Any], name: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{place}.{name} must be a string", param=f"{place}.{name}")
-    return value
 
 
 def _not_offered(place: str, kind: Any, what: str) -> ApiError:

@@ -5,8 +5,9 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from gateway.http.errors import ApiError
+from gateway.http.fields import object_in
 from gateway.openai.options import ABOUT_THE_ACCOUNT, OWN, Wanted, read_chat
-from gateway.openai.tools import NAME
+from gateway.openai.tools import read_name
 from gateway.responses.items import read_input
 
 NOT_OFFERED: Final = {
@@ -73,8 +74,8 @@ def read_request(body: dict[str, Any]) -> Asked:
     chat["max_tokens"] = body.get("max_output_tokens")
     chat["tools"] = _read_tools(body.get("tools"))
     chat["tool_choice"] = _read_choice(body.get("tool_choice"))
-    chat["response_format"] = _read_format(_map(body, "text"))
-    chat["reasoning_effort"] = _read_effort(_map(body, "reasoning"))
+    chat["response_format"] = _read_format(object_in(body, "text"))
+    chat["reasoning_effort"] = _read_effort(object_in(body, "reasoning"))
     wanted = read_chat(chat)
     wanted.names.update(NAMES)
     return Asked(wanted, _echoed(body))
@@ -113,11 +114,8 @@ def _read_tool(place: str, given: Any) -> dict[str, Any]:
             400, f"{place} is of type {shown!r}: only tools of type 'function' are offered", code="unsupported",
             param=place,
         )  # fmt: skip
-    name, parameters = given.get("name"), given.get("parameters")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ApiError(
-            400, f"{place}.name must have 1 to 128 letters, digits and the signs _ . : -", param=f"{place}.name"
-        )
+    read_name(place, given)
+    parameters = given.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise ApiError(
             400, f"{place}.parameters must be a JSON schema, which is an object", param=f"{place}.parameters"
@@ -182,10 +180,3 @@ def _echoed(body: dict[str, Any]) -> dict[str, Any]:
         "truncation": "disabled",
         "user": body.get("user"),
     }
-
-
-def _map(body: dict[str, Any], name: str) -> dict[str, Any]:
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{name} must be an object", param=name)
-    return value or {}
