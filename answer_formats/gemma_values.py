@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from answer_formats.members import in_order, members_of
-from answer_formats.raw_values import string_expression
+from answer_formats.raw_rules import string_expression
 from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal
 from answer_formats.schemas import Members, Schema, branches, resolved, types, types_of_value
 from answer_formats.source import Source, Steps, Tell
@@ -138,7 +138,7 @@ class ValueRules:
                     yield literal(self._written(value))
             return
         if "string" in allowed:
-            string = string_expression(self._tool, key, made, (escaped(self._quote),))
+            string = string_expression(self._tool, key, made, escaped(self._quote))
             yield f"{literal(self._quote)} {self._rules.before(string, self._quote)}"
         if "array" in allowed:
             yield self._array(key, made)

@@ -48,10 +48,14 @@ def grammar(format: str, tools: Sequence[Mapping[str, Any]], *, required: bool, 
 
 def _texts(rules: Rules, begins: Sequence[str], sections: Sequence[str], but: str) -> tuple[list[str], str]:
     """Return expressions for text that ends where a call begins, with the call, and a rule for text without a call. So
-    no text can hide a call."""
+    no text can hide a call.
+
+    but  what the text must not be
+
+    The rules are lazy: llguidance ends each text at the first marker, also if another rule could go on.
+    """
     before = [
-        f"{rules.lazy(f'/(?s:.*){begin}/' + without(*(other for other in begins if other != begin)) + but)} {section}"
-        for begin, section in zip(begins, sections, strict=True)
+        f"{rules.lazy(f'/(?s:.*){begin}/{but}')} {section}" for begin, section in zip(begins, sections, strict=True)
     ]
     return before, rules.rule(rules.terminal(f"/(?s:.+)/{without(*begins)}{but}"))
 

@@ -35,4 +35,7 @@ def _end(rest: str = "") -> str:
 
 def looks_opened(names: str) -> str:
     """Return the regular expression of how ``opened`` begins, in all ways that a parser reads."""
-    return rf'\s*\{{\s*("type"\s*:\s*"function"\s*,\s*)?"(name|function)"\s*:\s*"({names})"'
+    any_blanks = r"[ \t\r\n]*"
+    kind = f'("type"{any_blanks}:{any_blanks}"function"{any_blanks},{any_blanks})?'
+    name = f'"(name|function)"{any_blanks}:{any_blanks}"({names})"'
+    return rf"{any_blanks}\{{{any_blanks}{kind}{name}"

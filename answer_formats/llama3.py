@@ -35,5 +35,7 @@ def rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
     call = objects(rules, tools, "parameters")
     more = f"/; ?/ {call}"
     return Shape(
-        [Section(call, more)], opened=Section(opened(rules, tools, "parameters"), more), not_behind=r"\s*;\s*\{"
+        [Section(call, more)],
+        opened=Section(opened(rules, tools, "parameters"), more),
+        not_behind=r"[ \t\r\n]*;[ \t\r\n]*\{",
     )

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
-from answer_formats.schemas import part
-from answer_formats.string_regexes import looks_around
+from answer_formats.schemas import changed, part
+from answer_formats.string_regexes import EXACT, FORMATS, looks_around
 
 _BESIDE_PROPERTIES: Final = frozenset(
     ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties", "not", "enum", "const")
@@ -46,8 +47,7 @@ class Wanted:
     def json(self, schema: Any = None) -> str:
         """Return the expression for a JSON value of a part of the schema; None: of the whole."""
         made = dict(self.schema) if schema is None else part(self.schema, schema)
-        if self.lenient:
-            made = without_patterns(made)
+        made = changed(made, partial(_enforceable, lenient=self.lenient))
         made["x-guidance"] = {**_COMPACT, "lenient": self.lenient, "coerce_one_of": True}
         return f"%json {json.dumps(made, ensure_ascii=False)}"
 
@@ -145,15 +145,15 @@ def escaped(text: str) -> str:
 
 def without(*regexes: str) -> str:
     """Return what a terminal needs behind itself so that it holds none of these."""
-    return "".join(f" & ~/(?s:.*)({regex})(?s:.*)/" for regex in regexes)
+    return f" & ~/(?s:.*)({'|'.join(regexes)})(?s:.*)/"
 
 
-def without_patterns(schema: Any) -> Any:
-    """Return a schema without the regular expressions that the library refuses: those that look around."""
-    if isinstance(schema, Mapping):
-        return {
-            key: without_patterns(value)
-            for key, value in schema.items()
-            if not (key == "pattern" and isinstance(value, str) and looks_around(value))
-        }
-    return [without_patterns(value) for value in schema] if isinstance(schema, list) else schema
+def _enforceable(part: dict[str, Any], *, lenient: bool) -> dict[str, Any]:
+    """Return a part of a schema as llguidance enforces it."""
+    pattern, format = part.get("pattern"), part.get("format")
+    if lenient and isinstance(pattern, str) and looks_around(pattern):
+        del part["pattern"]
+    if format in EXACT and pattern is None:
+        del part["format"]
+        part["pattern"] = f"^{FORMATS[format]}$"
+    return part

@@ -1,6 +1,6 @@
 """Read JSON schemas: where a reference leads, which types a value may have, and what an object's members are."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote
@@ -9,6 +9,9 @@ Schema = Mapping[str, Any] | bool
 
 ALL_TYPES: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _SIDE_BY_SIDE: Final = ("anyOf", "oneOf")
+_MAPS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Keys of a schema whose value is a map from names to schemas."""
+_DATA: Final = frozenset(("enum", "const", "default", "examples", "required"))
 _DEEPEST: Final = 64
 """References that are followed one after the other. A schema that refers to itself has no end."""
 
@@ -144,16 +147,34 @@ def part(root: Schema, schema: Schema) -> dict[str, Any]:
     return made
 
 
-def _moved(value: Any) -> Any:
+def changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a schema whose parts, from the innermost on, are replaced by what ``change`` returns. Values of an enum
+    and the like are no parts."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, Mapping):
+            made[key] = {name: changed(inner, change) for name, inner in value.items()}
+        elif key in _DATA:
+            made[key] = value
+        else:
+            made[key] = (
+                [changed(inner, change) for inner in value] if isinstance(value, list) else changed(value, change)
+            )
+    return change(made)
+
+
+def _moved(schema: Any) -> Any:
     """Return a schema whose local references lead into ``#/$defs/whole``."""
-    if isinstance(value, Mapping):
-        return {
-            key: f"#/$defs/whole{inner[1:]}"
-            if key == "$ref" and isinstance(inner, str) and inner.startswith("#")
-            else _moved(inner)
-            for key, inner in value.items()
-        }
-    return [_moved(inner) for inner in value] if isinstance(value, list) else value
+
+    def move(made: dict[str, Any]) -> dict[str, Any]:
+        pointer = made.get("$ref")
+        if isinstance(pointer, str) and pointer.startswith("#"):
+            made["$ref"] = f"#/$defs/whole{pointer[1:]}"
+        return made
+
+    return changed(schema, move)
 
 
 def _refers(value: Any) -> bool:

@@ -3,8 +3,11 @@
 import re
 from typing import Final
 
+_YEAR: Final = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE: Final = (
-    r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|{_LEAP_YEAR}-02-29)"
 )
 _TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL: Final = r"[a-zA-Z0-9]([a-zA-Z0-9\-]{0,61}[a-zA-Z0-9])?"
@@ -23,6 +26,8 @@ FORMATS: Final = {
 }
 """Formats whose strings can be constrained. Each expression matches strings of the format, and most of them."""
 _AROUND: Final = re.compile(r"\(\?(?!:|[imsux-]*[:)]|P?<[a-zA-Z_])|\\[bB1-9]|\\k")
+EXACT: Final = ("date", "date-time")
+"""Formats of which llguidance itself allows too much: a 29th of February in each year, and a year 0."""
 _CLASSES: Final = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\x0B"}
 _TOKEN: Final = re.compile(r"\\.|\[\^?|\]|/|\n|.", re.DOTALL)
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from answer_formats.calls import Calls
 from answer_formats.members import in_order, members_of
-from answer_formats.raw_values import Tags, read_value, value_rule
+from answer_formats.raw_rules import value_rule
+from answer_formats.raw_values import Tags, read_value
 from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal
 from answer_formats.schemas import Members, Schema
 from answer_formats.source import Source, Steps, ignore

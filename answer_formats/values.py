@@ -2,11 +2,13 @@
 
 import ast
 import json
+import re
 from typing import Any, Final
 
 from answer_formats.schemas import Schema, types, types_of_value
 from answer_formats.source import BLANKS
 
+_WHOLE_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 """Python's words, which many chat templates write."""
 
@@ -43,6 +45,16 @@ def strict_json(text: str) -> frozenset[str] | None:
         return types_of_value(json.loads(text, parse_constant=_refuse))
     except (ValueError, RecursionError):
         return None
+
+
+def open_in_string(text: str) -> bool:
+    """Return whether a text ends within a JSON string."""
+    return _WHOLE_STRING.sub("", text).count('"') > 0
+
+
+def is_python(text: str) -> bool:
+    """Return whether a text is a Python list or dict."""
+    return _from_python(text) is not None
 
 
 def _refuse(name: str) -> Any:

@@ -329,7 +329,7 @@ class Constraints:
         assert matcher is not None
         end_ids = self._eos_ids.union(job.stop_token_ids)
         kind = job.constraint[0]
-        hidden = () if kind == "tools" else self._gates.special_ids
+        hidden = self._gates.hidden(job.layout.visible) if kind == "tools" else self._gates.special_ids
         inner = Constraint(kind, matcher, self._pieces, self._vocab, end_ids, hidden)
         constraint = self._gates.around(job, inner) or inner
         constraint.replay(job.resumed_ids)

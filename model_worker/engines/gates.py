@@ -28,11 +28,19 @@ class Gates:
     ) -> None:
         self._vocab, self._eos_ids, self._tokenizer = vocab, frozenset(eos_ids), tokenizer
         markers = {} if tokenizer is None else tokenizer.special_ids(ALL_MARKERS)
+        self._markers = markers
         self.special_ids = frozenset(markers)
         """Markers of known formats that are special tokens of this model."""
         self.spelled = [markers[token].encode() if token in markers else piece for token, piece in enumerate(spelled)]
         """The text of each token. A grammar of calls matches markers by their texts."""
         self._texts: dict[frozenset[str], MarkerTexts] = {}
+
+    def hidden(self, visible: Collection[str]) -> frozenset[int]:
+        """Return the special tokens that a call may not hold, because they would not be part of the answer's text.
+
+        visible  markers that are part of the text. If none is, the client does not read calls, and nothing is hidden
+        """
+        return frozenset(token for token, text in self._markers.items() if visible and text not in visible)
 
     def around(self, job: Job, inner: "Constraint | None") -> GatedConstraint | None:
         """Return a constraint that waits for the end of the reasoning, or for a call; None if it has to wait for

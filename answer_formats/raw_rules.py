@@ -1,0 +1,110 @@
+"""Constrain arguments that stand as plain text between two tags, as in <arg_value>TEXT</arg_value>."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from answer_formats.raw_values import Tags
+from answer_formats.rules import Rules, Wanted, escaped, literal, without
+from answer_formats.schemas import Schema, branches, types, types_of_value
+from answer_formats.string_regexes import FORMATS, looks_around, of_length, of_pattern
+
+_LOOKS_LIKE: Final = {
+    "null": "null|None",
+    "boolean": "true|false|True|False",
+    "integer": r"-?[0-9][0-9.eE+\-]*",
+    "number": r"-?[0-9][0-9.eE+\-]*",
+    "object": r"\{(?s:.*)",
+    "array": r"\[(?s:.*)",
+}
+"""Texts that are read as a value of a type, if the schema allows that type beside strings."""
+_WRITTEN: Final = {
+    "null": "null",
+    "boolean": "true|false",
+    "integer": "-?(0|[1-9][0-9]{0,29})",
+    "number": r"-?(0|[1-9][0-9]{0,29})(\.[0-9]{1,30})?([eE][+\-]?[0-9]{1,2})?",
+}
+_BOUNDS: Final = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_NOT_WRITTEN: Final = ("not", "if", "allOf", "anyOf", "oneOf")
+
+
+def value_rule(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: Tags) -> str:
+    """Add a rule for a value with the tag behind it, and return its name. Raises NotOffered."""
+    end = tags.end_of_line
+    if "string" in types(tool.schema, schema):
+        made = " | ".join(_beside_strings(rules, tool, key, schema, tags))
+    else:
+        made = f"{tool.json(schema)} {literal(end)}"
+    start = '"\\n" ' if tags.line else ""
+    return rules.rule(f"{start}({made})")
+
+
+def _beside_strings(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: Tags) -> Iterator[str]:
+    """Return expressions for the values of a schema that allows strings.
+
+    llguidance takes the longest lexeme at each place. A text goes on where a number has ended. So texts, numbers, words
+    and the tag behind them have to be one lexeme. Only values that no text begins like are JSON of their own.
+    """
+    end = escaped(tags.end_of_line)
+    looks = [_LOOKS_LIKE[name] for name in sorted(types(tool.schema, schema) - {"string"})]
+    texts: list[tuple[str, bool]] = []  # expression, and whether it is that of strings
+    for branch in branches(tool.schema, schema):
+        made: dict[str, Any] = {} if isinstance(branch, bool) else dict(branch)
+        allowed = types(tool.schema, branch)
+        values = made.get("enum", [made["const"]] if "const" in made else None)
+        if isinstance(values, list):
+            yield from _listed(tool, key, values, allowed, tags)
+            continue
+        by_json = allowed & {"array", "object"}
+        if _BOUNDS.intersection(made) and (numbers := allowed & {"integer", "number"}):
+            by_json |= numbers
+            looks.append(r"-?[0-9](?s:.*)")
+        if by_json:
+            yield f"{tool.json({**made, 'type': sorted(by_json)})} {literal(tags.end_of_line)}"
+        texts += [(f"/{_WRITTEN[name]}/", False) for name in sorted(allowed - by_json - {"string"})]
+        if "string" in allowed:
+            # A line that begins with the tag ends an empty value.
+            not_empty = f" & ~/{escaped(tags.end)}(?s:.*)/" if tags.line else ""
+            texts.append((string_expression(tool, key, made, end) + not_empty, True))
+    # A text that looks like another value is none, also if it goes on behind the tag that would end it.
+    not_other = f" & ~/[ \\t\\r\\n]*({'|'.join(looks)})[ \\t\\r\\n]*({end}(?s:.*))?/" if looks else ""
+    terminals = [rules.terminal(text + not_other if is_string else text) for text, is_string in texts]
+    if terminals:
+        yield rules.before(" | ".join(terminals), tags.end_of_line)
+
+
+def _listed(tool: Wanted, key: str, values: Sequence[Any], allowed: frozenset[str], tags: Tags) -> Iterator[str]:
+    """Return expressions for the values of an enum."""
+    for value in values:
+        if not types_of_value(value) & allowed:
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if tags.end in text:
+            tool.refuse(key, "has a value that cannot be written in the format in which this model writes calls")
+        else:
+            yield literal(text + tags.end_of_line)
+
+
+def string_expression(tool: Wanted, key: str, schema: Mapping[str, Any], end: str) -> str:
+    """Return the expression of a terminal for the strings of a schema, as they are written without quotes.
+
+    end  regular expression of what ends a string
+    """
+    for name in _NOT_WRITTEN:
+        if name in schema:
+            tool.refuse(key, f"has {name}, which is not offered in the format in which this model writes calls")
+    wanted = []
+    pattern, format = schema.get("pattern"), schema.get("format")
+    least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+    if pattern is not None and not (tool.lenient and looks_around(pattern)):
+        wanted.append(of_pattern(pattern))
+    if format in FORMATS:
+        wanted.append(FORMATS[format])
+    elif format is not None:
+        tool.refuse(key, f'has the format "{str(format)[:64]}", which is not offered in this model\'s format')
+    if least or most is not None:
+        wanted.append(of_length(least, most))
+    # The first ``end`` ends a string of any form. Where a string may be too short for its schema, it must not go on
+    # behind an ``end``.
+    may_go_on = least or pattern is not None or format is not None
+    return " & ".join(f"/{regex}/" for regex in wanted or ["(?s:.*)"]) + (without(end) if may_go_on else "")
