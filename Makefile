@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-systemd test-fuzz-http test-install serve lint docs bench clean help
+.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs bench clean help
 
 demo: $(VENV)/.run ## two small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
@@ -56,6 +56,9 @@ test-fuzz-http: $(VENV)/.test ## requests drawn from the gateway's OpenAPI docum
 test-browser: $(VENV)/.test ## the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright
 	$(BIN)/python -m pytest tests/page_in_browser.py
+
+test-prometheus: $(VENV)/.test ## a real Prometheus scrapes the gateway: Debian's prometheus, no GPU
+	$(BIN)/python -m pytest tests/scraped_by_prometheus.py
 
 test-nginx: $(VENV)/.test ## the gateway behind a real nginx: Debian's nginx-light, no GPU
 	$(BIN)/python -m pytest tests/behind_nginx.py

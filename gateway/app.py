@@ -19,6 +19,7 @@ from gateway.http.host_check import HostCheck
 from gateway.http.keep_alive import KeepAlive
 from gateway.http.refusals import HANDLERS
 from gateway.http.responses import Application
+from gateway.metrics import metrics
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import model, models
 from gateway.openai.schema import openapi
@@ -72,6 +73,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
             *page_routes(),
             *(route for prefix in ("", "/v1", "/v1/v1") for route in _api(prefix)),
             Route("/openapi.json", openapi),
+            Route("/metrics", metrics),
             Route("/livez", live),
             Route("/readyz", ready),
             Route("/health", health),

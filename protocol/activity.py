@@ -1,6 +1,6 @@
 """The parameters and results of the verbs that show what goes on, such as ``requests``. See ``protocol.verbs``."""
 
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from protocol.bodies import Milliseconds, Tokens
 
@@ -101,6 +101,50 @@ class EventsResult(TypedDict):
     """The number of the newest event, 0 if there is none."""
     dropped: bool
     """True if events after `after` are not remembered any more."""
+
+
+class HistogramFigures(TypedDict):
+    counts: list[int]
+    """For each bound of the histogram the number of values that are at most that bound, and above the bound before.
+    Last, the number of values above all bounds."""
+    sum: float
+    """The sum of all values."""
+
+
+class ModelFigures(TypedDict):
+    """What the ended requests of a model have taken, since the supervisor was started. Workers that die lose none."""
+
+    oldest_waiting_s: Annotated[float, "s"]
+    """The age of the oldest request that waits for a worker; 0 if none waits."""
+    ends: dict[str, int]
+    """Requests by their finish reason. `disconnected`: the client has gone."""
+    errors: dict[str, int]
+    """Requests that ended with an error, by its name."""
+    tokens: dict[str, int]
+    """Tokens: `prompt`, those of them that the cache had (`cached`), and speculated ones (`draft_accepted`,
+    `draft_rejected`)."""
+    keys: list[list[Any]]
+    """For each key: its name (empty for the supervisor's own user), requests, tokens of prompts, tokens of answers. At
+    most 65; keys beyond are counted together as `other`."""
+    histograms: dict[str, HistogramFigures]
+    """The histograms, by the name that vLLM gives the metric."""
+
+
+class MetricsResult(TypedDict):
+    """Together with `status` everything that the metrics are made of."""
+
+    session: str
+    """The random text of this supervisor process, see `session` in [WELCOME](#welcome)."""
+    cpu_s: Annotated[float, "s"]
+    """Processor time of the supervisor."""
+    waited_s: Annotated[float, "s"]
+    """The time in which the supervisor's loop had nothing to do."""
+    events: dict[str, int]
+    """Events of this supervisor process, by kind."""
+    bounds: dict[str, list[float]]
+    """The upper bounds of each histogram, ascending."""
+    models: dict[str, ModelFigures]
+    """The models that the caller may know of."""
 
 
 class LogsParams(TypedDict):

@@ -13,6 +13,7 @@ from protocol.activity import (
     EventsResult,
     LogsParams,
     LogsResult,
+    MetricsResult,
     RequestsParams,
     RequestsResult,
     UsageParams,
@@ -374,6 +375,7 @@ VERBS: Final[dict[str, Verb]] = {
     "status": Verb("Describe the supervisor, its models and its GPUs.", StatusResult, StatusParams),
     "requests": Verb("List the unfinished requests, the oldest first.", RequestsResult, RequestsParams),
     "events": Verb("Return the latest events of the supervisor and its workers.", EventsResult, EventsParams),
+    "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, NoParams),
     "usage": Verb("Return the requests and tokens by key, model and day.", UsageResult, UsageParams),
     "tokenize": Verb(
         "Return the ids that the model would read for a prompt or a conversation.", TokenizeResult, TokenizeParams
@@ -381,9 +383,7 @@ VERBS: Final[dict[str, Verb]] = {
     "detokenize": Verb("Return the text of ids.", DetokenizeResult, DetokenizeParams),
     "start": Verb("Start the workers of a model.", OrderResult, ModelParams),
     "stop": Verb("Stop the workers of a model.", OrderResult, StopParams),
-    "restart": Verb(
-        "Stop the workers of a model and start them again, one after the other.", RestartResult, ModelParams
-    ),
+    "restart": Verb("Stop and start the workers of a model, one after the other.", RestartResult, ModelParams),
     "reload": Verb(
         "Read models.yaml again and apply what it changes, or replace the workers of one model.",
         ReloadResult,

@@ -21,8 +21,10 @@ from supervisor.fleet.rollout import How
 from supervisor.keys.rights import Identity, Right
 from supervisor.log_reading import MOST_LINES, read_log
 from supervisor.model_names import ModelNames
+from supervisor.reactor import Reactor
 from supervisor.requests import request_list
 from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.request_figures import HISTOGRAMS
 from supervisor.requests.scheduler import Scheduler
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
@@ -51,6 +53,7 @@ class AdminContext:
     deadlines: DeadlineTimer
     effects: EffectQueue
     usage: UsageKeeper | None
+    reactor: Reactor
 
 
 def answer(context: AdminContext, verb: str, params: Params, identity: Identity, *, admin: bool) -> Result:
@@ -248,6 +251,19 @@ def _events(context: AdminContext, params: Params, identity: Identity) -> Result
     return {"session": context.status.session, **context.history.since(after, limit, visible)}
 
 
+def _metrics(context: AdminContext, params: Params, identity: Identity) -> Result:
+    _take(params)
+    models = {replica.model for replica in context.fleet.registry.replicas.values() if identity.may_use(replica.model)}
+    return {
+        "session": context.status.session,
+        "cpu_s": time.process_time(),
+        "waited_s": context.reactor.waited_s,
+        "bounds": {name: [float(bound) for bound in bounds] for name, bounds in HISTOGRAMS.items()},
+        "events": context.history.counts,
+        "models": {name: context.scheduler.figures(name, time.monotonic()) for name in sorted(models)},
+    }
+
+
 def _logs(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, model=str, lines=int, after=str)
     lines, name = _whole(given, "lines", 200, 1, MOST_LINES), given.get("model", limits.SUPERVISOR_NAME)
@@ -269,6 +285,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "restart": (_restart, True),
     "reload": (_reload, True),
     "shutdown": (_shutdown, True),
+    "metrics": (_metrics, False),
     "cancel_request": (_cancel_request, True),
     "logs": (_logs, False),
 }

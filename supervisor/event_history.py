@@ -82,12 +82,15 @@ class EventHistory(logging.Handler):
         super().__init__()
         self._events: deque[dict[str, Any]] = deque(maxlen=kept)
         self._newest = 0
+        self.counts = dict.fromkeys(map(str, EventKind), 0)
+        """Events of this supervisor, by kind."""
         for event in earlier[-kept:]:
             self._add(event)
 
     def emit(self, record: logging.LogRecord) -> None:
         event = event_of(record)
         if event is not None:
+            self.counts[event["kind"]] += 1
             self._add(event)
 
     def _add(self, event: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ class Supervisor:
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
-            self._deadlines, self._effects, self._usage,
+            self._deadlines, self._effects, self._usage, self._reactor,
         )  # fmt: skip
         self._messages = ClientMessages(
             self._clients, self._scheduler, self._queries, self._authorizer, context, self._deadlines, self._effects

@@ -39,6 +39,8 @@ class Reactor:
         self._busy_descriptors: set[int] = set()
         self._poll_all = True
         self._look_at = 0.0
+        self.waited_s = 0.0
+        """Seconds in which there was nothing to do."""
 
     def watch(self, source: Any, handler: Handler, *, busy: bool = False, waiting: Condition = lambda: False) -> None:
         """Call ``handler`` whenever a socket, or anything with a descriptor, is readable (level-triggered).
@@ -86,7 +88,10 @@ class Reactor:
             self._poll_all = self._ask(self._others, after)
             handled = handled or self._poll_all
         wait = 0 if handled else self.timers.wait_s(now)
-        for descriptor, _ in self._epoll.poll(wait):
+        ready = self._epoll.poll(wait)
+        if wait != 0:
+            self.waited_s += time.monotonic() - now
+        for descriptor, _ in ready:
             # A busy socket's handler is called without asking the socket first: a single token gets on its way sooner.
             if (handler := self._descriptors.get(descriptor)) is not None:
                 handler()

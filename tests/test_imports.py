@@ -13,7 +13,7 @@ from protocol.messages import QUESTION_VERBS
 from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("modelctl", "protocol", "answer_formats", "model_worker", "supervisor", "gateway")
+PACKAGES = ("modelctl", "protocol", "answer_formats", "exporter", "model_worker", "supervisor", "gateway")
 ROOMS = ("keys", "usage", "requests", "ports", "workers", "placement", "fleet")
 """The subpackages of supervisor. Each may import only those before it."""
 LOOP = (
@@ -161,6 +161,13 @@ def test_the_gateway_is_a_client_and_nothing_else() -> None:
 def test_answer_formats_is_pure() -> None:
     for path in modules("answer_formats"):
         assert {top(name) for name in imports(path)} <= {*sys.stdlib_module_names, "answer_formats"}, path
+
+
+def test_the_exporter_knows_only_two_answers_of_the_supervisor() -> None:
+    for path in modules("exporter"):
+        assert {top(name) for name in imports(path)} <= {*sys.stdlib_module_names, "exporter", "prometheus_client"}, (
+            path
+        )
 
 
 def test_a_process_of_its_own_asks_nvml() -> None:

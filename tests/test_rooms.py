@@ -19,6 +19,7 @@ ROOMS = {
         {"answer_formats", "tests.answer_formats"},
         {"protocol", "supervisor", "model_worker", "gateway", "tools", *SERVES},
     ),
+    "exporter": ({"exporter", "tests.exporter"}, {"supervisor.cli", "model_worker"}),
     "protocol": ({"protocol", "modelctl"}, {"supervisor", "model_worker", "tools", "benchmarks", *SERVES}),
     "model_worker": (
         {"model_worker", "tests.deterministic_engine", "tests.chat"},

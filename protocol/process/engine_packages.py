@@ -20,7 +20,7 @@ _EVERY: Final = ("torch", *READ_TOKENIZERS, "safetensors", "llguidance", "numpy"
 PACKAGES: Final = {"transformers": ("transformers", *_EVERY), "exllamav2": ("exllamav2", *_EVERY)}
 """The packages that an engine's worker imports, by their import names."""
 
-GATEWAY: Final = ("starlette", "uvicorn", "uvloop", "httptools", "orjson")
+GATEWAY: Final = ("starlette", "uvicorn", "uvloop", "httptools", "orjson", "prometheus_client")
 """The packages that the HTTP gateway imports. The extra ``gateway`` installs them."""
 
 

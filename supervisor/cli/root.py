@@ -24,6 +24,7 @@ _COMMANDS = {
     "ps": "supervisor.cli.views:ps",
     "status": "supervisor.cli.views:status",
     "usage": "supervisor.cli.usage:usage",
+    "metrics": "supervisor.cli.metrics:metrics",
     "run": "supervisor.cli.run:run",
     "requests": "supervisor.cli.requests:requests",
     "cancel": "supervisor.cli.requests:cancel",

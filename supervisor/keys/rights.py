@@ -51,6 +51,7 @@ _OF_VERB = {
     "requests": _ANY,
     "events": _SEES,
     "usage": _ANY,
+    "metrics": _SEES,
     "tokenize": _INFER,
     "detokenize": _INFER,
     "start": _ADMIN,

@@ -7,12 +7,13 @@ would find nothing to cancel, and the job would go on.
 
 from protocol.codec import encode
 from protocol.errors import WireError
-from protocol.messages import TERMINAL, CancelJob, EventFlag, JobMessage
+from protocol.messages import TERMINAL, CancelJob, EventFlag, FinishReason, JobMessage
 from supervisor.requests.credit_control import CreditControl
 from supervisor.requests.deadlines import Deadlines
 from supervisor.requests.in_flight import Effect, InFlight, ToWorker, Wake
 from supervisor.requests.model_queue import ModelQueue
 from supervisor.requests.poison import PoisonTracker
+from supervisor.requests.request_figures import RequestFigures
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.usage.counters import REQUESTS
@@ -143,18 +144,22 @@ class RequestTable:
 
     def end_running(self, request: InFlight, error: WireError) -> list[Effect]:
         """Send the terminal event of a request whose worker still has its job."""
+        self.count_failed(request, error.code.wire_name)
         self.queues[request.model].totals.errors += 1
         request.phase = RequestPhase.ENDED
         return [self.credit.end_with_error(request, error)]
 
     def end_unconfirmed(self, request: InFlight) -> list[Effect]:
         """Send the terminal event of a cancelled request whose worker has not confirmed the cancel in time."""
+        self.count_ended(request, FinishReason.CANCELLED)
         self.queues[request.model].totals.finished += 1
         request.phase = RequestPhase.ENDED
         return [self.credit.end_cancelled(request)]
 
     def end(self, request: InFlight, error: WireError) -> list[Effect]:
         """Send the terminal event of a request that is in no queue, and that no worker has."""
+        if not request.held_terminal:  # the worker had finished that one
+            self.count_failed(request, error.code.wire_name)
         self.queues[request.model].totals.errors += 1
         end = self.credit.end_with_error(request, error)
         self.leave(request)
@@ -162,6 +167,7 @@ class RequestTable:
 
     def end_cancelled(self, request: InFlight) -> list[Effect]:
         """Send the terminal event of a cancelled request that is in no queue, and that no worker has."""
+        self.count_ended(request, FinishReason.CANCELLED)
         self.queues[request.model].totals.finished += 1
         end = self.credit.end_cancelled(request)
         self.leave(request)
@@ -182,6 +188,20 @@ class RequestTable:
         if request.holds:
             self.credit.drop(request)
         self.live.pop(request.key, None)
+
+    def figures_of(self, request: InFlight) -> RequestFigures:
+        """Return the figures of the request's model."""
+        return self.queues[request.model].totals.figures
+
+    def count_failed(self, request: InFlight, error: str) -> None:
+        """Count the end of a request by an error."""
+        prompt = request.prompt_tokens or 0
+        self.figures_of(request).failed(request.owner.name, error, prompt, request.delivered_tokens)
+
+    def count_ended(self, request: InFlight, reason: str) -> None:
+        """Count the end of a request that no worker has ended."""
+        prompt = request.prompt_tokens or 0
+        self.figures_of(request).ended(request.owner.name, reason, prompt, request.delivered_tokens)
 
     def _count_end(self, request: InFlight, flags: int) -> None:
         totals = self.queues[request.model].totals

@@ -12,6 +12,8 @@ When a worker dies, its requests go back into their model's queue with the token
 worker that is free goes on with them.
 """
 
+from typing import Any
+
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -24,6 +26,7 @@ from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.requests.poison import PoisonPolicy, PoisonTracker
 from supervisor.requests.refusals import refusal
+from supervisor.requests.request_figures import DISCONNECTED
 from supervisor.requests.request_list import RequestList
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
@@ -104,15 +107,12 @@ class Scheduler:
         return None if queue is None or queue.needs_every_event else queue.worker_slots.get(worker)
 
     def totals(self, model: str) -> dict[str, int]:
-        """Return counts since the supervisor's start: tokens generated; requests finished, ended with an error, and
-        resumed."""
-        queue = self._table.queues[model]
-        return {
-            "tokens": queue.tokens,
-            "finished": queue.totals.finished,
-            "errors": queue.totals.errors,
-            "resumed": queue.totals.resumed,
-        }
+        """Return counts since the supervisor's start, see ``ModelQueue.describe``."""
+        return self._table.queues[model].describe()
+
+    def figures(self, model: str, now: float) -> dict[str, Any]:
+        """Return what ended requests of a model have taken since the supervisor's start, for metrics."""
+        return self._table.queues[model].figures(now)
 
     @property
     def held_bytes(self) -> int:
@@ -344,6 +344,8 @@ class Scheduler:
         touched = set()
         for request in [r for r in self._table.live.values() if r.channel == channel]:
             touched.add(request.model)
+            if request.phase in (RequestPhase.WAITING, RequestPhase.RUNNING):
+                self._table.count_ended(request, DISCONNECTED)
             if request.phase is RequestPhase.RUNNING:
                 effects += self._table.abandon(request)
                 request.phase = RequestPhase.ENDED

@@ -7,11 +7,14 @@ time. The time that a compilation takes is charged as tokens to the client that 
 in the queue, and to the budget of its key (``RequestAuthorizer.charge_party``).
 """
 
+from typing import Any
+
 from protocol.codec import encode, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import TERMINAL, EventEntry, EventFlag, Events
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.reports import report
+from supervisor.requests.request_figures import OTHER
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
 from supervisor.requests.worker_slots import WorkerSlot
@@ -24,6 +27,7 @@ LONGEST_MS = 3_600_000
 """The longest time of a compilation that the supervisor believes. A compilation takes a second or two."""
 
 
+_ERROR_NAMES = frozenset(code.wire_name for code in ErrorCode)
 MOST_TOKENS = 1 << 31
 """The longest prompt that the supervisor believes."""
 _USAGE = ("prompt_tokens", "cached_tokens")
@@ -114,12 +118,10 @@ class WorkerEvents:
         if message.generation != worker_slot.generation:
             self.dropped += 1
             return []
-        reported = _usage_in(worker_slot, message)
+        last = _ends_in(worker_slot, message)
         requests = requests_of_whole_frame(worker_slot, message)
-        for request, prompt, cached in reported:
-            _count_prompt(request, prompt)
-            if request.counters is not None:
-                request.counters[CACHED] += cached
+        for request, flags, body in last:
+            self._note_end(request, flags, body, now)
         if requests:
             effects: list[Effect] = [ToClient(message.channel, frame)]
             ended = self._note_whole(worker_slot, requests, message, now)
@@ -209,6 +211,20 @@ class WorkerEvents:
             return self._table.give_up(ended, error) + self._table.dispatch(self._table.queues[ended.model], now)
         return []
 
+    def _note_end(self, request: InFlight, flags: int, body: dict[str, Any], now: float) -> None:
+        """Count the tokens of an answer's prompt in the ledger, and its end in the metrics."""
+        if flags & EventFlag.ERROR:
+            error = body.get("error")
+            name = error.get("name") if isinstance(error, dict) else None
+            self._table.count_failed(request, name if name in _ERROR_NAMES else OTHER)
+            return
+        usage = body.get("usage", {})
+        _count_prompt(request, usage.get("prompt_tokens", 0))
+        if request.counters is not None:
+            request.counters[CACHED] += usage.get("cached_tokens", 0)
+        age_s, resumed = now - request.accepted, request.resumes > 0
+        self._table.figures_of(request).finished(request.owner.name, body, age_s, resumed=resumed)
+
 
 def _count_prompt(request: InFlight, tokens: int) -> None:
     """Note the length of a prompt, and count it in the ledger unless that was done."""
@@ -218,21 +234,22 @@ def _count_prompt(request: InFlight, tokens: int) -> None:
             request.counters[PROMPT] += tokens
 
 
-def _usage_in(worker_slot: WorkerSlot, message: Events) -> list[tuple[InFlight, int, int]]:
-    """Return (request, tokens of its prompt, those that the cache had) for each answer that is complete in a frame.
+def _ends_in(worker_slot: WorkerSlot, message: Events) -> list[tuple[InFlight, int, dict[str, Any]]]:
+    """Return (request, flags, map of its last event) for each answer that ends in a frame.
 
-    Raises FrameError for counts that are not possible.
+    Raises FrameError for counts of tokens that are not possible.
     """
     found, at = {}, 0
     for number, _, flags, tokens, length in message.index:
-        if flags & EventFlag.FINISHED:
+        if flags & TERMINAL:
             request = worker_slot.running.get((message.channel, number))
             if request is not None and request.phase is RequestPhase.RUNNING:
-                usage = unpack_body(message.body[at + 4 * tokens : at + length]).get("usage", {})
+                body = unpack_body(message.body[at + 4 * tokens : at + length])
+                usage = body.get("usage", {})
                 counts = [usage.get(name, 0) if isinstance(usage, dict) else -1 for name in _USAGE]
                 if not all(type(count) is int and 0 <= count <= MOST_TOKENS for count in counts):
                     raise FrameError(ErrorCode.BAD_FRAME, "the end of an answer counts no tokens of its prompt")
-                found[number] = request, counts[0], counts[1]
+                found[number] = request, flags, body
         at += length
     return list(found.values())
 

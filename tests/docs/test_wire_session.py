@@ -140,6 +140,7 @@ def test_every_verb(serving: Serving) -> None:
         "status": {},
         "requests": {"limit": 5},
         "events": {"after": 0, "limit": 500},
+        "metrics": {},
         "usage": {"key": "", "model": "a", "since": "2026-01-31"},
         "tokenize": {"model": "a", "prompt": "p"},
         "detokenize": {"model": "a", "token_ids": pack("<2I", 97, 98)},

@@ -36,6 +36,7 @@ VERBS = {
     "status": STATUS,
     "requests": ANYBODY,
     "events": STATUS,
+    "metrics": STATUS,
     "tokenize": INFER,
     "detokenize": INFER,
     "start": ADMIN,

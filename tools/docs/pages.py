@@ -12,6 +12,7 @@ from pathlib import Path
 from tools.docs.client import client_page
 from tools.docs.commands import commands_page
 from tools.docs.configuration import configuration_page
+from tools.docs.dashboard import dashboard
 from tools.docs.decoding_plot import decoding_plot
 from tools.docs.errors import error_table
 from tools.docs.headlines import readme
@@ -29,6 +30,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "_generated/errors.md": error_table,
     "_generated/http-errors.md": http_error_table,
     "images/decoding.svg": decoding_plot,
+    "../deploy/grafana/modelctl.json": dashboard,
     **PARTS,
     "../README.md": readme,
     "../supervisor/cli/models.schema.json": models_schema,

@@ -1,0 +1,222 @@
+"""Make the metrics of two answers of the supervisor. Pure.
+
+Names are those of vLLM, with the prefix ``modelctl_``, so that its dashboards need little change. The labels ``model``,
+``replica`` (the number of a model's worker, from 1), ``gpu`` (as nvidia-smi counts) and ``key`` (empty for requests of
+the supervisor's own user) have as many values as models.yaml and the file of keys, at most 65 keys.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+PREFIX: Final = "modelctl_"
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+STATES: Final = (
+    "starting", "loading", "ready", "draining", "stopping", "stopped", "backoff", "unloaded", "failed",
+)  # fmt: skip
+HELP: Final[Mapping[str, str]] = {
+    "time_to_first_token_seconds": "Time from the acceptance of a request to its first token.",
+    "inter_token_latency_seconds": "Time between two tokens of an answer: the mean of each answer, for each token.",
+    "e2e_request_latency_seconds": "Time from the acceptance of a request to its end.",
+    "request_queue_time_seconds": "Time from the acceptance of a request until a worker got it.",
+    "request_prefill_time_seconds": "Time from the start in the engine to the first token.",
+    "request_decode_time_seconds": "Time from the first token to the last.",
+    "request_prompt_tokens": "Tokens of the prompt of a finished request.",
+    "request_generation_tokens": "Tokens of the answer of a finished request.",
+}
+_TOKENS: Final = (
+    ("prompt_tokens", "prompt", "Tokens of the prompts of finished requests."),
+    ("prefix_cache_queries", "prompt", "Tokens of prompts that were looked up in the prefix cache."),
+    ("prefix_cache_hits", "cached", "Tokens of prompts that the prefix cache had."),
+    ("spec_decode_num_accepted_tokens", "draft_accepted", "Speculated tokens that were right."),
+    ("spec_decode_num_rejected_tokens", "draft_rejected", "Speculated tokens that were wrong."),
+)
+_STATS: Final = (
+    ("jobs_per_step", "jobs_per_step", 1, "Requests in one step of the engine, mean."),
+    ("tokens_per_step", "tokens_per_step", 1, "Tokens of answers in one step of the engine, mean."),
+    ("step_seconds", "step_ms", 0.001, "Time of a step of the engine, median."),
+    ("prefill_share", "prefill_share", 1, "Share of the steps in which prompts were read."),
+    ("draft_acceptance", "draft_accepted", 1, "Share of the speculated tokens that were right."),
+)
+Values = Mapping[str, Any]
+
+
+def exposition(status: Values, metrics: Values) -> bytes:
+    """Return the metrics as text for Prometheus, in the format CONTENT_TYPE.
+
+    status   the supervisor's answer to the verb ``status``
+    metrics  its answer to the verb ``metrics``
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Fixed(list(families(status, metrics))))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+class _Fixed:
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> list[Metric]:
+        return self._found
+
+
+def families(status: Values, metrics: Values) -> Iterator[Metric]:
+    """Yield all metrics. See ``exposition``."""
+    yield from _of_models(metrics["models"], metrics["bounds"], _totals(status["models"]))
+    yield from _of_workers(status["models"])
+    yield from _of_gpus(status["models"], status.get("gpus", ()))
+    yield from _of_supervisor(status["supervisor"], metrics)
+
+
+def _totals(workers: list[Values]) -> dict[str, Values]:
+    """Return the entry of one worker for each model. ``queued`` and ``totals`` are the same for all of them."""
+    return {worker["model"]: worker for worker in workers}
+
+
+def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str, Values]) -> Iterator[Metric]:
+    waiting = _gauge("num_requests_waiting", "Requests that wait for a worker.", "model")
+    oldest = _gauge("oldest_waiting_seconds", "Age of the oldest request that waits; 0 if none does.", "model")
+    generated = _counter("generation_tokens", "Tokens of answers that workers have sent.", "model")
+    resumed = _counter("requests_resumed", "Answers that went on in another worker after a death.", "model")
+    ends = _counter("request_success", "Requests that ended without an error.", "model", "finished_reason")
+    errors = _counter("request_errors", "Requests that ended with an error.", "model", "error")
+    tokens = [(_counter(name, text, "model"), source) for name, source, text in _TOKENS]
+    keys = [
+        _counter("key_requests", "Requests that have ended, by key.", "key", "model"),
+        _counter("key_prompt_tokens", "Tokens of prompts of finished requests, by key.", "key", "model"),
+        _counter("key_generation_tokens", "Tokens of answers of finished requests, by key.", "key", "model"),
+    ]
+    histograms = {name: HistogramMetricFamily(PREFIX + name, HELP.get(name, name), labels=["model"]) for name in bounds}
+    for model, found in models.items():
+        if (worker := totals.get(model)) is not None:
+            waiting.add_metric([model], worker["queued"])
+            generated.add_metric([model], worker["totals"]["tokens"])
+            resumed.add_metric([model], worker["totals"]["resumed"])
+        oldest.add_metric([model], found["oldest_waiting_s"])
+        for reason, count in found["ends"].items():
+            ends.add_metric([model, reason], count)
+        for error, count in found["errors"].items():
+            errors.add_metric([model, error], count)
+        for family, source in tokens:
+            family.add_metric([model], found["tokens"][source])
+        for key, *counts in found["keys"]:
+            for family, count in zip(keys, counts, strict=True):
+                family.add_metric([key, model], count)
+        for name, histogram in found["histograms"].items():
+            histograms[name].add_metric([model], _buckets(bounds[name], histogram["counts"]), histogram["sum"])
+    yield from (waiting, oldest, generated, resumed, ends, errors, *(family for family, _ in tokens), *keys)
+    yield from histograms.values()
+
+
+def _buckets(bounds: list[float], counts: list[int]) -> list[tuple[str, float]]:
+    """Return the counts as Prometheus wants them: for each bound the number of values up to it."""
+    found, total = [], 0
+    for bound, count in zip([*map(repr, bounds), "+Inf"], counts, strict=True):
+        total += count
+        found.append((bound, float(total)))
+    return found
+
+
+def _of_workers(workers: list[Values]) -> Iterator[Metric]:
+    running = _gauge("num_requests_running", "Requests that a worker has.", "model", "replica")
+    states = _gauge("worker_state", "1 for the state that a worker is in, else 0.", "model", "replica", "state")
+    restarts = _counter("worker_restarts", "Starts of a worker after its death.", "model", "replica")
+    last = _gauge(
+        "worker_last_exit", "1 for the way in which a worker's last process ended.", "model", "replica", "reason"
+    )
+    cache = _gauge("kv_cache_usage_perc", "Share of the cache that is in use, from 0 to 1.", "model", "replica")
+    speed = _gauge("worker_tokens_per_second", "Tokens of answers in a second, lately.", "model", "replica")
+    stats = [(_gauge(name, text, "model", "replica"), source, unit) for name, source, unit, text in _STATS]
+    load = _gauge("worker_load_seconds", "Time that the last load took.", "model", "replica")
+    for worker in workers:
+        labels = [worker["model"], _replica(worker)]
+        running.add_metric(labels, worker["active"])
+        for state in STATES:
+            states.add_metric([*labels, state], worker["state"] == state)
+        restarts.add_metric(labels, worker["restarts"])
+        if worker.get("last_exit"):
+            last.add_metric([*labels, worker["last_exit"]["reason"]], 1)
+        speed.add_metric(labels, worker["tokens_per_s"])
+        engine = worker.get("engine_stats") or {}
+        for used, total in (("pages_used", "pages_total"), ("slots_used", "slots_total")):
+            if engine.get(total):
+                cache.add_metric(labels, engine.get(used, 0) / engine[total])
+        for family, source, unit in stats:
+            if isinstance(engine.get(source), (int, float)):
+                family.add_metric(labels, engine[source] * unit)
+        if worker.get("load_seconds") is not None:
+            load.add_metric(labels, worker["load_seconds"])
+    yield from (running, states, restarts, last, cache, speed, *(family for family, _, _ in stats), load)
+
+
+def _of_gpus(workers: list[Values], gpus: list[Values]) -> Iterator[Metric]:
+    held = _gauge("worker_vram_bytes", "GPU memory that a worker holds.", "model", "replica", "gpu")
+    estimated = _gauge(
+        "worker_vram_estimate_bytes", "GPU memory that a worker is expected to take.", "model", "replica"
+    )
+    for worker in workers:
+        labels = [worker["model"], _replica(worker)]
+        for gpu, size in (worker.get("vram_by_gpu") or {}).items():
+            if size is not None:
+                held.add_metric([*labels, str(gpu)], size)
+        if worker.get("vram_estimate_bytes"):
+            estimated.add_metric(labels, worker["vram_estimate_bytes"])
+    yield from (held, estimated)
+    for name, key, text in (
+        ("gpu_memory_bytes", "total_bytes", "Memory of the GPU."),
+        ("gpu_memory_used_bytes", "used_bytes", "Memory of the GPU that is in use, by anybody."),
+        ("gpu_memory_limit_bytes", "limit_bytes", "Memory of the GPU that models may take."),
+    ):
+        family = _gauge(name, text, "gpu")
+        for gpu in gpus:
+            if gpu.get(key) is not None:
+                family.add_metric([str(gpu["index"])], gpu[key])
+        yield family
+
+
+def _of_supervisor(supervisor: Values, metrics: Values) -> Iterator[Metric]:
+    counters = supervisor["counters"]
+    info = _gauge("info", "1, with the version as a label.", "version")
+    info.add_metric([supervisor["version"]], 1)
+    yield info
+    for name, text, value in (
+        ("uptime_seconds", "Time since the supervisor was started.", supervisor["uptime_s"]),
+        ("connections", "Clients that are connected.", supervisor["connections"]),
+        ("held_bytes", "Bytes of events that wait for clients to read.", supervisor["held_bytes"]),
+        ("shutting_down", "1 while the supervisor shuts down.", supervisor["shutting_down"]),
+        ("log_trouble", "1 while lines of the supervisor's log are lost.", supervisor["log_trouble"] is not None),
+    ):
+        gauge = _gauge(name, text)
+        gauge.add_metric([], float(value))
+        yield gauge
+    for name, text, value in (
+        ("cpu_seconds", "Processor time of the supervisor.", metrics["cpu_s"]),
+        ("loop_idle_seconds", "Time in which the supervisor's loop had nothing to do.", metrics["waited_s"]),
+        ("connections_accepted", "Connections of clients.", counters["connections_accepted"]),
+        ("connections_cut_off", "Clients whose connection was ended.", counters["connections_cut_off"]),
+        ("bad_frames", "Frames of clients that could not be read.", counters["bad_frames"]),
+        ("worker_frames_dropped", "Frames of workers that came too late.", counters["worker_frames_dropped"]),
+    ):
+        counter = _counter(name, text)
+        counter.add_metric([], float(value))
+        yield counter
+    events = _counter("events", "Events such as deaths, evictions and reloads, by kind.", "kind")
+    for kind, count in metrics["events"].items():
+        events.add_metric([kind], count)
+    yield events
+
+
+def _replica(worker: Values) -> str:
+    """Return the number of a worker among those of its model: ``letters:2`` is the second."""
+    return str(worker["name"]).partition(":")[2] or "1"
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, text, labels=labels)
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(PREFIX + name, text, labels=labels)

@@ -1,0 +1,155 @@
+"""The metrics say what clients have counted, whatever happens to the workers, to those who may see them."""
+
+import http.client
+import random
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from exporter.families import PREFIX
+from supervisor.requests.request_figures import HISTOGRAMS, MOST_ENDS, OTHER, Histogram, RequestFigures
+from tests.cli.programs import MODELCTL
+from tests.exporter.scraping import Scraped, counted, mixed_requests, parsed, total
+from tests.keyed import free_port
+from tests.serving import ROOT, Serving, engine, wait_until
+
+
+@pytest.fixture(scope="module")
+def scraped() -> Iterator[Scraped]:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    with mixed_requests(120, 8, 0.6, seed) as scraped:
+        yield scraped
+
+
+def test_sums_are_what_the_clients_counted(scraped: Scraped) -> None:
+    assert not scraped.tally.problems
+    assert scraped.kills
+    samples = scraped.samples()
+    for (key, model), counts in counted(scraped.tally).items():
+        for name, what in (("requests", "requests"), ("prompt_tokens", "prompt_tokens")):
+            assert total(samples, f"{PREFIX}key_{name}_total", key=key, model=model) == counts[what], (key, name)
+        got = total(samples, f"{PREFIX}key_generation_tokens_total", key=key, model=model)
+        assert got == counts["completion_tokens"], key
+    all_of = {name: sum(c[name] for c in scraped.tally.counted.values()) for name in ("requests", "prompt_tokens")}
+    assert total(samples, f"{PREFIX}request_success_total") == all_of["requests"]
+    assert total(samples, f"{PREFIX}request_errors_total") == 0
+    assert total(samples, f"{PREFIX}prompt_tokens_total") == all_of["prompt_tokens"]
+    assert total(samples, f"{PREFIX}e2e_request_latency_seconds_count") <= all_of["requests"]
+    wait_until(lambda: total(scraped.samples(), f"{PREFIX}worker_restarts_total") >= scraped.kills)
+    assert total(samples, f"{PREFIX}events_total", kind="death") >= scraped.kills
+
+
+def test_histograms_are_cumulative_and_complete(scraped: Scraped) -> None:
+    samples = scraped.samples()
+    for name in HISTOGRAMS:
+        buckets = [
+            (float(dict(labels)["le"]), value) for (found, labels), value in samples.items()
+            if found == f"{PREFIX}{name}_bucket"
+        ]  # fmt: skip
+        values = [value for _, value in sorted(buckets)]
+        assert values == sorted(values)
+        assert values[-1] == total(samples, f"{PREFIX}{name}_count") > 0, name
+
+
+def test_metrics_take_the_right_status(scraped: Scraped) -> None:
+    status, text = scraped.scrape(scraped.web)
+    assert status == 403
+    assert "status" in text
+    assert scraped.scrape("mctl_unknown")[0] == 401
+
+
+def test_states_and_workers(scraped: Scraped) -> None:
+    wait_until(lambda: total(scraped.samples(), f"{PREFIX}worker_state", state="ready") == 2)
+    samples = scraped.samples()
+    assert total(samples, f"{PREFIX}worker_state") == 2
+    assert {dict(labels)["replica"] for name, labels in samples if name == f"{PREFIX}worker_state"} == {"1", "2"}
+    assert total(samples, f"{PREFIX}num_requests_running") == total(samples, f"{PREFIX}num_requests_waiting") == 0
+
+
+def test_the_command_prints_and_serves_metrics() -> None:
+    port = free_port()
+    with Serving({"a": engine()}) as serving:
+        printed = serving.modelctl("metrics")
+        assert printed.returncode == 0
+        assert total(parsed(printed.stdout), f"{PREFIX}worker_state", state="ready") == 1
+        command = [*map(str, MODELCTL), "metrics", "--listen", str(port), "--runtime-dir", str(serving.runtime_dir)]
+        with subprocess.Popen(command, env=serving.environment, stderr=subprocess.PIPE, text=True) as served:
+            try:
+                assert served.stderr is not None
+                assert f"127.0.0.1:{port}/metrics" in served.stderr.readline()
+                assert fetch(port, "/metrics")[0] == 200
+                assert fetch(port, "/other")[0] == 404
+                serving.kill()
+                wait_until(lambda: fetch(port, "/metrics")[0] == 503)
+                serving.start_again({"a": engine()})
+                wait_until(lambda: fetch(port, "/metrics")[0] == 200)
+            finally:
+                served.send_signal(signal.SIGINT)
+            assert served.wait(timeout=30) == 130
+        refused = serving.modelctl("metrics", "--listen", "example.org:1")
+        assert (refused.returncode, "--listen example.org:1" in refused.stderr) == (2, True)
+
+
+def fetch(port: int, path: str) -> tuple[int, bytes]:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+# the figures
+
+
+def test_a_value_lies_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
+    histogram = Histogram((1, 2, 5))
+    for value in (0, 1, 1.5, 2, 2.0001, 7):
+        histogram.add(value)
+    histogram.add(4, 3)
+    assert (histogram.counts, histogram.sum) == ([2, 2, 4, 1], pytest.approx(25.5001))
+
+
+def test_times_of_an_answer_that_another_worker_began_are_left_out() -> None:
+    figures = RequestFigures()
+    body = {
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 7, "completion_tokens": 5, "cached_tokens": 3},
+        "timings": {"queue_ms": 10.0, "prefill_ms": 20.0, "decode_ms": 400.0},
+    }
+    figures.finished("web", body, 0.5, resumed=False)
+    figures.finished(None, body, 0.5, resumed=True)
+    found = figures.describe()
+    counts = {name: sum(each["counts"]) for name, each in found["histograms"].items()}
+    assert counts == {
+        "time_to_first_token_seconds": 1, "inter_token_latency_seconds": 4, "e2e_request_latency_seconds": 2,
+        "request_queue_time_seconds": 2, "request_prefill_time_seconds": 1, "request_decode_time_seconds": 1,
+        "request_prompt_tokens": 2, "request_generation_tokens": 2,
+    }  # fmt: skip
+    assert found["histograms"]["time_to_first_token_seconds"]["sum"] == pytest.approx(0.1)
+    assert found["tokens"]["cached"] == 6
+    assert found["keys"] == [["web", 1, 7, 5], ["", 1, 7, 5]]
+
+
+def test_what_a_worker_may_say_is_bounded() -> None:
+    figures = RequestFigures()
+    wrong = {"finish_reason": 5, "usage": "x", "timings": {"queue_ms": "x", "decode_ms": -1, "prefill_ms": 1e300}}
+    figures.finished(None, wrong, 0.1, resumed=False)
+    for number in range(3 * MOST_ENDS):
+        figures.finished(f"key {number}", {"finish_reason": f"reason {number}"}, 0.1, resumed=False)
+        figures.failed(f"key {number}", f"error {number}", 1, 2)
+    found = figures.describe()
+    assert max(len(found[name]) for name in ("ends", "errors", "keys")) <= MOST_ENDS + 1
+    assert sum(found["ends"].values()) == 3 * MOST_ENDS + 1
+    assert found["errors"][OTHER] == 2 * MOST_ENDS
+    assert sum(requests for _, requests, _, _ in found["keys"]) == 6 * MOST_ENDS + 1
+    assert found["keys"][-1][0] == OTHER
+
+
+def test_the_page_metrics_names_every_metric_and_no_other(scraped: Scraped) -> None:
+    families = set(re.findall(r"^# TYPE (\S+)", scraped.scrape()[1], re.MULTILINE))
+    named = set(re.findall(rf"`({PREFIX}\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert named == families
