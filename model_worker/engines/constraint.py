@@ -18,7 +18,8 @@ import torch.
   the healed token belongs to the prompt. Speculation works: a proposal of the draft is accepted only if it is the token
   that is drawn under the mask.
 * A resumed answer goes through the constraint first (``replay``).
-* A constraint may wait for the end of the reasoning, or for a call of a tool (``gated``).
+* A constraint may wait for the end of the reasoning, or for a call of a tool (``gated``). Its answer may begin
+  before it is compiled (``late``).
 * A mask that exceeds the library's limits (constraint_grammar.LIMITS) ends the answer with an error. The limits hold
   for each mask, so that no answer delays other answers for long.
 * The model chooses the tokens that spell a text: every spelling is allowed. JSON has no white space between its parts,
@@ -54,6 +55,7 @@ from model_worker.engines.constraint_compiler import Compilation, ConstraintComp
 from model_worker.engines.constraint_grammar import TOO_COSTLY
 from model_worker.engines.gated import GatedConstraint
 from model_worker.engines.gates import Gates
+from model_worker.engines.late import LateConstraint
 from model_worker.text import Pieces
 from protocol.errors import ErrorCode, RequestError
 
@@ -63,6 +65,9 @@ if TYPE_CHECKING:
 OFFERED = frozenset({"json_schema", "regex", "choice", "tools", "reasoning_budget"})
 WAIT_S = 0.005
 """Seconds that a step with nothing to compute waits, at most, for a constraint that is being compiled."""
+MOST_LATE = 2
+"""Jobs that may have started without their constraints. A step in which such a job needs its constraint waits for the
+compilation. So a step waits at most for this many quick compilations."""
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"), 0, -np.inf)
 _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32).reshape(256, 8)
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -217,6 +222,8 @@ class Constraints:
         self._waiting: dict[int, tuple[Job, Compilation]] = {}
         self._ahead: dict[int, Compilation] = {}
         self._untold: set[int] = set()
+        self._late: list[Compilation] = []
+        """What is being compiled for jobs that have started."""
         """Jobs of ``_ahead`` that ``compiled_ahead`` has not returned yet."""
         self._unwanted: set[int] = set()
         """Jobs of ``_untold`` that will not come."""
@@ -307,31 +314,59 @@ class Constraints:
             self.cancel(job_id)
 
     def ready(self, patience: float = 0.0) -> list[tuple[Job, Callable[[], AnyConstraint]]]:
-        """Return the jobs whose compilation has ended, each with a function that returns the job's constraint.
+        """Return the jobs that may start, each with a function that returns the job's constraint.
+
+        A job starts when its constraint is compiled. A job that needs its constraint later may start before that, if
+        the constraint is known and quick to compile.
 
         The constraint is at the position where the answer goes on. The function raises RequestError for a refused
         constraint, and WireError HELPER_FAILED if the helper process failed.
 
         patience  seconds to wait, at most, until one compilation has ended
         """
-        if not self._waiting:
-            return []
-        if patience:
+        done = self._startable()
+        if patience and self._waiting and not done:
             wait([made.future for _, made in self._waiting.values()], patience, "FIRST_COMPLETED")
-        done = [(job, made) for job, made in self._waiting.values() if made.future.done()]
+            done = self._startable()
         for job, _ in done:
             del self._waiting[job.id]
         return [(job, partial(self._result, job, made)) for job, made in done]
 
-    def _result(self, job: Job, made: Compilation) -> AnyConstraint:
-        matcher = made.future.result()
+    def _startable(self) -> list[tuple[Job, Compilation]]:
+        return [
+            (job, made)
+            for job, made in self._waiting.values()
+            if made.future.done() or self._may_start_early(job, made)
+        ]
+
+    def _may_start_early(self, job: Job, made: Compilation) -> bool:
+        """Return whether a job may start before its constraint is compiled."""
         assert job.constraint is not None
-        assert matcher is not None
-        end_ids = self._eos_ids.union(job.stop_token_ids)
+        self._late = [each for each in self._late if not each.future.done()]
+        fits = len(self._late) < MOST_LATE and not job.resumed_ids and self._gates.begins_free(job)
+        if not fits or not self._compiler.is_at_hand(*job.constraint):
+            return False
+        self._late.append(made)
+        return True
+
+    def _result(self, job: Job, made: Compilation) -> AnyConstraint:
+        assert job.constraint is not None
         kind = job.constraint[0]
+        end_ids = self._eos_ids.union(job.stop_token_ids)
         hidden = self._gates.hidden(job.layout.visible) if kind == "tools" else self._gates.special_ids
-        inner = Constraint(kind, matcher, self._pieces, self._vocab, end_ids, hidden)
-        constraint = self._gates.around(job, inner) or inner
+
+        def compiled() -> Constraint:
+            matcher = made.future.result()
+            assert matcher is not None
+            return Constraint(kind, matcher, self._pieces, self._vocab, end_ids, hidden)
+
+        constraint: AnyConstraint | None
+        if made.future.done():
+            inner = compiled()
+            constraint = self._gates.around(job, inner) or inner
+        else:
+            constraint = self._gates.around(job, LateConstraint(compiled))
+            assert constraint is not None
         constraint.replay(job.resumed_ids)
         self._check_draw(job, constraint)
         return constraint

@@ -25,6 +25,7 @@ from protocol.errors import RequestError
 
 if TYPE_CHECKING:
     from model_worker.engines.constraint import Constraint, Mask
+    from model_worker.engines.late import LateConstraint
 
 BLANKS = 2
 """Tokens of white space that may stand between the reasoning and a constrained answer. Models are used to them."""
@@ -42,7 +43,7 @@ class GatedConstraint:
 
     def __init__(
         self,
-        inner: "Constraint | None",
+        inner: "Constraint | LateConstraint | None",
         layout: Layout,
         texts: MarkerTexts,
         vocab: int,
@@ -259,7 +260,7 @@ class GatedConstraint:
             for each in pending[0 if self._lazy else inner.position :]:
                 self._answer(inner, each)
 
-    def _answer(self, inner: "Constraint", token: int) -> None:
+    def _answer(self, inner: "Constraint | LateConstraint", token: int) -> None:
         if not self._lazy:
             if self._blanks and token in self._texts.blanks and not inner.allowed[token]:
                 self._blanks -= 1

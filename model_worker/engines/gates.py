@@ -11,6 +11,7 @@ from model_worker.engines.marker_texts import MarkerTexts
 
 if TYPE_CHECKING:
     from model_worker.engines.constraint import Constraint
+    from model_worker.engines.late import LateConstraint
     from model_worker.engines.tokenizer import Tokenizer
 
 
@@ -42,15 +43,19 @@ class Gates:
         """
         return frozenset(token for token, text in self._markers.items() if visible and text not in visible)
 
-    def around(self, job: Job, inner: "Constraint | None") -> GatedConstraint | None:
+    def begins_free(self, job: Job) -> bool:
+        """Return whether an answer begins without its constraint: it reasons first, or may write text before a call."""
+        reasons, lazy = _waits(job)
+        return self._tokenizer is not None and (lazy or (reasons and job.layout.place == "inside"))
+
+    def around(self, job: Job, inner: "Constraint | LateConstraint | None") -> GatedConstraint | None:
         """Return a constraint that waits for the end of the reasoning, or for a call; None if it has to wait for
         neither.
 
         inner  what follows then; None if the answer is not constrained
         """
         layout, tokenizer = job.layout, self._tokenizer
-        reasons = layout.waits and layout.reasoning is not None and layout.place != "behind"
-        lazy = job.lazy and bool(layout.calls)
+        reasons, lazy = _waits(job)
         if tokenizer is None or not (reasons or lazy):
             return None
         if not reasons:
@@ -68,3 +73,10 @@ class Gates:
                 spelled[token] = text.encode()
             self._texts[markers] = MarkerTexts(spelled)
         return self._texts[markers]
+
+
+def _waits(job: Job) -> tuple[bool, bool]:
+    """Return whether a constraint waits for the end of the reasoning, and whether it waits for a call."""
+    layout = job.layout
+    reasons = layout.waits and layout.reasoning is not None and layout.place != "behind"
+    return reasons, job.lazy and bool(layout.calls)
