@@ -3,11 +3,13 @@
 import ast
 import json
 import re
+from operator import ge, gt, le, lt
 from typing import Any, Final
 
-from answer_formats.schemas import Schema, types, types_of_value
+from answer_formats.schemas import Schema, branches, types, types_of_value
 from answer_formats.source import BLANKS
 
+_BOUNDS: Final = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt, "exclusiveMaximum": lt}
 _WHOLE_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 """Python's words, which many chat templates write."""
@@ -34,9 +36,30 @@ def to_json(text: str, root: Schema, schema: Schema) -> str:
         bare = _WORDS.get(bare, bare)
         for candidate in (bare, _from_python(bare)):
             found = None if candidate is None else strict_json(candidate)
-            if candidate is not None and found is not None and found & (allowed - {"string"}):
+            if candidate is None or found is None or not found & (allowed - {"string"}):
+                continue
+            # Beside strings, "7" is a number only if the schema allows this number: an enum may hold the text "7".
+            if "string" not in allowed or _allows(root, schema, json.loads(candidate)):
                 return candidate
     return json.dumps(text, ensure_ascii=False)
+
+
+def _allows(root: Schema, schema: Schema, value: Any) -> bool:
+    """Return whether one of a schema's alternatives allows a value, as far as types, lists and bounds say it."""
+    return any(_fits(root, branch, value) for branch in branches(root, schema))
+
+
+def _fits(root: Schema, branch: Schema, value: Any) -> bool:
+    if isinstance(branch, bool) or not types_of_value(value) & types(root, branch):
+        return branch is True
+    listed = branch.get("enum", [branch["const"]] if "const" in branch else None)
+    if listed is not None and not any(
+        each == value and isinstance(each, bool) == isinstance(value, bool) for each in listed
+    ):
+        return False
+    return not isinstance(value, int | float) or all(
+        compare(value, branch[key]) for key, compare in _BOUNDS.items() if key in branch
+    )
 
 
 def strict_json(text: str) -> frozenset[str] | None:

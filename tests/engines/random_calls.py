@@ -89,8 +89,10 @@ class Schemas:
         """Return a tool in OpenAI's shape."""
         rng = self._rng
         parameters = self._object(2, root=True)
-        definitions = {"level": {"enum": ["low", "high"]}, "point": self._object(0)}
+        tree = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#/$defs/tree"}}}
+        definitions = {"level": {"enum": ["low", "high"]}, "point": self._object(0), "tree": tree}
         if rng.random() < 0.3:
+            parameters["properties"]["tree"] = {"allOf": [{"$ref": "#/$defs/tree"}], "title": "Tree"}
             parameters["$defs"] = definitions
             parameters["properties"]["level"] = {"$ref": "#/$defs/level"}
             parameters["properties"]["point"] = {"$ref": "#/$defs/point", "description": "a place"}
@@ -113,7 +115,7 @@ class Schemas:
         rng = self._rng
         kinds = [self._string, self._string, self._number, self._choice, self._union, self._boolean]
         if depth:
-            kinds += [lambda: self._array(depth - 1), lambda: self._object(depth - 1)]
+            kinds += [lambda: self._array(depth - 1), lambda: self._object(depth - 1), self._map]
         made = rng.choice(kinds)()
         return made | {"description": "what it is", "title": "X"} if rng.random() < 0.2 else made
 
@@ -151,6 +153,9 @@ class Schemas:
         if rng.random() < 0.5:
             return {"type": rng.sample(["string", "integer", "null", "boolean", "number"], 2)}
         return {"anyOf": [self._string(), rng.choice((self._number, self._boolean, self._choice))()]}
+
+    def _map(self) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": self._value(0)}
 
     def _array(self, depth: int) -> dict[str, Any]:
         rng = self._rng
