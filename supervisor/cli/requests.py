@@ -10,6 +10,7 @@ from supervisor.cli import figures
 from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import table, terminal_width
+from supervisor.cli.watch import look, watch
 
 HEADER = ("ID", "MODEL", "STATE", "KEY", "PROMPT", "ANSWER", "PRIORITY", "AGE", "WORKER")
 
@@ -22,18 +23,22 @@ HEADER = ("ID", "MODEL", "STATE", "KEY", "PROMPT", "ANSWER", "PRIORITY", "AGE", 
     },
 )
 @click.option("-n", "--limit", type=click.IntRange(1, 500), default=100, show_default=True, help="The most to list.")
+@watch
 @as_json
 @supervisor_options
-def requests(limit: int, as_json: bool, runtime_dir: Path) -> None:
+def requests(limit: int, watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """List the unfinished requests. PROMPT and ANSWER count tokens; ~ marks an estimate."""
     with connect(runtime_dir, admin=True) as client:
-        reply = client.requests(limit)
-    if as_json:
-        click.echo(json.dumps(reply, indent=2))
-        return
-    click.echo(table(HEADER, [_row(each) for each in reply["requests"]], terminal_width()))
-    if (more := reply["total"] - len(reply["requests"])) > 0:
-        click.echo(f"modelctl: {more} more; --limit shows up to 500", err=True)
+
+        def read() -> str:
+            reply = client.requests(limit)
+            if as_json:
+                return json.dumps(reply, indent=None if watch else 2)
+            more = reply["total"] - len(reply["requests"])
+            shown = table(HEADER, [_row(each) for each in reply["requests"]], terminal_width())
+            return f"{shown}\n{more} more; --limit shows up to 500" if more > 0 else shown
+
+        look(read, again=watch)
 
 
 @click.command(

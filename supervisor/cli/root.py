@@ -23,6 +23,7 @@ _COMMANDS = {
     "shutdown": "supervisor.cli.orders:shutdown",
     "ps": "supervisor.cli.views:ps",
     "status": "supervisor.cli.views:status",
+    "top": "supervisor.cli.top:top",
     "usage": "supervisor.cli.usage:usage",
     "metrics": "supervisor.cli.metrics:metrics",
     "run": "supervisor.cli.run:run",

@@ -11,6 +11,7 @@ from supervisor.cli.command import Command
 from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import GAP, table, terminal_width
+from supervisor.cli.watch import look, watch
 
 PS_HEADER: tuple[str, ...] = (
     "NAME",
@@ -34,28 +35,35 @@ SHORTEST_REASON = 30
     cls=Command,
     examples={
         "modelctl ps": "List the models of the supervisor on this machine",
+        "modelctl ps --watch": "Look again each second",
         "modelctl ps --connect tcp://192.168.1.5:5570 --key-file ops.key": "List those of another machine",
     },
 )
+@watch
 @as_json
 @supervisor_options
-def ps(as_json: bool, runtime_dir: Path) -> None:
-    """List the models."""
+def ps(watch: bool, as_json: bool, runtime_dir: Path) -> None:
+    """List the models. With --watch and --json, each look is a line."""
     with connect(runtime_dir, admin=True) as client:
-        answer = client.status()
-    warn_of_lost_lines(answer)
-    warn_of_gateway(answer)
-    models = answer["models"]
-    if as_json:
-        click.echo(json.dumps(models, indent=2))
-    else:
-        width = terminal_width()
-        longest = None if width is None else width - len(GAP) - max((len(m["name"]) for m in models), default=0)
-        header, rows = PS_HEADER, [_ps_row(m, longest) for m in models]
-        if any(figures.other_names(m) for m in models):  # few files have any, and the table is wide
-            header = (*header, "ALSO CALLED")
-            rows = [(*row, figures.other_names(m)) for row, m in zip(rows, models, strict=True)]
-        click.echo(table(header, rows, width))
+
+        def read() -> str:
+            answer = client.status()
+            warn_of_lost_lines(answer)
+            warn_of_gateway(answer)
+            models = answer["models"]
+            return json.dumps(models, indent=None if watch else 2) if as_json else _ps_table(models)
+
+        look(read, again=watch)
+
+
+def _ps_table(models: list[dict[str, Any]]) -> str:
+    width = terminal_width()
+    longest = None if width is None else width - len(GAP) - max((len(m["name"]) for m in models), default=0)
+    header, rows = PS_HEADER, [_ps_row(m, longest) for m in models]
+    if any(figures.other_names(m) for m in models):  # few files have any, and the table is wide
+        header = (*header, "ALSO CALLED")
+        rows = [(*row, figures.other_names(m)) for row, m in zip(rows, models, strict=True)]
+    return table(header, rows, width)
 
 
 @click.command(

@@ -1,0 +1,253 @@
+"""The screen of ``modelctl top``, as lines of text. Pure: what is shown depends on what was read, not on the clock."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from supervisor.cli import figures
+from supervisor.cli.tables import GAP
+
+Values = Mapping[str, Any]
+HISTORY: Final = 24
+"""Values of a line of speeds."""
+BARS: Final = " ▁▂▃▄▅▆▇█"
+BAR: Final = 20
+"""Columns of a bar."""
+SORTS: Final = ("age", "tokens", "speed", "model", "key")
+"""What requests can be sorted by. The first row has the greatest age, number or speed, or the first name."""
+KEYS: Final = "q quit   ↑↓ choose   Tab models/requests   o order   c cancel   s stop   l log"
+REVERSE, BOLD, DIM, PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+COLOURS: Final = {
+    "ready": "\x1b[32m", "running": "\x1b[32m", "loading": "\x1b[33m", "starting": "\x1b[33m", "queued": "\x1b[33m",
+    "backoff": "\x1b[31m", "failed": "\x1b[31m",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    right  whether its cells stand on the right
+    keep   columns with a greater number are left out first where a table is too wide
+    """
+
+    title: str
+    right: bool = False
+    keep: int = 0
+
+
+MODELS: Final = (
+    Column("NAME"), Column("STATE", keep=0), Column("GPU", keep=4), Column("ACTIVE", right=True),
+    Column("QUEUED", right=True), Column("TOK/S", right=True), Column("SPEED", keep=5), Column("CACHE", True, keep=2),
+    Column("VRAM", True, keep=3), Column("RESTARTS", True, keep=6),
+)  # fmt: skip
+REQUESTS: Final = (
+    Column("ID"), Column("MODEL"), Column("KEY", keep=3), Column("STATE", keep=1), Column("PROMPT", True, keep=4),
+    Column("ANSWER", True), Column("TOK/S", True, keep=2), Column("AGE", True),
+)  # fmt: skip
+
+
+@dataclass
+class View:
+    """What the user sees, and where.
+
+    chosen    the name of the model and the id of the request that are marked
+    pane      "models" or "requests": where the arrows move the mark
+    message   the result of the last key
+    """
+
+    order: str = SORTS[0]
+    pane: str = "models"
+    chosen: dict[str, str | None] = field(default_factory=lambda: {"models": None, "requests": None})
+    message: str = ""
+
+
+class Readings:
+    """What was read last, and what earlier readings say about speeds.
+
+    ``update`` takes the answers to ``status`` and ``requests``, and the time in monotonic seconds.
+    """
+
+    def __init__(self) -> None:
+        self.status: dict[str, Any] = {}
+        self.requests: list[dict[str, Any]] = []
+        self.unlisted = 0
+        self.speeds: dict[str, deque[float]] = {}
+        self._tokens: dict[str, tuple[float, int]] = {}
+
+    def update(self, status: dict[str, Any], requests: dict[str, Any], now: float) -> None:
+        """Take in new answers."""
+        self.status = status
+        for model in status["models"]:
+            self.speeds.setdefault(model["name"], deque(maxlen=HISTORY)).append(model["tokens_per_s"])
+        self.requests = [each | {"speed": self._speed(each, now)} for each in requests["requests"]]
+        self.unlisted = requests["total"] - len(self.requests)
+        self._tokens = {each["id"]: (now, each["tokens"]) for each in self.requests}
+
+    def _speed(self, request: Values, now: float) -> float | None:
+        """Return the tokens per second of a request since the last reading; None at its first one."""
+        before = self._tokens.get(request["id"])
+        if before is None or now <= before[0]:
+            return None
+        return max(0.0, float(request["tokens"] - before[1]) / (now - before[0]))
+
+    def ordered(self, order: str) -> list[dict[str, Any]]:
+        """Return the requests in one of the orders SORTS."""
+        keys = {
+            "age": lambda r: -r["age_ms"],
+            "tokens": lambda r: -r["tokens"],
+            "speed": lambda r: -(r["speed"] or 0),
+            "model": lambda r: (r["model"], -r["age_ms"]),
+            "key": lambda r: (r["key"] or "", -r["age_ms"]),
+        }
+        return sorted(self.requests, key=keys[order])
+
+
+def moved(names: Sequence[str], chosen: str | None, by: int) -> str | None:
+    """Return the name that is ``by`` rows below the chosen one. What has gone is replaced by the first."""
+    if not names:
+        return None
+    at = names.index(chosen) + by if chosen in names else 0
+    return names[max(0, min(len(names) - 1, at))]
+
+
+def screen(readings: Readings, view: View, width: int, height: int, *, colours: bool) -> list[str]:
+    """Return the lines of the screen, at most ``height`` of at most ``width`` columns each."""
+    head = [*_head(readings.status, readings.requests, width), ""]
+    models = _models(readings, view, width)
+    requests = _requests(readings, view, width)
+    room = height - len(head) - 4  # two headings, an empty line and the last line
+    most = max(3, min(len(models) - 1, room - min(len(requests) - 1, room // 2)))
+    shown = _around(models, view.chosen["models"], most)
+    rest = _around(requests, view.chosen["requests"], max(1, room - (len(shown) - 1)))
+    lines = [*((text, None) for text in head), *shown, ("", None), *rest]
+    lines = lines[: height - 1] + [("", None)] * (height - 1 - len(lines))
+    last = view.message or f"{KEYS.replace('order', f'order: {view.order}')}"
+    painted = [_painted(text[:width], mark, view, colours=colours) for text, mark in lines]
+    return [*painted, f"{DIM}{last[:width]}{PLAIN}" if colours else last[:width]]
+
+
+Line = tuple[str, tuple[str, str, str] | None]
+"""(text, (pane, name, state) of a row; None for other lines)"""
+
+
+def _painted(text: str, mark: tuple[str, str, str] | None, view: View, *, colours: bool) -> str:
+    if mark is None:
+        return text
+    pane, name, state = mark
+    if not state:  # a heading
+        return f"{BOLD}{text}{PLAIN}" if colours else text
+    if view.chosen[pane] == name:
+        if pane == view.pane:
+            return f"{REVERSE}{text}{PLAIN}"  # the mark is no colour: without it nobody sees what a key acts on
+        return f"{BOLD}{text}{PLAIN}" if colours else text
+    if colours and state in COLOURS:
+        return text.replace(state, f"{COLOURS[state]}{state}{PLAIN}", 1)
+    return text
+
+
+def _around(lines: list[Line], chosen: str | None, most: int) -> list[Line]:
+    """Return the heading and at most ``most`` rows, the chosen one among them."""
+    heading, rows = lines[0], lines[1:]
+    at = next((i for i, (_, mark) in enumerate(rows) if mark is not None and mark[1] == chosen), 0)
+    first = max(0, min(at - most + 1, len(rows) - most)) if at >= most else 0
+    return [heading, *rows[first : first + most]]
+
+
+def _head(status: Values, requests: Sequence[Values], width: int) -> Iterator[str]:
+    supervisor, models = status["supervisor"], status["models"]
+    running = sum(model["active"] for model in models)
+    waiting = sum({model["model"]: model["queued"] for model in models}.values())
+    speed = sum(model["tokens_per_s"] for model in models)
+    ready = sum(model["state"] == "ready" for model in models)
+    parts = [
+        "shutting down"
+        if supervisor.get("shutting_down")
+        else f"{ready} of {figures.counted(len(models), 'worker')} ready",
+        f"{running} running, {waiting} waiting",
+        f"{speed:.0f} tokens/s",
+        f"up {figures.duration(supervisor['uptime_s'])}",
+        f"modelctl {supervisor['version']}",
+    ]
+    text = parts[0]
+    for part in parts[1:]:
+        text = f"{text}, {part}" if len(text) + len(part) + 2 <= width else text
+    yield text[:width]
+    for gpu in status.get("gpus") or ():
+        used, total = gpu["used_bytes"], gpu["total_bytes"]
+        text = f"GPU {gpu['index']} {_bar(used, total)} {figures.size(used)} of {figures.size(total)}"
+        yield text[:width]
+    if why := status.get("gpus_unknown"):
+        yield f"the GPUs cannot be read: {why}"[:width]
+
+
+def _bar(part: float, whole: float) -> str:
+    filled = round(BAR * min(1.0, part / whole)) if whole else 0
+    return f"[{'#' * filled}{'-' * (BAR - filled)}]"
+
+
+def _models(readings: Readings, view: View, width: int) -> list[Line]:
+    rows = []
+    for model in readings.status["models"]:
+        stats = model.get("engine_stats") or {}
+        used, total = _cache_of(stats)
+        progress = model.get("progress")
+        state = model["state"]
+        if progress and progress.get("total"):
+            state = f"{state} {figures.percent(min(1.0, progress['done'] / progress['total']))}"
+        cells = (
+            model["name"], state, str(model["gpu"]), str(model["active"]), str(model["queued"]),
+            f"{model['tokens_per_s']:.0f}", _line(readings.speeds[model["name"]]),
+            f"{100 * used / total:.0f} %" if total else "-",
+            figures.size(model["vram_bytes"]) if model.get("vram_bytes") else "-", str(model["restarts"]),
+        )  # fmt: skip
+        rows.append((cells, ("models", model["name"], model["state"])))
+    return _table(MODELS, rows, width, "models")
+
+
+def _cache_of(stats: Values) -> tuple[int, int]:
+    """Return how many pages or slots of the cache are in use, and how many there are; 0 if that is not known."""
+    kind = "pages" if "pages_total" in stats else "slots"
+    return int(stats.get(f"{kind}_used", 0)), int(stats.get(f"{kind}_total", 0))
+
+
+def _line(values: Sequence[float]) -> str:
+    """Return values as a line of blocks, whose tallest is the greatest value."""
+    top = max(values, default=0)
+    if not top:
+        return "".ljust(HISTORY)
+    return "".join(BARS[round(value / top * (len(BARS) - 1))] for value in values).rjust(HISTORY)
+
+
+def _requests(readings: Readings, view: View, width: int) -> list[Line]:
+    rows = []
+    for each in readings.ordered(view.order):
+        state = each["state"] if each["queue_position"] is None else f"queued {each['queue_position']}"
+        prompt = f"~{each['prompt_tokens_estimate']}" if each["prompt_tokens"] is None else str(each["prompt_tokens"])
+        cells = (
+            each["id"], each["model"], each["key"] or "-", state, prompt, str(each["tokens"]),
+            "-" if each["speed"] is None else f"{each['speed']:.0f}", figures.duration(each["age_ms"] / 1000),
+        )  # fmt: skip
+        rows.append((cells, ("requests", each["id"], each["state"])))
+    lines = _table(REQUESTS, rows, width, "requests")
+    if readings.unlisted > 0:
+        lines.append((f"{readings.unlisted} more", None))
+    return lines
+
+
+def _table(
+    columns: Sequence[Column], rows: Sequence[tuple[tuple[str, ...], tuple[str, str, str]]], width: int, pane: str
+) -> list[Line]:
+    """Return a heading and the rows, without the columns for which there is no room."""
+    widths = [max([len(column.title), *(len(cells[i]) for cells, _ in rows)]) for i, column in enumerate(columns)]
+    kept = list(range(len(columns)))
+    while sum(widths[i] + len(GAP) for i in kept) - len(GAP) > width and max(columns[i].keep for i in kept):
+        kept.remove(max(kept, key=lambda i: columns[i].keep))
+
+    def text(cells: Sequence[str]) -> str:
+        padded = (cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i]) for i in kept)
+        return GAP.join(padded)
+
+    heading: Line = (text([column.title for column in columns]), (pane, "", ""))
+    return [heading, *((text(cells), mark) for cells, mark in rows)]
