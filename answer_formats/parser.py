@@ -62,10 +62,27 @@ class AnswerParser:
         self._steps = self._read()
         next(self._steps)
 
+    def continues(self, text: str) -> type[Reasoning] | type[Text] | None:
+        """Return what the next piece just continues: then the piece is a part as it is, and need not be fed. None if it
+        has to be.
+
+        This runs for each token, and nearly every token takes this road.
+        """
+        if (
+            self._in_calls
+            or self._is_start
+            or self._blanks
+            or self._source.at < len(self._source.text)
+            or text[-1:] in BLANKS
+            or (self._may_begin is not None and self._may_begin(text))
+        ):
+            return None
+        return Reasoning if self._inside else Text
+
     def feed(self, text: str) -> list[Part]:
         """Return the parts that the next piece of the text completes."""
-        if self._goes_on(text):  # this runs for each token, and nearly every token takes this road
-            return [Reasoning(text) if self._inside else Text(text)]
+        if (kind := self.continues(text)) is not None:
+            return [kind(text)]
         self._source.feed(text)
         next(self._steps)
         parts = self._parts.copy()
@@ -78,17 +95,6 @@ class AnswerParser:
         with suppress(StopIteration):
             next(self._steps)
         return self._parts
-
-    def _goes_on(self, text: str) -> bool:
-        """Return whether a piece just continues the text or the reasoning, and nothing of it has to be held back."""
-        return not (
-            self._in_calls
-            or self._is_start
-            or self._blanks
-            or self._source.at < len(self._source.text)
-            or text[-1:] in BLANKS
-            or (self._may_begin is not None and self._may_begin(text))
-        )
 
     def _read(self) -> Steps[None]:
         """Read the answer."""

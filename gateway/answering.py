@@ -65,12 +65,18 @@ class AnswerReader:
         if self._parser is None:
             return [Text(delta.text)] if delta.text else []
         parts = self._parser.feed(delta.text) if delta.text else []
-        if len(parts) == 1 and isinstance(parts[0], Reasoning):  # as few steps as possible: this runs for each token
-            self.reasoning_tokens += self._undecided + len(delta.token_ids)
-            self._undecided = 0
-        else:
-            self._note(parts, len(delta.token_ids))
+        self._note(parts, len(delta.token_ids))
         return parts
+
+    def continues(self, delta: Delta) -> type[Reasoning] | type[Text] | None:
+        """Return what a delta just continues: then its text is the only part, and it need not be read. None if it has
+        to be. Few steps, because this runs for each token."""
+        if self._parser is None or (kind := self._parser.continues(delta.text)) is None:
+            return None
+        if kind is Reasoning:
+            self.reasoning_tokens += self._undecided + len(delta.token_ids)
+        self._undecided = 0
+        return kind
 
     def end(self) -> tuple[list[Part], str]:
         """Return the last parts, and the finish reason, of an answer that has ended."""

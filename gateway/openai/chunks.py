@@ -148,6 +148,10 @@ class Shape:
         )  # fmt: skip
         return b"".join(parts)
 
+    def reasoning(self, index: int, text: str) -> bytes:
+        """Return the chunk with a piece of a chat's reasoning."""
+        return b"%b%d%b%b%b" % (self._head, index, self._before_reasoning, orjson.dumps(text), self._plain_tail)
+
     def parts(self, index: int, parts: Sequence[Part], logprobs: dict[str, Any] | None = None) -> list[bytes]:
         """Return the chunks of parts of a chat's answer. The first one has the log-probabilities.
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from answer_formats.parser import Tool
+from answer_formats.parts import Reasoning, Text
 from gateway.answering import Answers, Piece, is_plain
 from gateway.http.event_stream import EventStream
 from gateway.openai.chunks import (
@@ -69,22 +70,28 @@ class _Sending:
 
     async def one_chat(self, tools: Sequence[Tool]) -> list[dict[str, Any]]:
         """Send the only answer of a chat, and return its usage. The first event says whether it is text only."""
-        stream, send, parts = self._streams[0], self._events.send, self._shape.parts
+        stream, send, shape = self._streams[0], self._events.send, self._shape
         first = await anext(stream, Delta("", ()))
         if is_plain(stream.format, tools):
             if first.text:
-                await self.send([self._shape.piece(0, first.text)])
+                await self.send([shape.piece(0, first.text)])
             await self.one_text()
             return usages_of(self._streams)
         answers = Answers(self._streams, tools)
         reader = answers.readers[0]
-        await self.send(parts(0, reader.read(first)))
+        await self.send(shape.parts(0, reader.read(first)))
         async for delta in stream:  # as few steps as possible: this runs for each token
-            if chunks := parts(0, reader.read(delta)):
-                await send(self._begun + (chunks[0] if len(chunks) == 1 else b"".join(chunks)))
-                self._begun = b""
+            kind = reader.continues(delta)
+            if kind is Text:
+                chunk = shape.piece(0, delta.text)
+            elif kind is Reasoning:
+                chunk = shape.reasoning(0, delta.text)
+            elif not (chunk := b"".join(shape.parts(0, reader.read(delta)))):
+                continue
+            await send(self._begun + chunk)
+            self._begun = b""
         last, reason = reader.end()
-        self.last += [*parts(0, last), self._shape.finish(0, finish_reason(reason))]
+        self.last += [*shape.parts(0, last), shape.finish(0, finish_reason(reason))]
         return answers.usages
 
     async def texts(self) -> None:
