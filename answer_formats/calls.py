@@ -43,6 +43,15 @@ class Calls:
         if not self._may_go_back:
             self._source.forget_marks()
 
+    def is_within_string(self, piece: str) -> bool:
+        """Return whether the next piece of the text just continues a string in the arguments of a call."""
+        return (
+            self._source.in_string_for == self.arguments
+            and not self._may_go_back
+            and '"' not in piece
+            and "\\" not in piece
+        )
+
     def arguments(self, json: str) -> None:
         """Add a piece of the arguments of the call that has begun."""
         if json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from answer_formats.calls import Calls, Found, Tool
 from answer_formats.families import FAMILIES
-from answer_formats.parts import Part, Reasoning, Text
+from answer_formats.parts import CallArguments, Part, Reasoning, Text
 from answer_formats.source import BLANKS, Source, Steps
 
 __all__ = ["AnswerParser", "ReasoningMarkers", "Tool"]
@@ -83,6 +83,8 @@ class AnswerParser:
         """Return the parts that the next piece of the text completes."""
         if (kind := self.continues(text)) is not None:
             return [kind(text)]
+        if self._in_calls and text and self._calls.is_within_string(text):  # the next most frequent road
+            return [CallArguments(self._calls.count - 1, text)]
         self._source.feed(text)
         next(self._steps)
         parts = self._parts.copy()

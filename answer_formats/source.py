@@ -29,12 +29,15 @@ class Source:
 
     text   what has come. ``at`` is the position of the next character
     ended  whether no more will come
+
+    in_string_for  who is told the JSON string that goes on where the text ends; None if it does not end in a string
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.in_string_for: Tell | None = None
         self._marks: list[int] = []
 
     def feed(self, piece: str) -> None:
@@ -183,7 +186,10 @@ class Source:
                 tell(self.text[begin : self.at])
             if complete:
                 return True
-            if not (yield from self.more()):
+            self.in_string_for = tell if in_string and not open_escape else None
+            more = yield from self.more()
+            self.in_string_for = None
+            if not more:
                 if open_escape:
                     tell(self.text[self.at :])
                     self.at = len(self.text)
