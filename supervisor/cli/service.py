@@ -37,12 +37,8 @@ _CODES = {
 
 def _scope_options(command: F) -> F:
     """Add the options ``--system`` and ``--user`` to a command, which gets the parameter ``scope``. None: neither."""
-    system = click.option(
-        "--system", "scope", flag_value="system", help="The service starts with the machine.  [default for root]"
-    )
-    user = click.option(
-        "--user", "scope", flag_value="user", help="The service is your own, and starts when you log in.  [default]"
-    )
+    system = click.option("--system", "scope", flag_value="system", help="The machine's service, which starts with it.")
+    user = click.option("--user", "scope", flag_value="user", help="Your own service, which starts when you log in.")
     return system(user(command))
 
 
@@ -72,7 +68,8 @@ def service() -> None:
 def install(file: Path | None, scope: str | None, run_as: str | None, force: bool, dry_run: bool) -> int:
     """Write the systemd unit for the models of a models.yaml (FILE), with this environment's modelctl.
 
-    The command starts nothing. It says what to type next.
+    Without --system and --user, root means the machine's service, and anybody else a service of their own. The command
+    starts nothing. It says what to type next.
     """
     chosen = _chosen(scope)
     if run_as is not None and chosen is Scope.USER:
@@ -80,10 +77,8 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
     try:
         unit = _unit(file, chosen, run_as)
         path = path_of(chosen)
-        found = [line for line in obstacles(unit) if not (force and line.startswith(f"{path} was not written"))]
+        found = obstacles(unit, force=force)
     except NoPlace as e:
-        raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
-    except ValueError as e:
         raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
     if dry_run:
         click.echo(unit.text(), nl=False)
@@ -102,7 +97,10 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
 @_scope_options
 @_dry_run
 def uninstall(scope: str | None, dry_run: bool) -> int:
-    """Stop the service as `modelctl shutdown` does, and remove its unit."""
+    """Stop the service as `modelctl shutdown` does, and remove its unit.
+
+    Without --system and --user, root means the machine's service, and anybody else their own.
+    """
     chosen = _chosen(scope)
     try:
         path = path_of(chosen)
@@ -130,7 +128,10 @@ def uninstall(scope: str | None, dry_run: bool) -> int:
 @_scope_options
 @as_json
 def status(scope: str | None, as_json: bool) -> int:
-    """Show whether the service is installed, what it does, and why it does not run. Exit code 69 if none runs."""
+    """Show whether the service is installed, what it does, and why it does not run. Exit code 69 if none runs.
+
+    Without --system and --user, it shows both.
+    """
     scopes = [Scope(scope)] if scope is not None else list(Scope)
     try:
         seen = {each: _seen(each) for each in scopes}

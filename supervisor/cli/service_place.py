@@ -69,9 +69,12 @@ def home_of(name: str) -> str:
     return entry.pw_dir
 
 
-def obstacles(unit: Unit) -> list[str]:
-    """Return what keeps a unit from being installed here, or from working. Each text says what to do."""
-    found = [*_of_manager(unit.scope), *_of_file(path_of(unit.scope))]
+def obstacles(unit: Unit, *, force: bool) -> list[str]:
+    """Return what keeps a unit from being installed here, or from working. Each text says what to do.
+
+    force  a unit of somebody else may be replaced
+    """
+    found = [*_of_manager(unit.scope), *([] if force else _of_file(path_of(unit.scope)))]
     if unit.scope is Scope.SYSTEM:
         for path in {Path(unit.command[0]), unit.config}:
             found += [

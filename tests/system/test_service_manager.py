@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -53,10 +54,12 @@ def fill(sender: socket.socket, address: str) -> None:
 
 
 @contextmanager
-def managed(manager: Manager, models: dict[str, dict[str, object]], **variables: str) -> Iterator[Serving]:
+def managed(
+    manager: Manager, models: dict[str, dict[str, Any]], gateway: dict[str, Any] | None = None, **variables: str
+) -> Iterator[Serving]:
     """Start a supervisor below a service manager."""
     with closing(manager.socket):
-        serving = Serving(models, begin=False, wait=False)
+        serving = Serving(models, gateway=gateway, begin=False, wait=False)
         serving.environment |= {"NOTIFY_SOCKET": manager.address, **variables}
         serving.start_again(models)
         with serving:
@@ -103,6 +106,21 @@ def test_it_is_ready_when_a_model_has_failed_for_good(tmp_path: Path) -> None:
         manager.wait_for("READY=1")
         assert serving.status("bad")["state"] == "failed"
         assert "STATUS=1 of 2 workers ready; ready: m; failed: bad" in manager.lines
+
+
+def test_it_is_ready_when_the_gateway_serves_or_has_said_why_not(tmp_path: Path) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        gateway = {"listen": f"127.0.0.1:{taken.getsockname()[1]}", "auth": "none"}
+        manager = Manager(str(tmp_path / "notify"))
+        with managed(manager, MODELS, gateway) as serving:
+            manager.wait_for("READY=1")
+            (status,) = [line for line in manager.lines if "ready: m" in line]
+            assert "; no gateway: cannot listen on 127.0.0.1" in status
+            taken.close()
+            wait_until(lambda: manager.wait_for("STATUS=").endswith("ready: m"), what="the status without a problem")
+            wait_until(lambda: serving.overview()["supervisor"]["gateway"]["ready"], what="the gateway that serves")
 
 
 def test_only_the_loop_feeds_the_watchdog(tmp_path: Path) -> None:
