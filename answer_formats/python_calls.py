@@ -23,13 +23,8 @@ _MAY_GO_ON: Final = ('""', "''")
 """These may be empty strings, or begin a longer quote."""
 
 
-def read_call(source: Source, calls: Calls, *, prefix: str = "", suffix: str = "") -> Steps[Found]:
-    """Read one call.
-
-    prefix, suffix  text that may stand before and behind the name
-    """
-    if prefix:
-        yield from source.literal(prefix)
+def read_call(source: Source, calls: Calls, *, suffix: str = "") -> Steps[Found]:
+    """Read one call. ``suffix``: text that may stand behind the name."""
     name = yield from source.word("()[]{}<>'\"`\n,;=")
     if name is None or not (yield from source.literal("(")) or not _NAME.fullmatch(name.strip()):
         return Found.NOTHING
@@ -96,14 +91,14 @@ def python_value(text: str, root: Schema, schema: Schema) -> str:
         return to_json(text, root, schema)
 
 
-def call_rules(rules: Rules, tools: Sequence[Wanted], suffix: str = "") -> list[str]:
+def call_rules(rules: Rules, tools: Sequence[Wanted]) -> list[str]:
     """Return an expression for a call of each tool. Values are JSON, which ``read_call`` reads, too."""
     made = []
     for tool in tools:
         if not _NAME.fullmatch(tool.name):
             raise NotOffered(f"tools: the name {tool.name[:64]!r} cannot be written in this model's format")
         members = members_rule(rules, tool, partial(_argument_rule, tool), ", ")
-        made.append(f'{literal(f"{tool.name}{suffix}(")} {members} ")"')
+        made.append(f'{literal(f"{tool.name}(")} {members} ")"')
     return made
 
 

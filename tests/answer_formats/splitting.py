@@ -14,7 +14,7 @@ from tests.answer_formats.answers import TOOLS
 THINK = ReasoningMarkers("<think>", "</think>")
 EVERY = bool(os.environ.get("EVERY_DIVISION"))
 """Whether every division into three pieces is tried. That takes minutes, so it is only done for some answers else."""
-DRAWN = 200
+DRAWN = 100
 """Number of divisions into three pieces that are drawn of the other answers."""
 
 
