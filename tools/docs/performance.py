@@ -20,8 +20,8 @@ GROUPS = {
         "decoding", "prompts-beside", "draws", "gpu-idle", "exact-answers",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
-        "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-tools-exllamav2",
-        "http-path", "http-path-2-cores", "page-load",
+        "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",
+        "http-path-2-cores", "page-load",
     ),
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing"),
     "Faults": (
