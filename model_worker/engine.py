@@ -14,7 +14,7 @@ from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
 
 if TYPE_CHECKING:
-    from model_worker.engines.constraint import Constraints
+    from model_worker.engines.constraints import Constraints
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called often by ``load``, with (phase, done, total). Phase "loading" counts modules or bytes, "warmup" counts steps.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from model_worker.link import SupervisorLink
 
 if TYPE_CHECKING:
-    from model_worker.engines.constraint import Constraints
+    from model_worker.engines.constraints import Constraints
 
 
 @dataclass(frozen=True, slots=True)

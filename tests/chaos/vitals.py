@@ -63,12 +63,14 @@ def waited_s(pid: int) -> float:
 
 
 def strangers(serving: Serving, workers: list[int]) -> str:
-    """Describe the processes of a supervisor that are neither itself nor its guard, resource tracker or workers."""
+    """Describe the processes of a supervisor that are neither itself nor its guard, usage writer, resource tracker or
+    workers."""
     known = {serving.pid, *workers}
     extra = []
     for process in serving.processes():
         try:
-            of_the_supervisor = is_helper(process, "guard", "guard.py") or "resource_tracker" in str(process.cmdline())
+            helps = is_helper(process, "guard", "guard.py") or is_helper(process, "usage writer", "usage.writer")
+            of_the_supervisor = helps or "resource_tracker" in str(process.cmdline())
         except psutil.NoSuchProcess:
             continue
         if process.pid not in known and not of_the_supervisor:

@@ -22,7 +22,8 @@ from answer_formats.parser import AnswerParser, Tool
 from answer_formats.parts import CallArguments, CallEnd, CallStart
 from model_worker.answer_format import calls_text
 from model_worker.engine import Job, Layout
-from model_worker.engines.constraint import AnyConstraint, Constraints, Mask
+from model_worker.engines.constraint import AnyConstraint, Mask
+from model_worker.engines.constraints import Constraints
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from protocol.chat import ChatMessage

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 import model_worker.engines.constraint_helper as helping
-from model_worker.engines.constraint import Constraint, Constraints
+from model_worker.engines.constraint import Constraint
 from model_worker.engines.constraint_compiler import MOST_AHEAD, ConstraintCompiler
+from model_worker.engines.constraints import Constraints
 from model_worker.engines.turns import Turns
 from protocol.errors import ErrorCode, WireError
 from tests.engines.test_constraint_helper import answered, helpers

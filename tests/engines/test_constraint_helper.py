@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 import model_worker.engines.constraint_helper as helping
-from model_worker.engines.constraint import Constraint, Constraints
+from model_worker.engines.constraint import Constraint
+from model_worker.engines.constraints import Constraints
 from protocol.errors import ErrorCode, WireError
 from tests.engines.test_constraints import END, LETTERS, VOCAB, a_job, outcome, push_text
 from tests.meddling import Meddler

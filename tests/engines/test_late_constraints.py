@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from model_worker.engine import Job, Layout
-from model_worker.engines.constraint import MOST_LATE, Constraints
+from model_worker.engines.constraints import MOST_LATE, Constraints
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from protocol.request import SamplingParams

@@ -37,6 +37,7 @@ def test_workers_and_helpers_are_named(serve: Serve, box: Box) -> None:
         "modelctl: NVML reader",
         "modelctl: guard",
         "modelctl: template child",
+        "modelctl: usage writer",
         "modelctl: worker a",
         f"modelctl: worker {longest}",
         "modelctl: worker pair:1",

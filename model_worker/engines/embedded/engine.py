@@ -24,8 +24,9 @@ from model_worker.engine import (
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job, left_to_draw
-from model_worker.engines.constraint import OFFERED as CONSTRAINTS
-from model_worker.engines.constraint import WAIT_S, AnyConstraint, Constraints
+from model_worker.engines.constraint import AnyConstraint
+from model_worker.engines.constraints import OFFERED as CONSTRAINTS
+from model_worker.engines.constraints import WAIT_S, Constraints
 from model_worker.engines.embedded.answer import EmbeddedAnswer
 from model_worker.engines.embedded.check import OFFERED, check, read_options
 from model_worker.engines.embedded.load import check_room, device_name, load_model

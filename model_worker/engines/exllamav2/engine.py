@@ -28,8 +28,9 @@ from model_worker.engine import (
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job
-from model_worker.engines.constraint import OFFERED as CONSTRAINTS
-from model_worker.engines.constraint import WAIT_S, AnyConstraint, Constraints
+from model_worker.engines.constraint import AnyConstraint
+from model_worker.engines.constraints import OFFERED as CONSTRAINTS
+from model_worker.engines.constraints import WAIT_S, Constraints
 from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
 from model_worker.engines.exllamav2.answer_jobs import AnswerJobs
 from model_worker.engines.exllamav2.batch import Batch
