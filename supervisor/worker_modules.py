@@ -22,6 +22,9 @@ ESTIMATING: Final = (*_PYTHON, "model_worker.estimating")
 EXTENSION_BUILD: Final = (*_PYTHON, "model_worker.engines.exllamav2.extension")
 """The program that compiles ExLlamaV2's CUDA code. Its module says what it prints."""
 
+ENGINE_PROBE: Final = (*_PYTHON, "model_worker.engines.exllamav2.probe")
+"""The program that says whether PyTorch and ExLlamaV2 can be used here. Its module says what it prints."""
+
 
 def worker_main() -> Callable[[WorkerSpec, int | None], None]:
     """Return the function that a spawned worker process runs. Commands that spawn no worker do not import it."""

@@ -171,14 +171,16 @@ def test_the_exporter_knows_only_two_answers_of_the_supervisor() -> None:
 
 
 def test_a_process_of_its_own_asks_nvml() -> None:
-    """The driver may hang and takes 22 MB, so only the child imports NVML. The child imports none of our packages."""
+    """The driver may hang and takes 22 MB, so only two programs import NVML: the supervisor's reader, and that of the
+    command doctor. They import none of our packages, and are never imported."""
     found = {path: {top(name) for name in imports(path)} for path in modules("supervisor")}
-    child = ROOT / "supervisor/placement/nvml_child.py"
-    assert [path for path, names in found.items() if "pynvml" in names] == [child]
+    child, facts = ROOT / "supervisor/placement/nvml_child.py", ROOT / "supervisor/cli/doctor/nvml_facts.py"
+    assert {path for path, names in found.items() if "pynvml" in names} == {child, facts}
     assert found[child] - sys.stdlib_module_names == {"pynvml", "setproctitle"}
+    assert found[facts] - sys.stdlib_module_names == {"pynvml"}
     for path in modules("supervisor"):
-        assert not [name for name in imports(path) if name.endswith("nvml_child")], path
-        assert "import nvml_child" not in path.read_text(), path
+        assert not [name for name in imports(path) if name.endswith(("nvml_child", "nvml_facts"))], path
+        assert not re.search("import nvml_(child|facts)", path.read_text()), path
 
 
 @pytest.mark.parametrize("name", DECISIONS)

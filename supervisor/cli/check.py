@@ -63,23 +63,21 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
         examined = examine_config(find_config(file))
     except ConfigError as e:
         return _tell(e.problems, (), as_json)
-    models = _check_models(examined, elsewhere=elsewhere)
-    of_file = [*examined.problems, *_of_port(examined), *_of_certificate(examined), *models.of_file]
-    of_machine = models.of_machine if elsewhere else [*models.of_machine, *_of_missing_gateway(examined)]
-    if of_file or of_machine:
-        return _tell(of_file, of_machine, as_json)
+    checked = check_all(examined, elsewhere=elsewhere)
+    if checked.of_file or checked.of_machine:
+        return _tell(checked.of_file, checked.of_machine, as_json)
     names = list(examined.config.models)
     if as_json:
-        unchecked = {"unchecked": models.unchecked} if models.unchecked else {}
+        unchecked = {"unchecked": checked.unchecked} if checked.unchecked else {}
         click.echo(json.dumps({"ok": True, "models": names, **unchecked}, indent=2))
         return exit_codes.OK
     click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
     for line in name_lines({name: examined.config.names.describe(name) for name in names}):
         click.echo(line)
-    if models.unknown:
-        click.echo(f"not looked into, because only their own engine can: {', '.join(models.unknown)}")
-    for what in dict.fromkeys(models.unchecked.values()):
-        which = ", ".join(name for name, unchecked in models.unchecked.items() if unchecked == what)
+    if checked.unknown:
+        click.echo(f"not looked into, because only their own engine can: {', '.join(checked.unknown)}")
+    for what in dict.fromkeys(checked.unchecked.values()):
+        which = ", ".join(name for name, unchecked in checked.unchecked.items() if unchecked == what)
         click.echo(f"not checked of {which}: {what}")
     if not elsewhere and (message := loss()) is not None:
         click.echo(message)
@@ -131,10 +129,10 @@ def _of_missing_gateway(examined: "Examined") -> "list[Problem]":
 
 
 @dataclass
-class _Models:
-    """The result of checking all models of a file.
+class Checked:
+    """The result of checking a file and its models.
 
-    of_file     problems of the models
+    of_file     problems of the file and the models
     of_machine  problems of this machine: a GPU or a package that it lacks
     unknown     models that only their own engine can check
     unchecked   what cannot be checked here, by model
@@ -146,7 +144,11 @@ class _Models:
     unchecked: dict[str, str] = field(default_factory=dict)
 
 
-def _check_models(examined: "Examined", *, elsewhere: bool) -> _Models:
+def check_all(examined: "Examined", *, elsewhere: bool) -> Checked:
+    """Check a file that was read, and each model's directory as its worker does.
+
+    elsewhere  the file is for another machine
+    """
     from supervisor.placement.gpu_requests import VETTED
     from supervisor.placement.vetting import lacking_gpus, problems_of, vet_models
 
@@ -155,9 +157,11 @@ def _check_models(examined: "Examined", *, elsewhere: bool) -> _Models:
     found = [(name, fault) for name, answer in known.items() for fault in answer.faults]
     if not elsewhere:
         found += lacking_gpus(models).items()
-    return _Models(
-        of_file=problems_of(examined, [(name, fault) for name, fault in found if not fault.machine]),
-        of_machine=problems_of(examined, [(name, fault) for name, fault in found if fault.machine]),
+    of_models = problems_of(examined, [(name, fault) for name, fault in found if not fault.machine])
+    of_machine = problems_of(examined, [(name, fault) for name, fault in found if fault.machine])
+    return Checked(
+        of_file=[*examined.problems, *_of_port(examined), *_of_certificate(examined), *of_models],
+        of_machine=of_machine if elsewhere else [*of_machine, *_of_missing_gateway(examined)],
         unknown=[name for name, spec in models.items() if spec.config.engine not in VETTED],
         unchecked={name: answer.unchecked for name, answer in known.items() if answer.unchecked is not None},
     )

@@ -34,6 +34,7 @@ _COMMANDS = {
     "bench": "supervisor.cli.bench:bench",
     "plan": "supervisor.cli.plan:plan",
     "check": "supervisor.cli.check:check",
+    "doctor": "supervisor.cli.doctor.command:doctor",
     "service": "supervisor.cli.service:service",
     "keys": "supervisor.cli.keys:keys",
     "gateway": "supervisor.cli.gateway:gateway",

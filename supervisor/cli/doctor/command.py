@@ -1,0 +1,99 @@
+"""The command doctor: look at everything that serving needs, and say what to do."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from supervisor.cli import exit_codes
+from supervisor.cli.command import Command
+from supervisor.cli.config_file import find_config
+from supervisor.cli.doctor import gpus, machine, serving
+from supervisor.cli.doctor.findings import Finding, Verdict, bad, warn, within
+from supervisor.cli.options import as_json, config_file, runtime_dir_option
+from supervisor.logs import log_dir
+
+if TYPE_CHECKING:
+    from supervisor.config import Examined
+
+COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.BAD: "red"}
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl doctor": "Look at the driver, the GPUs, the packages, the disks, models.yaml and the supervisor",
+        "modelctl doctor --json": "The same for a program",
+    },
+)
+@config_file
+@as_json
+@runtime_dir_option
+def doctor(file: Path | None, as_json: bool, runtime_dir: Path) -> int:
+    """Look at everything that serving a models.yaml (FILE) needs. Each line says ok, or what to do.
+
+    Nothing is changed, and nothing hangs: each look has a deadline. If a model is ready, it generates four tokens. Exit
+    code 1 if something is bad.
+    """
+    found: list[Finding] = []
+    for finding in _look(file, runtime_dir):
+        found.append(finding)
+        if not as_json:
+            _print(finding)
+    good = all(finding.verdict is not Verdict.BAD for finding in found)
+    if as_json:
+        click.echo(json.dumps({"ok": good, "findings": [finding.to_json() for finding in found]}, indent=2))
+    return exit_codes.OK if good else exit_codes.FAILED
+
+
+def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
+    examined, wrong = _examine(file)
+    engines = frozenset[str]()
+    if examined is not None:
+        engines = frozenset(spec.config.engine for spec in examined.config.models.values())
+    workers = 0 if examined is None else examined.config.worker_count
+    on_gpu = examined is not None and any(
+        spec.config.engine == "exllamav2" or spec.config.gpu not in (None, "cpu", "auto")
+        for spec in examined.config.models.values()
+    )
+    yield from within("machine", lambda: machine.look(runtime_dir, log_dir(runtime_dir), workers))
+    nvml = gpus.read_nvml()
+    yield from gpus.driver_of(nvml, wanted=on_gpu)
+    known = gpus.names_of(nvml.get("gpus", ()))
+    for gpu in nvml.get("gpus", ()):
+        yield from gpus.gpu_of(gpu, known)
+    yield from gpus.engine_of(gpus.read_engine(), nvml, engines)
+    yield from wrong
+    if examined is not None:
+        seen = examined
+        yield from within("models.yaml", lambda: serving.file_of(seen), 120.0)
+    yield from within("permissions", lambda: serving.directory_of(runtime_dir))
+    status = serving.status_of(runtime_dir)
+    if examined is not None:
+        yield from within("gateway", lambda: serving.port_of(seen.config, status))
+    yield from within("supervisor", lambda: serving.running_of(status))
+    yield from within("test generation", lambda: serving.generation_of(runtime_dir, status), serving.ANSWER_S + 10)
+
+
+def _examine(file: Path | None) -> "tuple[Examined | None, list[Finding]]":
+    """Return models.yaml as far as it can be read, and what is wrong if it cannot."""
+    from supervisor.config import examine_config
+    from supervisor.yaml_source import ConfigError
+
+    try:
+        return examine_config(find_config(file)), []
+    except ConfigError as e:
+        if file is None and len(e.problems) == 1 and "not found" in str(e.problems[0]):
+            return None, [warn("models.yaml", "there is none yet", "`modelctl init ~/models` writes one")]
+        return None, [bad("models.yaml", str(problem), "correct it: see `modelctl check`") for problem in e.problems]
+
+
+def _print(finding: Finding) -> None:
+    colour = None if "NO_COLOR" in os.environ else COLOURS[finding.verdict]
+    mark = click.style(f"{finding.verdict:<4}", fg=colour)
+    click.echo(f"{mark}  {finding.what}: {finding.says}")
+    if finding.remedy:
+        click.echo(f"      {finding.remedy}")
