@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from protocol.client.async_client import AsyncClient
-from supervisor.cli import bench_figures, exit_codes
+from supervisor.cli import bench_figures, completion, exit_codes
 from supervisor.cli.bench_load import prompts, run_once, usable_ids
 from supervisor.cli.bench_report import report
 from supervisor.cli.command import Command
@@ -66,7 +66,7 @@ _TOKENS = click.IntRange(1, 1_000_000)
         "modelctl bench llama-8b stories -c 1,16 -p 512 -n 256 -o speed.json": "Measure two models, keep the figures",
     },
 )
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...", shell_complete=completion.models)
 @click.option(
     "-c",
     "--concurrency",

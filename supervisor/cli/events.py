@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from protocol.errors import ConnectionLost
+from supervisor.cli import completion
 from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.config_values import parse_duration
@@ -45,7 +46,7 @@ class Duration(click.ParamType[float]):
         "modelctl events llama-8b --follow": "Show the events of a model, and each new one",
     },
 )
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=completion.models)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing, also when the supervisor is started again.")
 @click.option("--since", type=Duration(), metavar="DURATION", help="Show the events of the last 90s, 15m, 1h, 2d.")
 @click.option(

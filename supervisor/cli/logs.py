@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
-from supervisor.cli import exit_codes
+from supervisor.cli import completion, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, runtime_dir_option
@@ -27,7 +27,7 @@ BYTES_PER_LINE = 400
         "modelctl logs -f llama-8b": "Follow a model's log",
     },
 )
-@click.argument("model", default=SUPERVISOR_NAME)
+@click.argument("model", default=SUPERVISOR_NAME, shell_complete=completion.models)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
 @click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines to show.")
 @as_json

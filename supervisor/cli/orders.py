@@ -12,7 +12,7 @@ import click
 
 from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost
-from supervisor.cli import exit_codes
+from supervisor.cli import completion, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
@@ -28,7 +28,7 @@ from supervisor.cli.waiting import (
 )
 from supervisor.workers.lifecycle import AT_REST
 
-_models = click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+_models = click.argument("models", nargs=-1, required=True, metavar="MODEL...", shell_complete=completion.models)
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 
 

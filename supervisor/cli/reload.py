@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from protocol.client.sync_client import Client
-from supervisor.cli import exit_codes
+from supervisor.cli import completion, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import CommandFailure
@@ -26,7 +26,7 @@ _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are s
         "modelctl reload llama-8b": "Give one model new workers, since its weights on disk have changed",
     },
 )
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=completion.models)
 @click.option("--beside", "how", flag_value="beside", help="Start each new worker beside the old one.")
 @click.option("--exchange", "how", flag_value="exchange", help="Stop each old worker before the new one is started.")
 @click.option("--no-wait", is_flag=True, help="Give the order and return at once.")

@@ -37,6 +37,7 @@ _COMMANDS = {
     "doctor": "supervisor.cli.doctor.command:doctor",
     "service": "supervisor.cli.service:service",
     "keys": "supervisor.cli.keys:keys",
+    "completion": "supervisor.cli.completion:completion",
     "gateway": "supervisor.cli.gateway:gateway",
 }
 ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
@@ -108,7 +109,7 @@ def run() -> int:
 def _call() -> int:
     streams = sys.stdout, sys.stderr
     try:
-        result = cli.main(standalone_mode=False)
+        result = cli.main(standalone_mode=False, complete_var="_MODELCTL_COMPLETE")
     except SystemExit:
         if sys.stdout is streams[0]:
             raise  # the shell's completion

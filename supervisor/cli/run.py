@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from protocol.client.async_client import AsyncStream, TokenLogprob
-from supervisor.cli import exit_codes
+from supervisor.cli import completion, exit_codes
 from supervisor.cli.asked_model import check_name, loaded
 from supervisor.cli.command import Command
 from supervisor.cli.conversation import ChatSession
@@ -81,7 +81,7 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
         'modelctl run llama-8b "Hello" --set top_a=0.2 --json': "Set any option of a request; print the answer as JSON",
     },
 )
-@click.argument("model")
+@click.argument("model", shell_complete=completion.models)
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Send the prompt as it is, without the model's chat template.")
 @click.option("--system", help="System message of the conversation.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from supervisor.cli import figures, overview
+from supervisor.cli import completion, figures, overview
 from supervisor.cli.command import Command
 from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, connect, supervisor_options
@@ -73,7 +73,7 @@ def _ps_table(models: list[dict[str, Any]]) -> str:
         "modelctl status llama-8b --verbose": "Show everything that is known of one model",
     },
 )
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=completion.models)
 @click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
 @as_json
 @supervisor_options
