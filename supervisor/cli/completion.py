@@ -19,8 +19,8 @@ VARIABLE = "_MODELCTL_COMPLETE"
 @click.command(
     cls=Command,
     examples={
-        'eval "$(modelctl completion bash)"': "Complete commands, options and models in this bash",
-        "modelctl completion fish > ~/.config/fish/completions/modelctl.fish": "Do so in every fish",
+        "modelctl completion bash >> ~/.bashrc": "Complete commands, options and models in bash",
+        "modelctl completion fish > ~/.config/fish/completions/modelctl.fish": "Do so in fish",
     },
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))

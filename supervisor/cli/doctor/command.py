@@ -25,7 +25,7 @@ COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.BAD: "red"}
 @click.command(
     cls=Command,
     examples={
-        "modelctl doctor": "Look at the driver, the GPUs, the packages, the disks, models.yaml and the supervisor",
+        "modelctl doctor": "Look at drivers, GPUs, packages, disks, models.yaml and the supervisor",
         "modelctl doctor --json": "The same for a program",
     },
 )
