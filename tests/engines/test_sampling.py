@@ -23,7 +23,7 @@ class Draws:
 
     def draw(self, logits: torch.Tensor, **limits: Any) -> int | None:
         token = self.sampler.draw(logits, self.length, **limits)
-        self.length += 1
+        self.length += token is not None
         return token
 
 
