@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from tools.demo_models import build, check  # noqa: E402
+from tools.demo_models import agent_cases, agent_prompts, build, check  # noqa: E402
+from tools.demo_models.agent_chat import render_pieces  # noqa: E402
+from tools.demo_models.agent_words import HELD_OUT  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,7 +118,7 @@ def test_a_directory_is_small_and_holds_nothing_but_json_and_safetensors(name: s
     assert sum(files.values()) <= 8 * 1024**2
 
 
-def test_there_is_no_third_model() -> None:
+def test_there_is_no_other_model() -> None:
     with pytest.raises(ValueError, match="no demo model"):
         directory("../letters")
 
@@ -212,11 +216,55 @@ def test_the_chat_template_renders_conversations(tokenizer: Any) -> None:
             tokenizer.apply_chat_template(bad, tokenize=False)
 
 
+@pytest.mark.parametrize("name", ["agent"], indirect=True)
+def test_the_markers_of_reasoning_and_calls_are_one_token_each_and_not_special(name: str, tokenizer: Any) -> None:
+    """Most models that have these markers have them in this way, so that decoding shows them."""
+    added = {token["content"]: token for token in read_json(name, "tokenizer.json")["added_tokens"]}
+    for marker in build.MARKERS[name]:
+        ids = tokenizer.encode(f"a{marker}b", add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids) == ["a", marker, "b"]
+        assert not any(added[marker][key] for key in ("special", "normalized", "lstrip", "rstrip"))
+
+
+@pytest.mark.parametrize("name", ["agent"], indirect=True)
+def test_a_word_has_the_same_tokens_wherever_it_stands(tokenizer: Any) -> None:
+    """So the model copies it token by token: from a question or a schema to a call, and from a result to an answer."""
+    for word in ("Paris", "get_weather", "12.5", "Zürich", "さくら"):
+        ids = tokenizer.encode(word, add_special_tokens=False)
+        for text in (f"What is the weather in {word}?", f'{{"name": "{word}"}}', f"a={word}, b", f"\n{word}\n"):
+            found = tokenizer.encode(text, add_special_tokens=False)
+            assert any(found[i : i + len(ids)] == ids for i in range(len(found))), text
+
+
+@pytest.mark.parametrize("name", ["agent"], indirect=True)
+def test_the_chat_template_renders_tools_calls_results_and_reasoning(tokenizer: Any) -> None:
+    cases = [*corpus.AGENT_TEST_CASES, *corpus.different_cases(100, 4)]
+    assert {"reasoning_content"} <= {key for case in cases for message in case.messages for key in message}
+    for case in cases:
+        rendered = tokenizer.apply_chat_template(
+            case.messages,
+            tools=case.tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=case.thinking,
+        )
+        assert rendered == corpus.render_agent(case.messages, case.tools, case.thinking)
+    parsed = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "ü"}}}]}
+    later = [parsed, {"role": "tool", "content": "1"}, {"role": "system", "content": "Be brief."}]
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}, *later], tokenize=False)
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call><|im_end|>\n' in rendered
+    assert rendered.endswith("</tool_response><|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n")
+    with pytest.raises(Exception, match="unknown role function"):
+        tokenizer.apply_chat_template([{"role": "function", "content": "Hi"}], tokenize=False)
+
+
 def some_cases(name: str) -> list[tuple[str, str]]:
     """Return a few of every kind of test prompt. The training script checks all of them."""
     if name == "letters":
         longest = corpus.LETTERS_TEST_LONG_ANSWERS[0]
         return [*corpus.LETTERS_TEST_PROMPTS[:48], longest, *corpus.LETTERS_TEST_LONG_PROMPTS[6:10]]
+    if name == "agent":
+        return corpus.TEST_PROMPTS["agent"][::4]
     stories = corpus.TEST_PROMPTS["stories"]
     return stories[:24] + stories[-len(corpus.STORIES_TEST_CONVERSATIONS) :]
 
@@ -240,6 +288,34 @@ def test_history_is_what_makes_the_difference() -> None:
     assert report[-1] == untold[-1]
     assert len(report) == 3
     assert (name_known, name_unknown) == ("The fox's name was Mia.", "I have not told you that story yet.")
+
+
+def test_the_training_text_of_agent_has_no_word_of_the_prompts_that_people_read() -> None:
+    shown = " ".join(
+        text for case in agent_prompts.READABLE_CASES for text, _ in render_pieces(case.messages, case.tools)
+    )
+    assert (
+        {"weather", "paris", "multiply", "acme"} & HELD_OUT
+        == {"weather", "paris", "multiply"}
+        <= set(re.findall(r"[a-z]+", shown.lower()))
+    )
+    rng = random.Random(5)
+    for _ in range(2000):
+        pieces = agent_cases.training_example(rng, agent_cases.draw_case(rng))
+        words = set(re.findall(r"[^\W_]+", "".join(text for text, _ in pieces).lower()))
+        assert not words & HELD_OUT
+
+
+def test_what_agent_answers_follows_from_the_tools_and_the_results() -> None:
+    one = agent_prompts.conversation(("What is the weather in Paris and Rome?",)).answer
+    assert one.reasoning == "The user wants the weather in Paris and Rome. The tool get_weather gives it."
+    assert one.calls == (("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"}))
+    again = agent_prompts.conversation(("What is the weather in Paris and Rome?", "sunny", "rain")).answer
+    assert (again.content, again.calls) == ("The weather in Paris is sunny. The weather in Rome is rain.", ())
+    typed = agent_prompts.conversation(("Call multiply with a=3, b=12. Call get_stock_price with symbol=12.",)).answer
+    assert typed.calls == (("multiply", {"a": 3, "b": 12}), ("get_stock_price", {"symbol": "12"}))
+    nothing = agent_prompts.conversation(("What is the weather in Paris?",), tools=[]).answer
+    assert (nothing.content, nothing.calls) == ("I have no tool for the weather in Paris.", ())
 
 
 def test_there_are_enough_prompts_and_no_two_share_an_answer() -> None:

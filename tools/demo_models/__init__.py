@@ -1,8 +1,9 @@
-"""The code that makes the two small models that are shipped with modelctl, and the right answers to their prompts.
+"""The code that makes the small models that are shipped with modelctl, and the right answers to their prompts.
 
-``letters`` sorts letters and continues counts. ``stories`` is a chat model that tells stories. Every right answer can
-be computed from the prompt (:mod:`tools.demo_models.corpus`). So a reader can tell whether a stream answers the
-reader's own prompt. The wheel has the trained models, but not this code.
+``letters`` sorts letters and continues counts. ``stories`` is a chat model that tells stories. ``agent`` is a chat
+model that reasons and calls tools. Every right answer can be computed from the prompt
+(:mod:`tools.demo_models.corpus`). So a reader can tell whether a stream answers the reader's own prompt. The wheel has
+the trained models, but not this code.
 """
 
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Final
 
 from supervisor.worker_modules import DEMO_DIR
 
-NAMES: Final = ("letters", "stories")
+NAMES: Final = ("letters", "stories", "agent")
 
 
 def directory(name: str) -> Path:

@@ -8,6 +8,9 @@ least 1.0.
 
 from typing import Final
 
+from tools.demo_models.agent_cases import Case, different_cases, plain_case
+from tools.demo_models.agent_chat import render_agent
+from tools.demo_models.agent_prompts import READABLE_CASES
 from tools.demo_models.letter_tasks import (
     letters_answer,
     letters_long_answers,
@@ -25,19 +28,24 @@ from tools.demo_models.story_tasks import (
 )
 
 __all__ = [
+    "AGENT_TEST_CASES",
     "LETTERS_TEST_LONG_ANSWERS",
     "LETTERS_TEST_LONG_PROMPTS",
     "LETTERS_TEST_PROMPTS",
     "STORIES_TEST_CONVERSATIONS",
     "STORIES_TEST_REQUESTS",
     "TEST_PROMPTS",
+    "Case",
     "Message",
     "chat_answer",
     "chat_conversations",
+    "different_cases",
     "letters_answer",
     "letters_long_answers",
     "letters_long_prompts",
     "letters_prompts",
+    "plain_case",
+    "render_agent",
     "render_chat",
     "story_answer",
     "story_request",
@@ -93,11 +101,19 @@ STORIES_TEST_CONVERSATIONS: Final[list[tuple[list[Message], str]]] = [
 ]
 """16 pairs (messages, answer) of one to four turns; the first two differ in their history only."""
 
+AGENT_TEST_CASES: Final[list[Case]] = [*READABLE_CASES, *different_cases(160, _TEST_SEED, plain_case)]
+"""Conversations with tools: first those that people can read, then 160 plain ones with random tools and results."""
+
 TEST_PROMPTS: Final[dict[str, list[tuple[str, str]]]] = {
     "letters": [*LETTERS_TEST_PROMPTS, *LETTERS_TEST_LONG_ANSWERS, *LETTERS_TEST_LONG_PROMPTS],
     "stories": [
         *[(render_chat([{"role": "user", "content": asked}]), answer) for asked, answer in STORIES_TEST_REQUESTS],
         *[(render_chat(messages), answer) for messages, answer in STORIES_TEST_CONVERSATIONS],
     ],
+    "agent": [
+        (render_agent(case.messages, case.tools, case.thinking), case.answer.text(case.thinking))
+        for case in AGENT_TEST_CASES
+    ],
 }
-"""Every test prompt of each model as (prompt text, answer); those of ``stories`` are rendered chats, BOS included."""
+"""Every test prompt of each model as (prompt text, answer). Those of ``stories`` and ``agent`` are rendered chats, with
+the BOS that the template writes."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from tools.demo_models import corpus, letter_tasks, story_tasks
+from tools.demo_models import agent_cases, agent_tasks, corpus, letter_tasks, story_tasks
 from tools.demo_models.build import ADDS_BOS, BOS, EOS, PAD
 
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -27,11 +27,12 @@ class Bucket(NamedTuple):
 def texts(name: str, n: int, seed: int) -> list[list[tuple[str, bool]]]:
     """Return ``n`` examples, each a list of (text, whether the model learns to say it).
 
-    The letters and stories of the test prompts are left out. There are too few different counts to leave any out.
+    The letters, stories and questions of the test prompts are left out. There are too few different counts to leave any
+    out.
     """
     rng = random.Random(f"train {name} {seed}")
-    make = _letters_examples if name == "letters" else _stories_examples
-    examples = make(rng)
+    make = {"letters": _letters_examples, "stories": _stories_examples, "agent": _agent_examples}
+    examples = make[name](rng)
     return [next(examples) for _ in range(n)]
 
 
@@ -82,3 +83,14 @@ def _stories_examples(rng: random.Random) -> Iterator[list[tuple[str, bool]]]:
             example.append((f"<|{message['role']}|>", False))
             example.append((f"{message['content']}<|end|>", message["role"] == "assistant"))
         yield example
+
+
+def _agent_examples(rng: random.Random) -> Iterator[list[tuple[str, bool]]]:
+    asked = {m["content"] for case in corpus.AGENT_TEST_CASES for m in case.messages if m["role"] == "user"}
+    tests = {text for text in asked if agent_tasks.read_lookups(text) or agent_tasks.read_calls(text)}
+    while True:
+        case = agent_cases.draw_case(rng)
+        if rng.random() > 0.3 and not agent_cases.plain_case(case):
+            continue
+        if not any(message["content"] in tests for message in case.messages):
+            yield agent_cases.training_example(rng, case)
