@@ -22,9 +22,9 @@ import psutil
 
 from benchmarks.harness import Server
 from benchmarks.report import RESULTS, Result, write
-from tools.demo_models import NAMES
 
 RUNS = 21
+MODELS = ("letters", "stories")
 MB = 1e6
 
 
@@ -66,13 +66,13 @@ def main() -> None:
     gpu = arguments.gpu if arguments.gpu == "cpu" else int(arguments.gpu)
     models = {
         name: {"model_dir": f"demo:{name}", "engine": arguments.engine, "gpu": gpu, "max_batch_size": 32}
-        for name in NAMES
+        for name in MODELS
     }
     with Server(models) as server:
         pid = server.overview()["supervisor"]["pid"]
         idle, _ = memory(pid)
         with server.client() as client:
-            for name in NAMES:
+            for name in MODELS:
                 client.complete(name, "count to 15: 10 ->", max_tokens=8, temperature=0)
         server.modelctl("ps")
         rounds = [(server.modelctl("ps"), python_seconds()) for _ in range(3 if arguments.quick else RUNS)]
