@@ -20,7 +20,9 @@ def file_with(key: Key) -> dict[str, Any]:
     value: Any = {name: example_value(key)}
     for section in reversed(sections):
         value = {section: value}
-    if sections[:1] in (["supervisor"], ["gateway"]):
+    if key.path == "groups.NAME.loaded":
+        value["groups"]["NAME"]["models"] = ["m"]
+    if sections[:1] in (["supervisor"], ["gateway"], ["groups"]) or key.path == "groups":
         return {"models": {"m": {"model_dir": "."}}, **value}
     if sections == ["lora"]:
         value = {"lora": [{"dir": "."} | value["lora"]]}

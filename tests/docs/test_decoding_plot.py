@@ -2,8 +2,8 @@
 
 from xml.etree import ElementTree
 
+from supervisor.cli.line_plot import HEIGHT, PANEL, Panel, draw
 from tools.docs.decoding_plot import decoding_plot
-from tools.docs.lines import HEIGHT, PANEL, Panel, draw
 from tools.docs.performance import result_files
 
 

@@ -28,7 +28,7 @@ def documented() -> Iterator[Any]:
     yield pytest.param((ROOT / "models.yaml").read_text(), id="models.yaml")
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-        for number, block in enumerate(block for block in blocks if re.search("^models:", block, re.MULTILINE)):
+        for number, block in enumerate(block for block in blocks if re.search(r"^models:(?! \[)", block, re.MULTILINE)):
             yield pytest.param(block, id=f"{page.name}, {number}")
 
 
@@ -45,7 +45,9 @@ def file_with(key: Key) -> dict[str, Any]:
     value: Any = {name: example_value(key)}
     for section in reversed(sections):
         value = {section: value}
-    if sections[:1] in (["supervisor"], ["gateway"]):
+    if key.path == "groups.NAME.loaded":
+        value["groups"]["NAME"]["models"] = ["m"]
+    if sections[:1] in (["supervisor"], ["gateway"], ["groups"]) or key.path == "groups":
         return {"models": {"m": DEMO}, **value}
     if key.path == "default_model":
         return {"models": {"qwen": DEMO}, **value}

@@ -37,6 +37,7 @@ MODELS = {
     "a": engine(step_s=0.001, context=5000),
     "narrow": engine(step_s=0.05, context=5000, max_batch_size=1),
     "late": engine("SlowLoad", load_s=0.5, lazy=True),
+    "sleeper": {"model_dir": ".", "engine": "tests.sleeping_engine:Sleeper", "lazy": True, "autostart": True},
     "stopped": engine(autostart=False),
 }
 
@@ -139,6 +140,7 @@ def test_every_verb(serving: Serving) -> None:
         "models": {},
         "status": {},
         "requests": {"limit": 5},
+        "story": {"id": ""},
         "events": {"after": 0, "limit": 500},
         "metrics": {},
         "usage": {"key": "", "model": "a", "since": "2026-01-31"},
@@ -146,6 +148,8 @@ def test_every_verb(serving: Serving) -> None:
         "detokenize": {"model": "a", "token_ids": pack("<2I", 97, 98)},
         "start": {"model": "stopped"},
         "stop": {"model": "stopped", "now": True},
+        "sleep": {"model": "sleeper"},
+        "wake": {"model": "sleeper"},
         "restart": {"model": "stopped"},
         "reload": {},
         "shutdown": {},
@@ -164,7 +168,7 @@ def test_every_verb(serving: Serving) -> None:
             assert not list(differences(params, VERBS[verb].params, verb))
             assert not list(differences(reply["result"], VERBS[verb].result, verb))
             if verb == "requests":
-                asked["cancel_request"]["id"] = reply["result"]["requests"][0]["id"]
+                asked["story"]["id"] = asked["cancel_request"]["id"] = reply["result"]["requests"][0]["id"]
         user.read_until_ended(1)
         assert user.heard[1].ends == ["cancelled"]
         client.ask(30, "stop", model="stopped", now=True)

@@ -16,6 +16,17 @@ INTRODUCTION = """\
 this machine under your user. With `--json` a command prints JSON, and an error is JSON on standard error."""
 
 
+SHARED = ("--json", "--watch", "--follow", "--connect", "--all")
+SHARED_OPTIONS = """\
+With `--json`, a command that goes on prints a line of JSON for each look (`--watch`), event (`--follow`) or piece of an
+answer (`run`). `--watch` looks again each second, in place on a terminal. `--connect` reaches a supervisor on another
+machine; commands without it are about files and devices of this machine."""
+
+
+def _mark(context: click.Context, option: str) -> str:
+    return "yes" if any(option in each.opts for each in context.command.params) else ""
+
+
 def commands_page() -> str:
     """Return the page."""
     with click.Context(cli, info_name="modelctl", **cli.context_settings) as context:
@@ -25,12 +36,16 @@ def commands_page() -> str:
             for each in commands
         ]
         parts = [part for each in commands for part in _part(each)]
+        shared = [(f"`{each.command_path}`", *(_mark(each, name) for name in SHARED)) for each in commands]
     return page(
         "Commands",
         "the commands in supervisor/cli",
         INTRODUCTION,
         table(("command", "does"), index),
         "Other names: " + ", ".join(f"`{alias}` is `{name}`" for alias, name in ALIASES.items()) + ".",
+        "## Options that many commands have",
+        SHARED_OPTIONS,
+        table(("command", *(f"`{name}`" for name in SHARED)), [row for row in shared if any(row[1:])]),
         *parts,
         "## Exit codes",
         table(("code", "meaning"), _exit_codes()),

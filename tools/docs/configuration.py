@@ -12,7 +12,7 @@ from model_worker.engines.embedded.check import EmbeddedOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
-from supervisor.config_schema import FileConfig, SupervisorConfig
+from supervisor.config_schema import FileConfig, GroupConfig, SupervisorConfig
 from supervisor.config_values import parse_days, parse_duration, parse_lease
 from supervisor.schema_validation import Read, Within
 from tools.docs.attribute_docs import attribute_docs
@@ -44,7 +44,55 @@ from the directory of models.yaml.
 
 `modelctl check --json-schema` prints a JSON schema of the file. Editors with the YAML language server then complete and
 check keys: `modelctl init` names the schema in the first line of the file. In a file of your own, write
-`# yaml-language-server: $schema=PATH` there, with the path to which you wrote the schema."""
+`# yaml-language-server: $schema=PATH` there, with the path to which you wrote the schema.
+
+## Variables of the environment
+
+`MODELCTL_SECTION__KEY`, with two underscores, sets a key over what the file says. So a container or a systemd unit can
+change a value without another file:
+
+| variable | sets |
+|---|---|
+| `MODELCTL_SUPERVISOR__STALL=2m` | `supervisor.stall` |
+| `MODELCTL_SUPERVISOR__STOP__DRAIN=5m` | `supervisor.stop.drain` |
+| `MODELCTL_GATEWAY__LISTEN=0.0.0.0:8000` | `gateway.listen`, also where the file has no section `gateway` |
+| `MODELCTL_MODELS__LLAMA_3_1_8B__CACHE_MODE=Q8` | `cache_mode` of the model `llama-3.1-8b` |
+| `MODELCTL_DEFAULT_MODEL=llama-3.1-8b` | `default_model` |
+
+A value is YAML, so `MODELCTL_MODELS__B__ALIASES='[x, y]'` is a list. A value that is a mapping replaces the whole
+mapping of the file. In a model's name, every character that a variable cannot have is one underscore. A variable
+changes models of the file and adds none. One that sets no key is an error, and so is a value that does not fit.
+
+The last of these wins: the default, the model's own `tabby_config.yml`, models.yaml, the environment, a flag of the
+command line. `modelctl config` shows the value of each key and where it comes from. A reload reads the environment of
+the running supervisor: the one that it was started with.
+
+```
+$ MODELCTL_SUPERVISOR__STALL=2m modelctl config
+KEY                            VALUE                           FROM
+--config                       /home/ann/modelctl/models.yaml  default
+--runtime-dir                  /run/user/1000/modelctl         default
+models.letters.model_dir       demo:letters                    models.yaml:7
+models.letters.engine          transformers                    models.yaml:8
+models.letters.gpu             cpu                             models.yaml:9
+models.letters.max_batch_size  32                              models.yaml:10
+models.stories.model_dir       demo:stories                    models.yaml:29
+models.stories.engine          transformers                    models.yaml:30
+models.stories.gpu             cpu                             models.yaml:31
+models.stories.max_batch_size  32                              models.yaml:32
+supervisor.stall               2m                              MODELCTL_SUPERVISOR__STALL
+gateway.listen                 127.0.0.1:8000                  models.yaml:97
+gateway.auth                   none                            models.yaml:98
+```
+
+## tabby_config.yml
+
+For engine `exllamav2`, a file `tabby_config.yml` in the model's directory gives defaults: the keys that TabbyAPI reads
+there, at the top or below `model`. modelctl takes `max_seq_len`, `cache_size`, `cache_mode`, `chunk_size`,
+`max_batch_size`, `gpu_split`, `autosplit_reserve`, `tensor_parallel`, `rope_scale`, `rope_alpha`, `tool_format`, the
+markers of `reasoning`, and of `draft_model` its name, `draft_cache_mode`, `draft_rope_scale`, `draft_rope_alpha` and
+`draft_num_tokens`. The draft model must lie beside the model. A key that models.yaml or the environment has wins. What
+does not fit is left out: `modelctl check`, `modelctl config` and the log say so, and the model is served."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +139,7 @@ def _sections() -> Iterator[tuple[str, type, str]]:
     yield "Keys of a LoRA adapter", LoraConfig, "lora."
     yield "Keys of a variant", VariantConfig, "variants.NAME."
     yield "Keys beside the models", FileConfig, ""
+    yield "Keys of a group", GroupConfig, "groups.NAME."
     for kind, name in SECTIONS:
         yield from _section(kind, name)
 
@@ -164,6 +213,7 @@ _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number
 _PLURAL: dict[Any, str] = {
     LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)",
     VariantConfig: "a map with the [keys of a variant](#keys-of-a-variant)",
+    GroupConfig: "a map with the [keys of a group](#keys-of-a-group)",
 }
 
 

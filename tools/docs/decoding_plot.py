@@ -2,7 +2,7 @@
 
 import re
 
-from tools.docs.lines import Panel, draw
+from supervisor.cli.line_plot import Panel, draw
 from tools.docs.performance import result_files
 
 TITLES = {

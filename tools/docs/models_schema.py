@@ -19,7 +19,7 @@ from protocol.sampling_defaults import DEFAULTS, LIMITS
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig
-from supervisor.config_values import MAX_DURATION_S, MIN_LEASE_S, MOST_MARKER
+from supervisor.config_values import LEAST_HELD, MAX_DURATION_S, MIN_LEASE_S, MOST_HELD, MOST_MARKER
 from supervisor.placement.sizes import MAX_BYTES
 from supervisor.schema_validation import Read, Within
 from tools.docs.attribute_docs import attribute_docs
@@ -62,6 +62,9 @@ _READ: Mapping[str, Schema] = {
     },
     "days": {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,5}d$"}, {"type": "integer", "minimum": 1}]},
     "size": _SIZE,
+    "size from 64KiB to 64GiB": {
+        "anyOf": [{"type": "integer", "minimum": LEAST_HELD, "maximum": MOST_HELD}, _SIZE["anyOf"][1]]
+    },
     "size, or a list of sizes": {"anyOf": [*_SIZE["anyOf"], {"type": "array", "minItems": 1, "items": _SIZE}]},
     "size or share of a GPU, or a map from GPU to one of them": {
         "anyOf": [
@@ -73,6 +76,7 @@ _READ: Mapping[str, Schema] = {
             },
         ]
     },
+    "ram or off": {"enum": ["ram", OFF, False]},
     "name of a format, or off": {"enum": [*FORMATS, OFF, False]},
     "{start: TEXT, end: TEXT}, or off": {
         "anyOf": [

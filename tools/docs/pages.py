@@ -17,6 +17,7 @@ from tools.docs.decoding_plot import decoding_plot
 from tools.docs.errors import error_table
 from tools.docs.headlines import readme
 from tools.docs.http_errors import http_error_table
+from tools.docs.manpage import man_page
 from tools.docs.models_schema import models_schema
 from tools.docs.request_options import request_options_page
 from tools.docs.wire import PARTS
@@ -34,9 +35,11 @@ PAGES: dict[str, Callable[[], str]] = {
     **PARTS,
     "../README.md": readme,
     "../supervisor/cli/models.schema.json": models_schema,
+    "../supervisor/cli/modelctl.1": man_page,
 }
 """The files below docs/ that are generated and committed. A file below _generated/ is included by a page. Of the README
-only the table of figures is generated. The JSON schema of models.yaml is shipped with the command line."""
+only the table of figures is generated. The JSON schema of models.yaml and the man page are shipped with the
+command line."""
 
 
 def stale() -> list[str]:
