@@ -4,23 +4,27 @@ Unknown keys, wrong types, missing directories and combinations that cannot work
 started, each with its line. No value is clamped, and none is ignored.
 """
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from protocol import limits
 from protocol.process.worker_spec import EngineSpec
+from supervisor.config_environment import overlay
 from supervisor.config_gateway import GatewayConfig, gateway_problems
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
-from supervisor.config_rules import combination_problems, sampling_problems
-from supervisor.config_schema import FileConfig, SupervisorConfig
+from supervisor.config_rules import combination_problems, group_problems, held_problems, sampling_problems
+from supervisor.config_schema import FileConfig, GroupConfig, SupervisorConfig
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.logs import log_dir
 from supervisor.model_names import ModelNames, name_problems
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Flaw, Unfit, fit
+from supervisor.tabby_config import lay_beneath
 from supervisor.worker_modules import DEMO_DIR
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
@@ -98,6 +102,7 @@ class ModelSpec:
             max_seq_len=config.max_seq_len,
             max_batch_size=config.max_batch_size,
             options={**options, **(config.options or {})},
+            sleep=config.lazy and config.sleep == "ram",
         )
 
 
@@ -111,11 +116,15 @@ class Config:
         supervisor: SupervisorConfig,
         gateway: GatewayConfig | None = None,
         default_model: str | None = None,
+        groups: Mapping[str, GroupConfig] | None = None,
     ) -> None:
         self.file = file
         self.models = models
         self.supervisor = supervisor
         self.gateway = gateway
+        self.notes: list[str] = []
+        """What was left out of files that give defaults, one line each."""
+        self.groups = groups or {}
         self.names = ModelNames({name: spec.config for name, spec in models.items()}, default_model)
 
     @property
@@ -131,6 +140,12 @@ class Config:
             return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
         except RuntimeError as e:
             raise KeysProblem(f"supervisor.keys is {given!r}: {e}") from None
+
+    @property
+    def request_log(self) -> Path | None:
+        """Return the file of the request log; None for none."""
+        given = self.supervisor.request_log
+        return None if given is None else self.file.parent / Path(given).expanduser()
 
     def usage_file(self, runtime_dir: Path) -> Path:
         """Return the file with the counts of usage."""
@@ -162,23 +177,31 @@ class Examined:
 
 
 def load_config(file: Path) -> Config:
-    """Read and check a models.yaml. Raises ConfigError with every problem found. Starts nothing and changes nothing."""
+    """Read and check a models.yaml, with the variables of the environment laid over it. Start and change nothing.
+
+    Raises ConfigError with every problem found.
+    """
     examined = examine_config(file)
     if examined.problems:
         raise ConfigError(examined.problems)
     return examined.config
 
 
-def examine_config(file: Path) -> Examined:
-    """Read and check a models.yaml as far as possible. Raises ConfigError if nothing of it can be understood."""
+def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> Examined:
+    """Read and check a models.yaml as far as possible. Raises ConfigError if nothing of it can be understood.
+
+    environment  the variables that ``config_environment`` lays over the file
+    """
     source = YamlSource(file)
+    overlay(source, environment)
+    base = Path(file).resolve().parent
+    notes = lay_beneath(source, lambda model_dir: _resolve(model_dir, base))
     parsed, flaws = _fit(source.data)
     problems = [*source.problems, *(source.problem(flaw.path, flaw.message) for flaw in flaws)]
     if not parsed.models and not flaws:
         problems.append(source.problem(("models",), "names no model; add at least one"))
     flawed = {flaw.path[1] for flaw in flaws if len(flaw.path) > 2 and flaw.path[0] == "models"}
     models = {}
-    base = Path(file).resolve().parent
     for name, config in parsed.models.items():
         path: KeyPath = ("models", name)
         if problem := _name_problem(name):
@@ -195,11 +218,15 @@ def examine_config(file: Path) -> Examined:
             models[name] = spec
     default = None if flaws else parsed.default_model  # a model with a wrong key may be missing here
     problems += [source.problem(path, message) for path, message in name_problems(parsed.models, default)]
+    problems += [source.problem(path, message) for path, message in held_problems(parsed.supervisor.held)]
+    if not flaws:
+        problems += [source.problem(path, message) for path, message in group_problems(parsed.models, parsed.groups)]
     if parsed.gateway is not None:
         wrong_keys = gateway_problems(parsed.gateway)
         problems += [source.problem(("gateway", key), message) for key, message in wrong_keys]
     problems.sort(key=lambda problem: problem.line)
-    whole = Config(Path(file).resolve(), models, parsed.supervisor, parsed.gateway, parsed.default_model)
+    whole = Config(Path(file).resolve(), models, parsed.supervisor, parsed.gateway, parsed.default_model, parsed.groups)
+    whole.notes = [str(note) for note in notes]
     return Examined(source, whole, problems)
 
 

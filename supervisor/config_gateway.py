@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from protocol.process.gateway_settings import ReasoningKey
+from protocol.process.gateway_settings import SHARE, ReasoningKey
 from supervisor.placement.sizes import parse_size
 from supervisor.schema_validation import Read, Within
 
@@ -71,6 +71,7 @@ Listen = Annotated[Address, Read(parse_address, "ADDRESS:PORT")]
 HostName = Annotated[str, Read(parse_host, "host name")]
 Origin = Annotated[str, Read(parse_origin, "origin")]
 Size = Annotated[int, Read(parse_size, "size")]
+OptionalSize = Annotated[int | None, Read(parse_size, "size")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,13 @@ class GatewayConfig:
 
     Example: 64MiB
     """
+    body_memory: OptionalSize = None
+    """Most bytes of all bodies together that one gateway process reads at one time. One key may use a quarter of them,
+    so that four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
+
+    Default: 256MiB, or four times max_body if that is more
+    Example: 1GiB
+    """
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     """Sign of life on a stream that was silent for ten seconds. ``comment``: a comment of server-sent events, which
     says what the request waits for. ``chunk``: a chunk without text, for clients that fail at comments. ``off``: none.
@@ -145,6 +153,10 @@ def gateway_problems(config: GatewayConfig) -> list[tuple[str, str]]:
     if config.auth == "none" and not config.listen.is_loopback:
         reach = f"is none, and the gateway listens on {config.listen}, which other machines can reach"
         problems.append(("auth", f"{reach}: use auth: keys, or listen on 127.0.0.1"))
+    bodies = 1 if config.auth == "none" else SHARE
+    if config.body_memory is not None and bodies * config.max_body > config.body_memory:
+        message = f"is {config.body_memory} bytes: must be at least {bodies} times max_body, {bodies * config.max_body}"
+        problems.append(("body_memory", f"{message}, or max_body smaller"))
     if (config.certificate is None) != (config.private_key is None):
         key, other = "certificate", "private_key"
         if config.certificate is None:

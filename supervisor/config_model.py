@@ -8,7 +8,7 @@ is a value as it stands in the file.
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Reasoning, Tokens, ToolFormat, Ttl, Vram
+from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Reasoning, Sleep, Tokens, ToolFormat, Ttl, Vram
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Within
 
@@ -83,7 +83,8 @@ class ModelConfig:
     model_dir: str
     """Directory of the model, with config.json, tokenizer.json and the weights (``*.safetensors``).
 
-    The path is absolute, or relative to models.yaml. ``demo:letters`` and ``demo:stories`` are shipped with modelctl.
+    The path is absolute, or relative to models.yaml. ``demo:letters``, ``demo:stories`` and ``demo:agent`` are shipped
+    with modelctl.
 
     Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
     """
@@ -340,6 +341,20 @@ class ModelConfig:
 
     Default: never
     Example: 10m
+    """
+    sleep: Sleep = "ram"
+    """For a lazy model: what becomes of it when another model needs its GPU memory, and after ``sleep_after``.
+
+    ``ram``: it goes to sleep, if its engine can. Its process lives, its weights stay in host memory, and the next
+    request wakes it. ``off``: it is unloaded.
+
+    Example: off
+    """
+    sleep_after: Ttl = None
+    """For a lazy model: put it to sleep after this time without a request.
+
+    Default: never
+    Example: 2m
     """
     pinned: bool = False
     """For a lazy model: keep it loaded, also when another model needs its GPU memory.

@@ -1,10 +1,14 @@
-"""Find keys of a model in models.yaml that contradict each other, or that every request would violate. Pure."""
+"""Find keys in models.yaml that contradict each other, or that every request would violate. Pure."""
 
 import difflib
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from protocol.process.worker_spec import PAGE_TOKENS
+from protocol.limits import MODEL_NAME_PATTERN
+from protocol.process.worker_spec import OFF, PAGE_TOKENS
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
+from supervisor.config_schema import GroupConfig, HeldConfig
 from supervisor.yaml_source import KeyPath
 
 
@@ -56,6 +60,54 @@ def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
     return problems
 
 
+def held_problems(held: HeldConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (path, message) for limits of held events that a narrower limit exceeds."""
+    for narrow, wide in (("stream", "client"), ("client", "all")):
+        less, more = getattr(held, narrow), getattr(held, wide)
+        if less > more:
+            message = f"is {less} bytes, and supervisor.held.{wide} is {more}: make {narrow} smaller or {wide} larger"
+            yield ("supervisor", "held", narrow), message
+
+
+def group_problems(
+    models: Mapping[str, ModelConfig], groups: Mapping[str, GroupConfig]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (path, message) for groups that name no models, and for groups whose models could never be loaded."""
+    for name, group in groups.items():
+        path: KeyPath = ("groups", name)
+        if not re.fullmatch(MODEL_NAME_PATTERN, name):
+            yield path, "is no name of a group: use a to z, 0 to 9, '.', '_' and '-', at most 64"
+        if not group.models:
+            yield (*path, "models"), "names no model; add at least two, or remove the group"
+        for index, model in enumerate(group.models):
+            if model not in models:
+                near = difflib.get_close_matches(model, models, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(models)}"
+                yield (*path, "models", index), f"is {model!r}: no model of this file has that name; {hint}"
+            elif model in group.models[:index]:
+                yield (*path, "models", index), f"is {model!r}, which the group has already; remove one"
+        yield from _crowd_problems(path, group, {model: models[model] for model in group.models if model in models})
+
+
+def _crowd_problems(
+    path: KeyPath, group: GroupConfig, members: Mapping[str, ModelConfig]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (path, message) if models of a group would keep others from being loaded for ever."""
+    starting = [m for m, c in members.items() if (not c.lazy if c.autostart is None else c.autostart)]
+    staying = [m for m, c in members.items() if c.pinned or (not c.lazy and m in starting)]
+    at_once = f"{group.loaded} of {len(members)} models may be loaded at once"
+    remedy = "make them lazy without pinned, or raise loaded"
+    if len(staying) >= group.loaded and len(members) > len(staying):
+        others = ", ".join(m for m in members if m not in staying)
+        message = f"{at_once}, and {', '.join(staying)} would never be unloaded for {others}: {remedy}"
+        yield (*path, "loaded"), message
+    elif len(staying) > group.loaded:
+        yield (*path, "loaded"), f"{at_once}, and none of {', '.join(staying)} would ever be unloaded: {remedy}"
+    elif len(starting) > group.loaded:
+        message = f"{at_once}, and {', '.join(starting)} start with the supervisor: remove autostart, or raise loaded"
+        yield (*path, "loaded"), message
+
+
 def _defaults_problems(
     path: KeyPath, sampling: dict[str, Any], beneath: dict[str, Any], limits: dict[str, Any]
 ) -> list[tuple[KeyPath, str]]:
@@ -96,10 +148,17 @@ def _template_problems(path: KeyPath, variables: dict[str, Any]) -> list[tuple[K
 def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
     """Return (key, message) for keys that only lazy models may have, and for keys that contradict each other."""
     given = {"ttl": config.ttl is not None, "pinned": config.pinned, "priority": config.priority != 0}
+    given |= {"sleep_after": config.sleep_after is not None, "sleep": config.sleep != "ram"}
     why = "is for a model that a request can start: add lazy: true, or remove it"
     problems = [(key, why) for key, is_given in given.items() if is_given and not config.lazy]
     if config.pinned and config.ttl is not None:
         problems.append(("ttl", "unloads what pinned keeps loaded; keep one of them"))
+    if config.sleep_after is not None and config.sleep == OFF:
+        problems.append(("sleep_after", "puts a model to sleep, which sleep: off forbids; keep one of them"))
+    if config.sleep_after is not None and config.pinned:
+        problems.append(("sleep_after", "puts to sleep what pinned keeps on the GPU; keep one of them"))
+    if config.sleep_after is not None and config.ttl is not None and config.ttl <= config.sleep_after:
+        problems.append(("sleep_after", "is not shorter than ttl, which unloads the model; make it shorter"))
     if config.pinned and config.priority:
         problems.append(
             ("priority", "orders which models are unloaded first, and a pinned one never is; keep one of them")

@@ -9,7 +9,7 @@ from typing import Annotated
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
-from supervisor.config_values import Days, Duration, Lease, Listen, VramLimit
+from supervisor.config_values import Days, Duration, HeldSize, HostMemory, Lease, Listen, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
 from supervisor.schema_validation import Within
@@ -122,6 +122,11 @@ class WatchConfig:
 
     Example: 2m
     """
+    move: Lease = _WATCH.move_s
+    """Longest time for one move of a model between GPU memory and host memory, when it goes to sleep or wakes.
+
+    Example: 2m
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +151,34 @@ class UsageConfig:
     """
 
 
+_HELD = SendBufferLimits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldConfig:
+    """The most bytes of answers that wait in the supervisor for clients that read slowly.
+
+    Above a limit one stream ends as ``slow_consumer``: of the streams under this limit, the one that holds most. A
+    token takes about 28 bytes, and 120 bytes with five log-probabilities. A reload applies changes at once.
+    """
+
+    stream: HeldSize = _HELD.of_stream
+    """Bytes that may wait for one stream.
+
+    Example: 4MiB
+    """
+    client: HeldSize = _HELD.of_party
+    """Bytes that may wait for all streams of one client: a connection, or a key with all its connections.
+
+    Example: 64MiB
+    """
+    all: HeldSize = _HELD.of_all
+    """Bytes that may wait for all clients together. The supervisor may grow by about this much memory.
+
+    Example: 256MiB
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class SupervisorConfig:
     """The section ``supervisor``. It may be left out."""
@@ -155,6 +188,14 @@ class SupervisorConfig:
     poison: PoisonConfig = field(default_factory=PoisonConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     usage: UsageConfig = field(default_factory=UsageConfig)
+    held: HeldConfig = field(default_factory=HeldConfig)
+    request_log: str | None = None
+    """File that gets a line of JSON for each request that ends: absolute, or relative to models.yaml. No line has texts
+    of prompts or answers.
+
+    Default: no request log is written
+    Example: /var/log/modelctl/requests.jsonl
+    """
     listen: Listen = None
     """TCP endpoint for clients with a key (``modelctl keys new``). A change takes a restart of the supervisor.
 
@@ -180,6 +221,23 @@ class SupervisorConfig:
     Example: {0: 20GiB, 1: 90%}
     """
 
+    host_memory: HostMemory = None
+    """Most host memory that the models may take that sleep, or that keep a copy of their weights there.
+
+    When another model is to sleep, and this would be too much, those that have slept longest are unloaded.
+
+    Default: half of the memory that the machine and its cgroup have free when the supervisor starts
+    Example: 64GiB
+    """
+
+    spare: Annotated[int, Within(0, 1)] = 1
+    """Spare workers for each engine: processes that have imported PyTorch and wait for a model, without GPU memory.
+
+    A start, and a restart after a death, then take some seconds less. Each holds some hundred MiB of host memory.
+
+    Example: 0
+    """
+
     @property
     def restart_policy(self) -> RestartPolicy:
         r = self.restart
@@ -191,18 +249,42 @@ class SupervisorConfig:
 
     @property
     def hold_limits(self) -> SendBufferLimits:
-        return SendBufferLimits(stall_s=self.stall)
+        h = self.held
+        return SendBufferLimits(of_stream=h.stream, of_party=h.client, of_all=h.all, stall_s=self.stall)
 
     def leases(self, model: ModelConfig) -> Leases:
         """Return the leases of a model's workers."""
         w = self.watch
         return Leases(
-            start_s=w.start, load_s=model.load_timeout or w.load, idle_s=w.idle, step_s=model.step_timeout or w.step
+            start_s=w.start,
+            load_s=model.load_timeout or w.load,
+            idle_s=w.idle,
+            step_s=model.step_timeout or w.step,
+            move_s=w.move,
         )
 
     @property
     def ladder(self) -> LadderTimes:
         return LadderTimes(shutdown_s=self.stop.shutdown, sigterm_s=self.stop.sigterm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """One group of models, an entry of the map ``groups``. A model may be in several groups.
+
+    A request for a model of a full group first makes an idle model of the group leave, as a request for memory does.
+    """
+
+    models: list[str]
+    """The models of the group, by their names in this file.
+
+    Example: [qwen-coder, deepseek-coder]
+    """
+    loaded: Annotated[int, Within(1, 1000)] = 1
+    """Models of the group that may be loaded at once. A model with several workers counts once.
+
+    Example: 2
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +298,12 @@ class FileConfig:
 
     Default: a request without a model is refused
     Example: qwen
+    """
+    groups: dict[str, GroupConfig] = field(default_factory=dict)
+    """Groups of models, of which a limited number is loaded at once. To let one model never be loaded beside another
+    one, make a group of these two.
+
+    Example: {coders: {models: [qwen, deepseek], loaded: 1}}
     """
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     gateway: GatewayConfig | None = None

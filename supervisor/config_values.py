@@ -20,6 +20,8 @@ MAX_DURATION_S = 7 * 24 * 3600.0
 """The longest duration in seconds. No key needs a longer one, and no clock overflows."""
 
 
+LEAST_HELD, MOST_HELD = 64 << 10, 64 << 30
+"""Bytes of events that may wait for a slow client: the lowest and the highest limit."""
 MOST_DAYS = 36_500
 
 
@@ -66,6 +68,17 @@ def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
     if isinstance(value, str) and re.fullmatch(r"GPU-[0-9a-fA-F-]{8,64}", value):
         return value
     raise ValueError(one)
+
+
+def parse_held(value: object) -> int:
+    """Return the bytes of events that may wait for clients. Raises ValueError."""
+    try:
+        size = parse_size(value)
+    except ValueError:
+        size = 0
+    if not LEAST_HELD <= size <= MOST_HELD:  # a whole answer with log-probabilities may be one event
+        raise ValueError("must be a size such as 1MiB, from 64KiB to 64GiB")
+    return size
 
 
 def parse_vram(value: object) -> tuple[int, ...]:
@@ -132,6 +145,15 @@ def parse_reasoning(value: object) -> tuple[str, str] | Literal["off"]:
     return start, end
 
 
+def parse_sleep(value: object) -> Literal["ram", "off"]:
+    """Return where a model may sleep, or ``off``. Raises ValueError."""
+    if value is False or value == OFF:
+        return "off"
+    if value != "ram":
+        raise ValueError("must be ram or off")
+    return "ram"
+
+
 Duration = Annotated[float, Read(parse_duration, "duration")]
 Days = Annotated[int, Read(parse_days, "days")]
 Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]
@@ -139,9 +161,12 @@ Lease = Annotated[float, Read(parse_lease, "duration from 1s to 24h")]
 Listen = Annotated[str | None, Read(parse_listen, "tcp://ADDRESS:PORT")]
 Gpu = Annotated[Any, Read(parse_gpu, "cpu, auto, an index, a UUID, or a list of indices and UUIDs")]
 Vram = Annotated[Any, Read(parse_vram, "size, or a list of sizes")]
+HeldSize = Annotated[int, Read(parse_held, "size from 64KiB to 64GiB")]
+HostMemory = Annotated[int | None, Read(parse_size, "size")]
 VramLimit = Annotated[Any, Read(parse_vram_limit, "size or share of a GPU, or a map from GPU to one of them")]
 ToolFormat = Annotated[str | None, Read(parse_tool_format, "name of a format, or off")]
 Reasoning = Annotated[Any, Read(parse_reasoning, "{start: TEXT, end: TEXT}, or off")]
+Sleep = Annotated[Any, Read(parse_sleep, "ram or off")]
 Tokens = Annotated[int, Within(1, 1 << 24)]
 Factor = Annotated[float, Within(0, 1e6, above=True)]
 CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]

@@ -14,6 +14,7 @@ from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import SupervisorConfig
 from supervisor.config_values import parse_duration, parse_gpu
+from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.yaml_source import ConfigError
 from tests.serving import ROOT
 
@@ -37,7 +38,7 @@ def model(**keys: Any) -> str:
 
 def test_the_shipped_file_loads() -> None:
     config = load_config(ROOT / "models.yaml")
-    assert set(config.models) == {"letters", "stories"}
+    assert set(config.models) == {"letters", "stories", "agent"}
     assert config.gateway is not None
     assert (str(config.gateway.listen), config.gateway.auth) == ("127.0.0.1:8000", "none")
     for spec in config.models.values():
@@ -154,7 +155,7 @@ def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says
         ("autostart", 1, "is 1: "),
         ("model_dir", 5, "is 5: "),
         ("model_dir", "absent", "is no directory (looked for "),
-        ("model_dir", "demo:absent", "is no demo model; shipped are letters, stories"),
+        ("model_dir", "demo:absent", "is no demo model; shipped are agent, letters, stories"),
         ("model_dir", "demo:../..", "is no demo model"),
         ("engine", "transfomers", "did you mean 'transformers'?"),
         ("engine", "nonsense", "is no engine: known are "),
@@ -341,6 +342,21 @@ def test_leases_are_the_supervisors_or_the_models_own(tmp_path: Path) -> None:
     leases = {name: config.supervisor.leases(spec.config) for name, spec in config.models.items()}
     assert leases["a"] == Leases(start_s=40, load_s=600, idle_s=3, step_s=120)
     assert leases["b"] == Leases(start_s=40, load_s=300, idle_s=3, step_s=20)
+
+
+def test_what_may_wait_for_slow_readers(tmp_path: Path) -> None:
+    assert load(tmp_path, model()).supervisor.hold_limits == SendBufferLimits()
+    held = "supervisor: {held: {stream: 4MiB, client: 64MiB, all: 1GiB}, stall: 2m}\n"
+    found = load(tmp_path, model() + held).supervisor.hold_limits
+    assert found == SendBufferLimits(of_stream=4 << 20, of_party=64 << 20, of_all=1 << 30, stall_s=120)
+    for wrong, says in (
+        ("{stream: 32MiB}", "supervisor.held.stream: is 33554432 bytes, and supervisor.held.client is 16777216"),
+        ("{client: 65MiB}", "supervisor.held.client: is 68157440 bytes, and supervisor.held.all is 67108864"),
+        ("{stream: 1KiB}", "must be a size such as 1MiB, from 64KiB to 64GiB"),
+        ("{streams: 1MiB}", "did you mean 'stream'?"),
+    ):
+        (problem,) = problems(tmp_path, f"{model()}supervisor: {{held: {wrong}}}\n")
+        assert says in problem
 
 
 def test_what_is_for_lazy_models_only(tmp_path: Path) -> None:

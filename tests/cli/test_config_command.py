@@ -1,0 +1,72 @@
+"""``modelctl config`` shows each value, and where it comes from. ``serve --watch`` follows the file."""
+
+import json
+from pathlib import Path
+
+from tests.cli.programs import modelctl
+from tests.conftest import Serve
+from tests.serving import engine, wait_until
+
+FILE = """\
+models:
+  a:
+    model_dir: demo:letters
+    engine: transformers
+    gpu: cpu
+supervisor:
+  stall: 30s
+"""
+
+
+def test_each_value_has_its_origin(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(FILE)
+    done = modelctl("config", "-c", file, MODELCTL_MODELS__A__MAX_BATCH_SIZE="4", MODELCTL_SUPERVISOR__STALL="2m")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert rows["models.a.gpu"] == ["cpu", "models.yaml:5"]
+    assert rows["models.a.max_batch_size"] == ["4", "MODELCTL_MODELS__A__MAX_BATCH_SIZE"]
+    assert rows["supervisor.stall"] == ["2m", "MODELCTL_SUPERVISOR__STALL"]
+    assert rows["--config"] == [str(file), "--config"]
+    assert "models.a.replicas" not in rows
+
+
+def test_defaults_and_json_for_one_model(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(FILE)
+    done = modelctl("config", "a", "--all", "--json", MODELCTL_CONFIG=str(file))
+    found = {setting["key"]: setting for setting in json.loads(done.stdout)["settings"]}
+    assert found["models.a.replicas"] == {
+        "key": "models.a.replicas", "value": 1, "origin": "default", "source": None, "line": 0,
+    }  # fmt: skip
+    assert found["models.a.gpu"]["line"] == 5
+    assert not any(key.startswith("supervisor") for key in found)
+    done = modelctl("config", "nobody", MODELCTL_CONFIG=str(file))
+    assert (done.returncode, "there is a" in done.stderr) == (2, True)
+
+
+def test_what_is_wrong_is_shown_beside_what_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(FILE.replace("30s", "soon"))
+    done = modelctl("config", "-c", file, MODELCTL_SUPERVISR__STALL="1s")
+    assert done.returncode == 78
+    assert "models.a.gpu" in done.stdout
+    assert "models.yaml:7: supervisor.stall: is 'soon'" in done.stderr
+    assert "MODELCTL_SUPERVISR__STALL: sets no key of models.yaml: did you mean MODELCTL_SUPERVISOR__…?" in done.stderr
+
+
+def test_a_watched_file_is_followed_and_a_faulty_one_changes_nothing(serve: Serve) -> None:
+    def names() -> list[str]:
+        return [model["name"] for model in serving.overview()["models"]]
+
+    serving = serve({"a": engine()}, options=["--watch"])
+    serving.write_models({"a": engine(), "b": engine()})
+    wait_until(lambda: "b" in names(), 30, "the second model")
+    text = serving.config.read_text()
+    serving.config.write_text(text.replace("max_batch_size", "max_batchsize") + "nonsense: 1\n")
+    wait_until(
+        lambda: "models.yaml has changed: nothing is changed:" in serving.log(), 30, "the word that it is faulty"
+    )
+    assert serving.status("b")["state"] == "ready"
+    serving.write_models({"a": engine(), "c": engine()})
+    wait_until(lambda: names() == ["a", "c"], 30, "the other model")
