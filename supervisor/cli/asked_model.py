@@ -10,7 +10,7 @@ from protocol.client.model_names import means, names_of
 from protocol.client.sync_client import Client
 from protocol.errors import ErrorCode, WireError
 from protocol.limits import MODEL_NAME_PATTERN
-from supervisor.cli.tables import LiveLines
+from supervisor.cli.live_lines import LiveLines
 from supervisor.cli.waiting import shown
 
 
@@ -51,6 +51,8 @@ def loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
     while True:
         status = _seen(client, model)
         if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
+            return status
+        if status["state"] == "asleep":  # its request wakes it
             return status
         if status["state"] == "unloaded":
             # This call only starts the load. Its error says that the model is being loaded.

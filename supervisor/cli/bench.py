@@ -3,25 +3,32 @@
 import asyncio
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
 from protocol.client.async_client import AsyncClient
-from supervisor.cli import bench_figures, completion, exit_codes
+from protocol.client.model_names import means
+from protocol.errors import ErrorCode, WireError
+from supervisor.cli import bench_figures, chosen_models, exit_codes
 from supervisor.cli.bench_load import prompts, run_once, usable_ids
-from supervisor.cli.bench_report import report
+from supervisor.cli.bench_report import plot, report
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.options import as_json, runtime_dir_option
-from supervisor.cli.tables import LiveLines, Shown, table, terminal_width
+from supervisor.cli.live_lines import LiveLines, Progress, Shown
+from supervisor.cli.options import as_json, connect, is_remote, supervisor_options, way_to
+from supervisor.cli.tables import table, terminal_width
+from supervisor.cli.waiting import shown
 
 USUAL_STREAMS = (1, 8, 32)
 """Numbers of requests at once. Numbers above what a model computes together are left out."""
 MOST_STREAMS = 4096
+REDRAW_S = 0.5
+"""Seconds between two looks at the tokens that have come."""
 WARM_TOKENS = 8
 """Tokens of each answer in a run that is not counted."""
 
@@ -50,7 +57,7 @@ def _counts(context: click.Context, option: click.Parameter, given: str | None) 
 
 
 def _writable(context: click.Context, option: click.Parameter, given: Path | None) -> Path | None:
-    """Check the path of the result file before the measurement, which may take minutes."""
+    """Check the path of a file before the measurement, which may take minutes."""
     if given is not None and not given.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no directory {given.absolute().parent}")
     return given
@@ -64,9 +71,10 @@ _TOKENS = click.IntRange(1, 1_000_000)
     examples={
         "modelctl bench llama-8b": "Measure one model with 1, 8 and 32 requests at once",
         "modelctl bench llama-8b stories -c 1,16 -p 512 -n 256 -o speed.json": "Measure two models, keep the figures",
+        "modelctl bench llama-8b -c 1,2,4,8,16 --plot speed.svg": "Draw tokens per second over streams",
     },
 )
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...", shell_complete=completion.models)
+@chosen_models.named
 @click.option(
     "-c",
     "--concurrency",
@@ -98,20 +106,30 @@ _TOKENS = click.IntRange(1, 1_000_000)
     callback=_writable,
     help="Write what --json prints into this file, too.",
 )
+@click.option(
+    "--plot",
+    "drawn",
+    metavar="FILE.svg",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    callback=_writable,
+    help="Draw tokens per second over streams into this file.",
+)
 @as_json
-@runtime_dir_option
-def bench(models: tuple[str, ...], out: Path | None, as_json: bool, runtime_dir: Path, **load: Any) -> int:
+@supervisor_options
+def bench(
+    models: tuple[str, ...], out: Path | None, drawn: Path | None, as_json: bool, runtime_dir: Path, **load: Any
+) -> int:
     """Measure how fast models of the running supervisor answer.
 
-    Several MODELs are measured one after the other.
+    Several MODELs are measured one after the other. MODEL may be a pattern in quotes, such as 'llama-*'.
 
     In each run as many requests are sent at once as there are streams, over one connection, greedy, all of the same
     length. Ctrl-C cancels them and shows the results so far.
     """
-    report = _Report(out, as_json)
+    report = _Report(out, drawn, as_json)
     try:
         with asyncio.Runner() as runner:
-            runner.run(_measure(list(dict.fromkeys(models)), _Load(**load), runtime_dir, report))
+            runner.run(_measure(_names(models, runtime_dir), _Load(**load), runtime_dir, report))
     finally:
         report.show()  # also after Ctrl-C, or after the supervisor has gone
     if report.errors:
@@ -119,42 +137,95 @@ def bench(models: tuple[str, ...], out: Path | None, as_json: bool, runtime_dir:
     return exit_codes.OK
 
 
+def _names(given: tuple[str, ...], runtime_dir: Path) -> list[str]:
+    """Return the models that names and patterns mean, each once."""
+    if not any(map(chosen_models.is_pattern, given)):
+        return list(dict.fromkeys(given))
+    with connect(runtime_dir) as client:
+        return chosen_models.ordered(client, given)
+
+
 class _Report:
     """The results so far, and the devices that were measured."""
 
-    def __init__(self, out: Path | None, as_json: bool) -> None:
-        self._out, self._as_json = out, as_json
+    def __init__(self, out: Path | None, drawn: Path | None, as_json: bool) -> None:
+        self._out, self._drawn, self._as_json = out, drawn, as_json
         self._live = LiveLines(for_people=not as_json)
         self.rows: list[bench_figures.Row] = []
         self.errors: list[str] = []
         self.devices: dict[str, None] = {}
         """The devices that compute the models, each once."""
 
-    def progress(self, model: str, text: str, more: str = "") -> None:
-        self._live.show({model: Shown(f"{model}: {text}{more}", f"{model}: {text}")})
+    def waits(self, model: str, why: str, worker: dict[str, Any]) -> None:
+        """Show how the load of a model gets on. ``why``: the reason for the wait, for a log."""
+        known = shown(worker)
+        self._live.show({model: Shown(known.line, f"{model}: {why}", known.progress)})
+
+    @asynccontextmanager
+    async def running(self, model: str, text: str, more: str, count: "_Count") -> AsyncIterator[None]:
+        """Show on a terminal, twice a second, how many tokens have come; elsewhere, what is measured."""
+
+        async def follow() -> None:
+            while True:
+                self._live.show({model: Shown(f"{model}: {text}{more}", f"{model}: {text}", count.progress())})
+                await asyncio.sleep(REDRAW_S)
+
+        task = asyncio.create_task(follow())
+        try:
+            yield
+        finally:
+            task.cancel()
 
     def show(self) -> None:
+        self._live.clear()
         if not self.rows:
             return
-        written = json.dumps(report(self.devices, self.rows), indent=2)
+        written = json.dumps(report(self.devices, self.rows, remote=is_remote()), indent=2)
         rows = [row.cells for row in self.rows]
-        click.echo(written if self._as_json else table(bench_figures.HEADER, rows, terminal_width()))
+        click.echo(written if self._as_json else table(bench_figures.COLUMNS, rows, terminal_width()))
         if self._out is not None:
             self._out.write_text(written + "\n")
+        if self._drawn is not None and (image := plot(self.rows)) is not None:
+            self._drawn.write_text(image, encoding="utf-8")
 
 
 async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, report: _Report) -> None:
     draw = random.Random(load.seed)
-    async with AsyncClient(runtime_dir=runtime_dir, reconnect=False) as client:
+    async with AsyncClient(**way_to(runtime_dir), reconnect=False) as client:
         for model in models:  # stop before any measurement if a model is unknown or its context is too short
-            _check_context(load, model, (await client.status(model))["models"])
+            _check_context(load, model, await _workers(client, model))
         for model in models:
-            ids = await usable_ids(client, model, lambda text, model=model: report.progress(model, text))  # type: ignore[misc]
-            workers = (await client.status(model))["models"]
+            ids = await _usable_ids(client, model, report)
+            workers = await _workers(client, model)
             _check_context(load, model, workers)  # once a model is loaded, its context is certain
             report.devices |= {worker["device"]: None for worker in workers if worker["device"]}
-            for streams in load.streams or _usual_streams(workers):
-                await _measure_streams(client, model, streams, ids, load, draw, report)
+            levels = load.streams or _usual_streams(workers)
+            total, done = sum(levels) * load.runs * load.output_tokens, 0
+            for streams in levels:
+                count = _Count(done, total)
+                await _measure_streams(client, model, streams, ids, load, draw, report, count)
+                done += streams * load.runs * load.output_tokens
+
+
+async def _usable_ids(client: AsyncClient, model: str, report: _Report) -> list[int]:
+    async def show(why: str) -> None:
+        report.waits(model, why, (await _workers(client, model))[0])
+
+    return await usable_ids(client, model, show)
+
+
+async def _workers(client: AsyncClient, model: str) -> list[dict[str, Any]]:
+    """Return the status of a model's workers. A key with only the right infer sees one, with the context alone."""
+    try:
+        workers: list[dict[str, Any]] = (await client.status(model))["models"]
+        return workers
+    except WireError as e:
+        if e.code is not ErrorCode.FORBIDDEN:
+            raise
+    listed = [each for each in (await client.models())["models"] if means(each, model)]
+    if not listed:
+        raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")
+    return [{**each, "device": None, "max_batch_size": max(USUAL_STREAMS)} for each in listed]
 
 
 def _check_context(load: _Load, model: str, workers: list[dict[str, Any]]) -> None:
@@ -173,17 +244,43 @@ def _usual_streams(workers: list[dict[str, Any]]) -> tuple[int, ...]:
     return tuple(streams for streams in USUAL_STREAMS if streams <= together)
 
 
+@dataclass
+class _Count:
+    """The tokens of one model's measurement.
+
+    done   of earlier numbers of streams
+    total  of all numbers of streams
+    runs   the answers of the present number of streams
+    """
+
+    done: int
+    total: int
+    runs: list[list[bench_figures.MeasuredAnswer]] = field(default_factory=list)
+
+    def progress(self) -> Progress:
+        came = sum(tokens for run in self.runs for answer in run for _, tokens in answer.deltas)
+        return {"done": self.done + came, "total": self.total, "unit": "tokens"}
+
+
 async def _measure_streams(
-    client: AsyncClient, model: str, streams: int, ids: list[int], load: _Load, draw: random.Random, report: _Report
+    client: AsyncClient,
+    model: str,
+    streams: int,
+    ids: list[int],
+    load: _Load,
+    draw: random.Random,
+    report: _Report,
+    count: _Count,
 ) -> None:
-    runs: list[list[bench_figures.MeasuredAnswer]] = []
     what = f"{streams} at once"
     for number in range(-load.warmups, load.runs):
-        report.progress(model, what, f", run {number + 1} of {load.runs}" if number >= 0 else ", warming up")
         asked = prompts(ids, load.prompt_tokens, streams, draw)
         tokens = load.output_tokens if number >= 0 else min(WARM_TOKENS, load.output_tokens)
-        answers = await run_once(client, model, asked, tokens)
+        answers: list[bench_figures.MeasuredAnswer] = []
         if number >= 0:
-            runs.append(answers)
-    report.rows.append(bench_figures.row(model, streams, runs))
-    report.errors += [f"{model}, {what}: {each}" for each in bench_figures.errors(runs)]
+            count.runs.append(answers)
+        more = f", run {number + 1} of {load.runs}" if number >= 0 else ", warming up"
+        async with report.running(model, what, more, count):
+            await run_once(client, model, asked, tokens, answers)
+    report.rows.append(bench_figures.row(model, streams, count.runs))
+    report.errors += [f"{model}, {what}: {each}" for each in bench_figures.errors(count.runs)]

@@ -8,8 +8,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-HEADER = (
-    "MODEL", "STREAMS", "TOK/S", "FIRST TOKEN MS P50", "P99", "BETWEEN DELTAS MS P50", "P99", "REFUSED", "FAILED",
+from supervisor.cli.tables import Column
+
+COLUMNS = (
+    Column("MODEL"), Column("STREAMS"), Column("TOK/S"), Column("FIRST TOKEN MS P50", drop=2), Column("P99", drop=4),
+    Column("BETWEEN DELTAS MS P50", drop=3), Column("P99", drop=5), Column("REFUSED", drop=6), Column("FAILED", drop=1),
 )  # fmt: skip
 
 
@@ -47,7 +50,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[object, ...]:
-        """Return the cells of the row, in the order of HEADER."""
+        """Return the cells of the row, in the order of COLUMNS."""
         times = (None if value is None else round(value, 1) for value in (*self.first, *self.gap))
         rate = None if self.rate is None else round(self.rate, 1)
         return (self.model, self.streams, rate, *times, self.refused, self.failed)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from protocol.client.async_client import AsyncClient
 from protocol.errors import ErrorCode, WireError
@@ -19,7 +19,7 @@ TEXT = (
 POLL_S = 0.1
 
 
-async def usable_ids(client: AsyncClient, model: str, show: Callable[[str], None]) -> list[int]:
+async def usable_ids(client: AsyncClient, model: str, show: Callable[[str], Awaitable[None]]) -> list[int]:
     """Wait until the model is loaded, and return token ids for prompts. An unloaded model is started.
 
     show  function that is called with the reason for the wait
@@ -32,7 +32,7 @@ async def usable_ids(client: AsyncClient, model: str, show: Callable[[str], None
         except WireError as e:
             if e.code is not ErrorCode.MODEL_NOT_RUNNING or e.retry_after_ms is None:
                 raise
-            show(e.message)
+            await show(e.message)
         await asyncio.sleep(POLL_S)
 
 
@@ -41,15 +41,18 @@ def prompts(ids: Sequence[int], tokens: int, count: int, draw: random.Random) ->
     return [draw.choices(ids, k=tokens) for _ in range(count)]
 
 
-async def run_once(client: AsyncClient, model: str, asked: Sequence[list[int]], tokens: int) -> list[MeasuredAnswer]:
+async def run_once(
+    client: AsyncClient, model: str, asked: Sequence[list[int]], tokens: int, answers: list[MeasuredAnswer]
+) -> None:
     """Send all prompts at once over one connection, and read answers of exactly ``tokens`` tokens.
+
+    answers  list that gets an answer for each prompt at once. They grow while they are read
 
     Cancelling the task cancels every request. Raises ConnectionLost. Other errors are noted in the answers.
     """
     begun = time.perf_counter()
 
-    async def one(prompt: list[int]) -> MeasuredAnswer:
-        answer = MeasuredAnswer()
+    async def one(prompt: list[int], answer: MeasuredAnswer) -> None:
         stream = client.generate(model, token_ids=prompt, max_tokens=tokens, ignore_eos=True, temperature=0)
         try:
             async for delta in stream:
@@ -60,11 +63,11 @@ async def run_once(client: AsyncClient, model: str, asked: Sequence[list[int]], 
                 raise
             answer.error = str(e)
         answer.accepted = stream.accepted is not None
-        return answer
 
+    answers += [MeasuredAnswer() for _ in asked]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(prompt)) for prompt in asked]
+            for prompt, answer in zip(asked, answers, strict=True):
+                group.create_task(one(prompt, answer))
     except ExceptionGroup as e:  # all requests use one connection, so all have lost it
         raise e.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -69,9 +69,12 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     names = list(examined.config.models)
     if as_json:
         unchecked = {"unchecked": checked.unchecked} if checked.unchecked else {}
-        click.echo(json.dumps({"ok": True, "models": names, **unchecked}, indent=2))
+        notes = {"notes": examined.config.notes} if examined.config.notes else {}
+        click.echo(json.dumps({"ok": True, "models": names, **unchecked, **notes}, indent=2))
         return exit_codes.OK
     click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
+    for note in examined.config.notes:
+        click.echo(note)
     for line in name_lines({name: examined.config.names.describe(name) for name in names}):
         click.echo(line)
     if checked.unknown:

@@ -11,12 +11,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Iterable
 
 import click
 
+from supervisor.cli.live_lines import Shown, Ticking
+from supervisor.cli.signalled import Signalled, raised
 from supervisor.cli.streams import drop_unwritten
 from supervisor.worker_modules import EXTENSION_BUILD
 
@@ -36,9 +36,9 @@ def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
     if ENGINE not in engines:
         return
     try:
-        with _raised(signal.SIGTERM, signal.SIGHUP):
+        with raised(signal.SIGTERM, signal.SIGHUP):
             _compile(_Line(quiet))
-    except _Signalled as e:
+    except Signalled as e:
         # The parent then sees which signal ended this process. A service manager counts such an end as clean.
         signal.raise_signal(e.number)
 
@@ -60,8 +60,7 @@ def _compile(shown: "_Line") -> None:
         assert builder.stderr is not None
         try:
             for line in builder.stdout:
-                if message := _message_of(line.split()):
-                    shown.show(message)
+                shown.show(line.split())
             code = builder.wait()
         except BaseException:
             shown.close()
@@ -83,49 +82,37 @@ def _end(builder: "subprocess.Popen[str]") -> None:
         builder.kill()
 
 
-class _Signalled(BaseException):
-    """A signal that has to end this process."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def _raised(*numbers: signal.Signals) -> Iterator[None]:
-    """Make these signals raise _Signalled in the body, except signals that the parent has set to be ignored (nohup)."""
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        raise _Signalled(number)
-
-    former = {number: signal.getsignal(number) for number in numbers}
-    caught = [number for number in numbers if former[number] != signal.SIG_IGN]
-    try:
-        for number in caught:
-            signal.signal(number, handle)
-        yield
-    finally:
-        for number in caught:
-            signal.signal(number, former[number])
-
-
 class _Line:
-    """The present step on stderr: on a terminal one line that is redrawn, elsewhere a line per step."""
+    """The present step on stderr: on a terminal a bar that is redrawn, elsewhere a line per step."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
-        self._live = sys.stderr.isatty()
-        self._open = False
+        self._live = sys.stderr.isatty() and not quiet
+        self._ticking: Ticking | None = None
 
-    def show(self, text: str) -> None:
-        if not self._quiet:
-            _say(f"\r\x1b[2K{text}" if self._live else f"{text}\n")
-            self._open = self._live
+    def show(self, words: list[str]) -> None:
+        """Show what the builder has printed."""
+        if (text := _message_of(words)) is None or self._quiet:
+            return
+        if not self._live:
+            _say(f"{text}\n")
+            return
+        line = _shown(words)
+        if self._ticking is None:
+            self._ticking = Ticking(line).__enter__()
+        self._ticking.line = line
 
     def close(self) -> None:
-        if self._open:
-            _say("\n")
-            self._open = False
+        if self._ticking is not None:
+            self._ticking.__exit__()
+            self._ticking = None
+
+
+def _shown(words: list[str]) -> Shown:
+    """Return the line for a terminal."""
+    text = _message_of([*words[:1], "0", "0"] if words[0] == "build" else words) or ""
+    done, total = map(int, words[1:]) if words[0] == "build" else (0, 0)
+    return Shown(text, text, {"done": done, "total": total, "unit": "steps"})
 
 
 def _say(text: str) -> None:

@@ -56,3 +56,10 @@ def models(context: click.Context, _: click.Parameter, incomplete: str) -> "list
         return []
     already = context.params.get("models") or ()
     return [CompletionItem(name) for name in names if name.startswith(incomplete) and name not in already]
+
+
+def models_and_directories(context: click.Context, option: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    """Return the models of models.yaml that begin like this, and have the shell complete directories."""
+    from click.shell_completion import CompletionItem
+
+    return [*models(context, option, incomplete), CompletionItem(incomplete, type="dir")]

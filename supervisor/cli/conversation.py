@@ -4,16 +4,17 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from protocol.client.async_client import AsyncClient, AsyncStream, Progress
+from protocol.client.async_client import AsyncClient, AsyncStream, Delta, Progress
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli.history import History
+from supervisor.cli.live_lines import bar
 from supervisor.cli.options import way_to
-from supervisor.cli.tables import bar
 
 HINT_AFTER_S = 2.0
 """Seconds after the first Ctrl-C until the user gets a hint, if the answer has not ended, that a second Ctrl-C leaves
@@ -60,17 +61,20 @@ class ChatSession:
     def close(self) -> None:
         self._runner.run(self._client.close())
 
-    def ask(self, text: str, *, left_out: int = 0, quiet: bool = False) -> tuple[AsyncStream, bool]:
+    def ask(
+        self, text: str, *, left_out: int = 0, on_delta: Callable[[Delta], None] | None = None
+    ) -> tuple[AsyncStream, bool]:
         """Print the answer to a question as it comes. Returns its stream, which has ended, and whether the user pressed
         Ctrl-C.
 
         left_out  how many of the oldest turns are not sent
+        on_delta  called with each piece of the answer; nothing is printed then, because a program reads the output
         """
         request: dict[str, Any] = {"prompt": text}
         if self.chat:
             request = {"messages": self.history.messages(text, left_out)}
-        stream, interrupted = self._runner.run(self._stream(request, quiet))
-        if self._has_filled_context(stream) and not quiet:
+        stream, interrupted = self._runner.run(self._stream(request, on_delta))
+        if self._has_filled_context(stream) and on_delta is None:
             click.echo(f"(the answer ends here: the context of {self._context} tokens is full)", err=True)
         return stream, interrupted
 
@@ -111,7 +115,10 @@ class ChatSession:
                 err=True,
             )
 
-    async def _stream(self, request: dict[str, Any], quiet: bool) -> tuple[AsyncStream, bool]:
+    async def _stream(
+        self, request: dict[str, Any], on_delta: Callable[[Delta], None] | None
+    ) -> tuple[AsyncStream, bool]:
+        quiet = on_delta is not None
         progress = _Waiting() if self._shows_progress and not quiet else None
         tell = None if progress is None else progress.show
         stream = self._client.generate(self.model, **request, **self._sampling, on_progress=tell)
@@ -120,7 +127,9 @@ class ChatSession:
             async for delta in stream:
                 if progress is not None:
                     progress.clear()
-                if not quiet:
+                if on_delta is not None:
+                    on_delta(delta)
+                else:
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
         except asyncio.CancelledError:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -16,7 +17,7 @@ from supervisor.cli.errors import CommandFailure
 from supervisor.cli.figures import gateway_url
 from supervisor.cli.hints import say
 from supervisor.cli.options import connect
-from supervisor.cli.views import warn_of_gateway, warn_of_lost_lines
+from supervisor.cli.views import warn_of_troubles
 from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.logs import log_path
 from supervisor.phase_lines import PhaseLines
@@ -27,10 +28,12 @@ processor time is only slow: on a busy machine its imports alone may take longer
 _DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 
 
-def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
+def detach(config: Path, runtime_dir: Path, autostart: list[str], options: Sequence[str] = ()) -> int:
     """Start a supervisor and wait until its models are up, or will not come up. Returns the exit code.
 
     Raises CommandFailure, with the reason of each model that is not ready.
+
+    options  further options of ``serve``
 
     The supervisor runs in "/". If its directory were removed, the supervisor could start no more workers, because
     multiprocessing asks for the name of the current directory.
@@ -49,6 +52,7 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str]) -> int:
             config,
             "--runtime-dir",
             runtime_dir,
+            *options,
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -91,8 +95,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             time.sleep(0.02)
             continue
         say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
-        warn_of_lost_lines(answer)
-        warn_of_gateway(answer)
+        warn_of_troubles(answer)
         if (gateway := answer["supervisor"].get("gateway")) and not gateway["problem"]:
             say(f"modelctl: OpenAI's API is at {gateway_url(gateway)}/v1, with auth: {gateway['auth']}")
         if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:

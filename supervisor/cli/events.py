@@ -5,21 +5,27 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import click
 
 from protocol.errors import ConnectionLost
-from supervisor.cli import completion
+from supervisor.cli import chosen_models
+from supervisor.cli.colours import painted
 from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
+from supervisor.cli.tables import terminal_width
+from supervisor.cli.text_width import clean, wrapped
 from supervisor.config_values import parse_duration
 from supervisor.event_file import read_events
 from supervisor.event_history import KEPT
 from supervisor.logs import log_dir
 
 POLL_S = 0.5
+EVENT_INDENT = 4
+"""Columns by which the further lines of an event's message are indented on a narrow terminal."""
 Event = dict[str, Any]
 
 
@@ -46,7 +52,7 @@ class Duration(click.ParamType[float]):
         "modelctl events llama-8b --follow": "Show the events of a model, and each new one",
     },
 )
-@click.argument("model", required=False, shell_complete=completion.models)
+@chosen_models.some
 @click.option("-f", "--follow", is_flag=True, help="Go on printing, also when the supervisor is started again.")
 @click.option("--since", type=Duration(), metavar="DURATION", help="Show the events of the last 90s, 15m, 1h, 2d.")
 @click.option(
@@ -56,10 +62,11 @@ class Duration(click.ParamType[float]):
 @as_json
 @supervisor_options
 def events(
-    model: str | None, follow: bool, since: float | None, lines: int | None, as_json: bool, runtime_dir: Path
+    models: tuple[str, ...], follow: bool, since: float | None, lines: int | None, as_json: bool, runtime_dir: Path
 ) -> None:
-    """Show starts, deaths, reloads, evictions and other events, with their causes: all, or those of one MODEL.
+    """Show starts, deaths, reloads, evictions and other events, with their causes: all, or those of each MODEL.
 
+    MODEL may be a pattern in quotes, such as 'llama-*'.
     Events are kept on disk. So those of a supervisor that has ended can be shown, too. With --json, each event is a
     line of JSON.
     """
@@ -69,12 +76,12 @@ def events(
     kept = [] if is_remote() else list(read_events(log_dir(runtime_dir)))
     if not (known := live.new()) and not live.connected:
         click.echo("modelctl: no supervisor is running: these are the events of the last ones", err=True)
-    shown = [event for event in _joined(kept, known) if event["time"] >= begin and _is_about(event, model)]
+    shown = [event for event in _joined(kept, known) if event["time"] >= begin and _is_about(event, models)]
     for event in shown if most is None else shown[-most:] if most else []:
         _print(event, as_json)
     while follow:
         for event in live.new():
-            if _is_about(event, model):
+            if _is_about(event, models):
                 _print(event, as_json)
         time.sleep(POLL_S)
 
@@ -126,13 +133,24 @@ def _joined(kept: Sequence[Event], known: Sequence[Event]) -> Iterator[Event]:
     yield from known
 
 
-def _is_about(event: Event, model: str | None) -> bool:
-    return model is None or model in (event["model"], event["worker"])
+def _is_about(event: Event, models: tuple[str, ...]) -> bool:
+    about = [name for name in (event["model"], event["worker"]) if name is not None]
+    return not models or any(fnmatchcase(name, given) for name in about for given in models)
 
 
 def _print(event: Event, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(event, ensure_ascii=False))
         return
+    click.echo(line_of(event, terminal_width()))
+
+
+def line_of(event: Event, width: int | None) -> str:
+    """Return an event as text.
+
+    width  columns of the terminal, to which the text is wrapped; None: one line
+    """
     stamp = datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
-    click.echo(f"{stamp} {event['level'].upper():<7} {event['message']}")
+    level = event["level"].upper()
+    line = f"{stamp} {level:<7} {clean(event['message'])}"
+    return wrapped(line, width, EVENT_INDENT).replace(level, painted(level), 1)

@@ -45,6 +45,13 @@ def percent(share: float) -> str:
     return f"{share * 100:.3g} %"
 
 
+def cache_in_use(stats: Values) -> str | None:
+    """Return the share of the cache that is in use, of an engine's own figures; None if it is not known."""
+    kind = "pages" if "pages_total" in stats else "slots"
+    total = stats.get(f"{kind}_total")
+    return f"{100 * stats[f'{kind}_used'] / total:.0f} %" if total else None
+
+
 def counted(count: float, what: str) -> str:
     """Return a count with its noun: ``1 request``, ``2 requests``."""
     return f"{count} {what}{'' if count == 1 else 's'}"
@@ -128,6 +135,7 @@ def _totals(values: Values) -> list[str]:
         "finished": "requests finished",
         "errors": "requests ended with an error",
         "resumed": "answers resumed after a worker's death",
+        "refused": "requests refused because the queue was full",
     }
     return [f"{words.get(key, key)}: {value}" for key, value in values.items()]
 

@@ -11,11 +11,14 @@ import shlex
 import click
 
 _HINT = re.compile(r"`modelctl ([a-z]+)([^`]*)`")
-_HERE = frozenset({"serve", "logs", "plan"})
+_HERE = frozenset({"serve", "logs", "plan", "doctor"})
 """Commands that take --runtime-dir only."""
 _ANYWHERE = frozenset(
-    {"start", "stop", "restart", "reload", "shutdown", "ps", "status", "run", "bench", "load", "unload", "ls"}
-)
+    {
+        "start", "stop", "restart", "sleep", "wake", "reload", "shutdown", "ps", "status", "top", "usage", "metrics",
+        "run", "requests", "cancel", "story", "events", "bench", "gateway", "load", "unload", "ls",
+    }
+)  # fmt: skip
 """Commands that take --runtime-dir, or --connect and --key-file."""
 _needed: dict[str, str] = {}
 """The options that hints repeat: option → value. A process runs one command only."""

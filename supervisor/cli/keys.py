@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,17 @@ from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import need
 from supervisor.cli.options import as_json
-from supervisor.cli.tables import table, terminal_width
+from supervisor.cli.tables import Column, table, terminal_width
+from supervisor.cli.watch import show, watch
 
 if TYPE_CHECKING:
     from supervisor.keys.store import KeyStore
 
-HEADER = ("NAME", "RIGHTS", "MODELS", "IN FLIGHT", "TOKENS/MIN", "KEEP ALIVE", "CREATED", "EXPIRES", "KEY")
+COLUMNS = (
+    Column("NAME"), Column("RIGHTS"), Column("MODELS", drop=1, least=16), Column("IN FLIGHT", drop=4),
+    Column("TOKENS/MIN", drop=3), Column("KEEP ALIVE", drop=5), Column("CREATED", drop=6), Column("EXPIRES", drop=2),
+    Column("KEY", drop=7),
+)  # fmt: skip
 
 
 def _store(context: click.Context, option: click.Parameter, given: Path | None) -> "KeyStore":
@@ -158,14 +164,19 @@ def new(
 @keys.command(name="list", cls=Command, examples={"modelctl keys list": "List the keys and their rights"})
 @_config_option
 @_keys_option
+@watch
 @as_json
-def list_(config: Path | None, store: "KeyStore", as_json: bool) -> None:
+def list_(config: Path | None, store: "KeyStore", watch: bool, as_json: bool) -> None:
     """List the keys that are admitted."""
-    entries = store.entries()
-    if as_json:
-        click.echo(json.dumps(entries, indent=2))
-    else:
-        click.echo(table(HEADER, [_row(entry) for entry in entries], terminal_width()))
+    show(store.entries, lambda entries: text_of(entries, terminal_width()), as_json=as_json, again=watch)
+
+
+def text_of(entries: Sequence[dict[str, Any]], width: int | None) -> str:
+    """Return the table of the keys.
+
+    width  columns of the terminal; None: all columns
+    """
+    return table(COLUMNS, [_row(entry) for entry in entries], width)
 
 
 @keys.command(

@@ -12,7 +12,7 @@ import click
 
 from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost
-from supervisor.cli import completion, exit_codes
+from supervisor.cli import chosen_models, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
@@ -28,7 +28,6 @@ from supervisor.cli.waiting import (
 )
 from supervisor.workers.lifecycle import AT_REST
 
-_models = click.argument("models", nargs=-1, required=True, metavar="MODEL...", shell_complete=completion.models)
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 
 
@@ -37,18 +36,22 @@ _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and retu
     examples={
         "modelctl start llama-8b": "Start a model and wait until it is ready",
         "modelctl start llama-8b stories --no-wait": "Start two models, and do not wait for them",
+        "modelctl start --all": "Start every model that is not up",
     },
 )
-@_models
+@chosen_models.or_all
 @_no_wait
 @as_json
 @supervisor_options
-def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Start models and show how they load."""
+def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
+    """Start each MODEL and show how it loads.
+
+    MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
+    """
     with connect(runtime_dir, admin=True) as client:
-        replies = _order(client, "start", models)
+        replies = give_order(client, "start", models, every=every)
         wanted = {name: coming_generation(worker) for name, worker in replies.items()}
-        _see_up(client, wanted, no_wait, as_json)
+        see_up(client, wanted, no_wait, as_json)
 
 
 @click.command(
@@ -56,18 +59,23 @@ def start(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
     examples={
         "modelctl stop llama-8b": "Let the requests of a model finish, then end its process",
         "modelctl stop llama-8b --now": "End a process now; its requests end with an error",
+        "modelctl stop 'llama-*'": "Stop the models whose names begin like this",
     },
 )
-@_models
+@chosen_models.or_all
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
 @_no_wait
 @as_json
 @supervisor_options
-def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Stop models once their requests are finished."""
+def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
+    """Stop each MODEL once its requests are finished.
+
+    MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
+    """
     with connect(runtime_dir, admin=True) as client:
-        stopped = {name: worker["generation"] for name, worker in _order(client, "stop", models, now=now).items()}
-        ended = _watch(client, list(stopped), lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
+        workers = give_order(client, "stop", models, every=every, now=now)
+        stopped = {name: worker["generation"] for name, worker in workers.items()}
+        ended = watch(client, list(stopped), lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
     for model in ended:
         if model["state"] not in AT_REST and not (no_wait or as_json):
             click.echo(f"modelctl: {model['name']} was stopped, and started again meanwhile", err=True)
@@ -79,25 +87,27 @@ def stop(models: tuple[str, ...], now: bool, no_wait: bool, as_json: bool, runti
     cls=Command,
     examples={
         "modelctl restart llama-8b": "Restart a model; its requests wait meanwhile",
+        "modelctl restart --all": "Restart every model",
     },
 )
-@_models
+@chosen_models.or_all
 @_no_wait
 @as_json
 @supervisor_options
-def restart(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Stop models and start them again; requests wait meanwhile.
+def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
+    """Stop each MODEL and start it again; its requests wait meanwhile.
 
-    If a model has several workers, they are restarted one after the other.
+    If a model has several workers, they are restarted one after the other. MODEL may be a pattern in quotes, such as
+    'llama-*', so that the shell does not take it for names of files.
     """
     with connect(runtime_dir, admin=True) as client:
-        _check_known(client, models)
-        replies = [client.call("restart", model=name) for name in dict.fromkeys(models)]
+        names = chosen_models.ordered(client, models, every=every)
+        replies = [client.call("restart", model=name) for name in names]
         in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
         if in_turns and not no_wait:
             wait_for_rollouts(client, in_turns, for_people=not as_json)
         wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
-        _see_up(client, wanted, no_wait, as_json)
+        see_up(client, wanted, no_wait, as_json)
 
 
 @click.command(
@@ -127,26 +137,20 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
         click.echo(json.dumps({"pid": pid}))
 
 
-def _order(client: Client, verb: str, models: tuple[str, ...], **params: Any) -> dict[str, dict[str, Any]]:
-    """Give an order for each model, once. Return the replies by worker.
+def give_order(
+    client: Client, verb: str, given: tuple[str, ...], *, every: bool = False, **params: Any
+) -> dict[str, dict[str, Any]]:
+    """Give an order for each model that names and patterns, or ``every``, mean. Return the replies by worker.
 
     Only the supervisor knows which workers an order concerns, for example during a rollout with an old and a new
     worker.
     """
-    _check_known(client, models)
-    replies = [client.call(verb, model=name, **params) for name in dict.fromkeys(models)]
+    names = chosen_models.ordered(client, given, every=every)
+    replies = [client.call(verb, model=name, **params) for name in names]
     return {name: worker for reply in replies for name, worker in reply["workers"].items()}
 
 
-def _check_known(client: Client, given: tuple[str, ...]) -> None:
-    """Raise the supervisor's own error for a model that it does not know, before any order is given."""
-    known = {name for model in client.status()["models"] for name in (model["name"], model["model"])}
-    for name in given:
-        if name not in known:
-            client.status(name)
-
-
-def _watch(
+def watch(
     client: Client, names: list[str], done: Callable[[ModelStatus], bool], no_wait: bool, as_json: bool
 ) -> list[ModelStatus]:
     """Show the models until they are done, or once with ``no_wait``. Return their last status.
@@ -159,9 +163,9 @@ def _watch(
     return models
 
 
-def _see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
+def see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
     """Wait until models of these generations are up. Raises CommandFailure if one does not come up."""
-    models = _watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
+    models = watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
     failed = [why_not_ready(m) for m in models if m["state"] != "ready"]
     there = [m["name"] for m in models]
     failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]

@@ -30,6 +30,10 @@ def of_supervisor(s: Values) -> Entries:
         "runtime_dir": s["runtime_dir"],
         "log": s.get("log_trouble"),
         "usage": (s.get("usage") or {}).get("trouble"),
+        "spares": ", ".join(
+            f"{one['engine']} (pid {one['pid']})" if one["ready"] else f"{one['engine']} (importing)"
+            for one in s.get("spares") or ()
+        ),
         "clients": figures.counted(s["connections"], "connection"),
         "forwarding": None if s.get("forwarding") == "compiled" else s.get("forwarding"),
         "orders": ", ".join(t["cause"] for t in s.get("turnovers") or () if t["running"]),
@@ -70,6 +74,10 @@ def _state(m: Values) -> str:
         return f"{text}, {figures.progress(progress)}"
     if m["state"] == "ready" and (seconds := m.get("load_seconds")) is not None:
         text += f", loaded in {figures.seconds(seconds)}"
+    if m["state"] == "asleep":
+        text += f", {figures.size(m['host_bytes'])} of host memory"
+    if (seconds := m.get("wake_s")) is not None:
+        text += f", last woken in {figures.seconds(seconds)}"
     return f"{text}, until it is unloaded {figures.duration(m['until_s'])}" if m.get("until_s") is not None else text
 
 

@@ -1,8 +1,7 @@
 """The command plan: find out whether the models fit on the GPUs, and on which GPU each would be."""
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,9 @@ from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.figures import name_lines
 from supervisor.cli.options import as_json, config_file, connect, runtime_dir_option
-from supervisor.cli.tables import GAP, table, terminal_width
+from supervisor.cli.tables import GAP, Column, table, terminal_width
+from supervisor.cli.text_width import clean, wrapped
+from supervisor.cli.watch import show, watch
 
 if TYPE_CHECKING:
     from supervisor.config import Examined
@@ -50,17 +51,19 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
     callback=_gpus,
     help="Plan for a box with these GPUs, empty, such as 24G,24G,48G, instead of this one.",
 )
+@watch
 @as_json
 @runtime_dir_option
-def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: Path) -> int:
+def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, runtime_dir: Path) -> int:
     """Show which models of a models.yaml (FILE) fit on the GPUs. Starts nothing.
 
-    Shows what each model would take of which GPU.
+    Shows what each model would take of which GPU. --watch reads the GPUs again, not the file.
 
     Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
     """
     from supervisor.config import examine_config
     from supervisor.placement.fit import fit
+    from supervisor.placement.groups import describe
     from supervisor.yaml_source import ConfigError
 
     try:
@@ -68,17 +71,25 @@ def plan(file: Path | None, gpus: list[int] | None, as_json: bool, runtime_dir: 
     except ConfigError as e:
         raise CommandFailure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
     candidates = _candidates(examined, installed=gpus is None)
-    if gpus is not None:
-        box, outer = _made_up(gpus), None
-    else:
-        box, outer = _this_box(candidates, runtime_dir), os.environ.get("CUDA_VISIBLE_DEVICES")
-    outcomes = fit(candidates, box, examined.config.supervisor.vram_limit, outer)
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus is None else None
     names = {name: examined.config.names.describe(name) for name in examined.config.models}
-    if as_json:
-        click.echo(json.dumps({**_as_data(outcomes, box), "names": names}, indent=2))
-    else:
-        click.echo("\n".join([*_lines(outcomes, box), *name_lines(names)]))
-    failed = [o for o in outcomes if o.candidate.autostart and o.why_not is not None]
+    shared = examined.config.groups
+    groups = {name: {"models": group.models, "loaded": group.loaded} for name, group in shared.items()}
+    groups_of = [f"{describe([name], shared)}, of {', '.join(group.models)}" for name, group in shared.items()]
+    latest: list[Outcome] = []
+
+    def read() -> "list[Gpu]":
+        box = _this_box(candidates, runtime_dir) if gpus is None else _made_up(gpus)
+        latest[:] = fit(candidates, box, examined.config.supervisor.vram_limit, outer, shared)
+        return box
+
+    show(
+        read,
+        lambda box: "\n".join([text_of(latest, box, names, terminal_width()), *groups_of]),
+        as_data=lambda box: {**_as_data(latest, box), "names": names, "groups": groups},
+        as_json=as_json, again=watch,
+    )  # fmt: skip
+    failed = [o for o in latest if o.candidate.autostart and o.why_not is not None]
     if any(o.no_room or o.candidate.estimated.error is None for o in failed):
         return exit_codes.NO_ROOM
     return exit_codes.FAILED if failed else exit_codes.OK
@@ -151,7 +162,20 @@ def _held_by_us(runtime_dir: Path) -> dict[int, int]:
     return held
 
 
-def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
+def text_of(
+    outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]", names: Mapping[str, Mapping[str, Any]], width: int | None
+) -> str:
+    """Return the plan: for each GPU a table of what each model takes of it, then a line for each thing to know.
+
+    names  the other names of each model
+    width  columns of the terminal; None: whole tables, and each text in one line
+    """
+    lines = [*_lines(outcomes, box, width), *name_lines(names)]
+    # The lines of tables are indented, and fit already.
+    return "\n".join(line if line.startswith(GAP) else wrapped(clean(line), width, 2) for line in lines)
+
+
+def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]", width: int | None) -> list[str]:
     lines = []
     for gpu in box:
         rows = [(o.candidate.worker, o.on(gpu)) for o in outcomes if o.candidate.autostart and o.on(gpu)]
@@ -161,13 +185,13 @@ def _lines(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> list[str]:
         lines.append(f"GPU {gpu.index}: {_gib(gpu.total)} GiB{others}{mig}; {_gib(gpu.free - used)} left")
         if rows:
             shown = [part for part in PARTS if any(part in parts for _, parts in rows)]
-            header = ("MODEL", *(part.upper() for part in shown), "SUM")
+            parts = (Column(part.upper(), drop=len(PARTS) - at) for at, part in enumerate(shown))
+            header = (Column("MODEL"), *parts, Column("SUM"))
             cells: list[tuple[object, ...]] = [
                 (name, *(_gib(parts.get(part)) for part in shown), _gib(sum(parts.values()))) for name, parts in rows
             ]
             sums = (_gib(sum(parts.get(part, 0) for _, parts in rows)) for part in shown)
             cells.append(("in all", *sums, _gib(used)))
-            width = terminal_width()
             narrower = None if width is None else width - len(GAP)
             lines += [f"{GAP}{line}" for line in table(header, cells, narrower).splitlines()]
         lines.append("")
@@ -208,15 +232,16 @@ def _in_words(outcome: "Outcome") -> str | None:
     later = "" if candidate.autostart else f"{when}; "
     if outcome.why_not is not None:
         return f"{later}would not start: {outcome.why_not}"
+    instead = f", when {', '.join(outcome.leaving)} has left its group" if outcome.leaving else ""
     if outcome.placed is None:
-        return f"{later}on the CPU"
+        return f"{later}on the CPU{instead}"
     where = "GPU " + ", ".join(str(gpu.index) for gpu in outcome.placed.gpus)
     if outcome.needs is None:
         return (
             f"{later}on {where}, its needs not known: {candidate.estimated.unknown}; `vram` in models.yaml can say it"
         )
     return (
-        f"{later}{outcome.needs.text(len(outcome.placed.gpus))}, would fit beside the others on {where}"
+        f"{later}{outcome.needs.text(len(outcome.placed.gpus))}, would fit beside the others on {where}{instead}"
         if later
         else None
     )
@@ -245,6 +270,7 @@ def _as_data(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> dict[str, A
             "bytes": sum(o.placed.bytes.values()) if o.placed and o.placed.bytes else None,
             "starts": o.why_not is None,
             "why_not": o.why_not,
+            "leaving": list(o.leaving),
             "unknown": o.candidate.estimated.unknown,
         }
         for o in outcomes

@@ -1,19 +1,20 @@
 """The command reload: apply the present models.yaml, or replace the workers of one model, without losing a request."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from protocol.client.sync_client import Client
-from supervisor.cli import completion, exit_codes
+from supervisor.cli import chosen_models, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
-from supervisor.cli.waiting import wait_for_gateway, wait_for_rollouts
+from supervisor.cli.waiting import RolloutReport, wait_for_gateway, wait_for_rollouts
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
 """The text for a changed key of the section ``supervisor`` if running workers keep the key's old value."""
@@ -24,38 +25,43 @@ _APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are s
     examples={
         "modelctl reload": "Apply what has changed in models.yaml",
         "modelctl reload llama-8b": "Give one model new workers, since its weights on disk have changed",
+        "modelctl reload 'llama-*'": "Give each of these models new workers",
     },
 )
-@click.argument("model", required=False, shell_complete=completion.models)
+@chosen_models.some
 @click.option("--beside", "how", flag_value="beside", help="Start each new worker beside the old one.")
 @click.option("--exchange", "how", flag_value="exchange", help="Stop each old worker before the new one is started.")
 @click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 @as_json
 @supervisor_options
-def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
+def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
     """Apply models.yaml as it is now; no request is lost.
 
     Models that have not changed keep their processes. With MODEL, only that model is reloaded: its workers are replaced
     even if nothing has changed, and the section supervisor is not applied. A new worker is started beside the old one
-    if both fit. Otherwise requests wait while the worker is replaced.
+    if both fit. Otherwise requests wait while the worker is replaced. MODEL may be a pattern in quotes: 'llama-*'.
     A file with an error changes nothing.
     """
     with connect(runtime_dir, admin=True) as client:
         # A supervisor on another machine reports the errors of its file itself.
         if not is_remote() and (code := _prepare(client, quiet=as_json)) != exit_codes.OK:
             return code
-        params: dict[str, Any] = {k: v for k, v in (("model", model), ("how", how)) if v is not None}
-        number: int = client.call("reload", **params)["turnover"]
+        # A name that no model has yet may be one that the file has now.
+        names = chosen_models.expanded(models, client.status()["models"] if models else ())
+        orders: list[dict[str, Any]] = [{"model": name} for name in names] or [{}]
+        given: dict[str, Any] = {} if how is None else {"how": how}
+        numbers = [client.call("reload", **order, **given)["turnover"] for order in orders]
         if no_wait:
             return exit_codes.OK
-        (done,) = wait_for_rollouts(client, [number], for_people=not as_json)
+        rollouts = wait_for_rollouts(client, numbers, for_people=not as_json)
+        done = rollouts[0] if len(rollouts) == 1 else _joined(rollouts, dict(zip(numbers, names, strict=True)))
         of_gateway = [key for key in done["settings"] if key.startswith("gateway.")]
         problem = wait_for_gateway(client) if of_gateway else None
     if as_json:
         click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:
         for model_report in done["models"]:
-            if model_report["change"] != "unchanged" or model_report["model"] == model:
+            if model_report["change"] != "unchanged" or model_report["model"] in names:
                 click.echo(f"{model_report['model']}: {_outcome(model_report)}")
         for key in done["settings"]:
             name = key if key in of_gateway else f"supervisor.{key}"
@@ -71,6 +77,17 @@ def reload(model: str | None, how: str | None, no_wait: bool, as_json: bool, run
     if failed:
         raise CommandFailure(exit_codes.FAILED, "not_reloaded", *failed)
     return exit_codes.OK
+
+
+def _joined(rollouts: list[RolloutReport], names: Mapping[int, str]) -> RolloutReport:
+    """Return the reports of the orders for several models as one, with what each order says of its own model.
+
+    names  number of an order → its model
+    """
+    own = [
+        entry for rollout in rollouts for entry in rollout["models"] if entry["model"] == names[rollout["number"]]
+    ]  # fmt: skip
+    return {"settings": [key for rollout in rollouts for key in rollout["settings"]], "models": own}
 
 
 def _prepare(client: Client, *, quiet: bool) -> int:

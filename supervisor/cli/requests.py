@@ -9,10 +9,14 @@ import click
 from supervisor.cli import figures
 from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, supervisor_options
-from supervisor.cli.tables import table, terminal_width
-from supervisor.cli.watch import look, watch
+from supervisor.cli.tables import Column, table, terminal_width
+from supervisor.cli.watch import show, watch
 
-HEADER = ("ID", "MODEL", "STATE", "KEY", "PROMPT", "ANSWER", "PRIORITY", "AGE", "WORKER")
+COLUMNS = (
+    Column("ID"), Column("MODEL"), Column("STATE", state=True), Column("KEY", drop=3),
+    Column("PROMPT", drop=4, right=True), Column("ANSWER", drop=2), Column("PRIORITY", drop=5),
+    Column("AGE", drop=1, right=True), Column("WORKER", drop=6),
+)  # fmt: skip
 
 
 @click.command(
@@ -29,16 +33,19 @@ HEADER = ("ID", "MODEL", "STATE", "KEY", "PROMPT", "ANSWER", "PRIORITY", "AGE", 
 def requests(limit: int, watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """List the unfinished requests. PROMPT and ANSWER count tokens; ~ marks an estimate."""
     with connect(runtime_dir, admin=True) as client:
+        show(
+            lambda: client.requests(limit), lambda reply: text_of(reply, terminal_width()), as_json=as_json, again=watch
+        )
 
-        def read() -> str:
-            reply = client.requests(limit)
-            if as_json:
-                return json.dumps(reply, indent=None if watch else 2)
-            more = reply["total"] - len(reply["requests"])
-            shown = table(HEADER, [_row(each) for each in reply["requests"]], terminal_width())
-            return f"{shown}\n{more} more; --limit shows up to 500" if more > 0 else shown
 
-        look(read, again=watch)
+def text_of(reply: dict[str, Any], width: int | None) -> str:
+    """Return the table of the reply to the verb "requests", and how many requests it lacks.
+
+    width  columns of the terminal; None: all columns
+    """
+    more = reply["total"] - len(reply["requests"])
+    shown = table(COLUMNS, [_row(each) for each in reply["requests"]], width)
+    return f"{shown}\n{more} more; --limit shows up to 500" if more > 0 else shown
 
 
 @click.command(
@@ -48,8 +55,9 @@ def requests(limit: int, watch: bool, as_json: bool, runtime_dir: Path) -> None:
     },
 )
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@as_json
 @supervisor_options
-def cancel(ids: tuple[str, ...], runtime_dir: Path) -> None:
+def cancel(ids: tuple[str, ...], as_json: bool, runtime_dir: Path) -> None:
     """Cancel requests of any client. ID is the name of a request in `modelctl requests`.
 
     The client gets what was computed until then, with the finish reason `cancelled`.
@@ -57,10 +65,13 @@ def cancel(ids: tuple[str, ...], runtime_dir: Path) -> None:
     with connect(runtime_dir, admin=True) as client:
         for each in ids:
             client.cancel_request(each)
+    if as_json:
+        click.echo(json.dumps({"cancelled": list(dict.fromkeys(ids))}))
 
 
 def _row(each: dict[str, Any]) -> tuple[object, ...]:
-    state = each["state"] if each["queue_position"] is None else f"queued, {each['queue_position']} before it"
+    before = each["queue_position"]
+    state = each["state"] if before is None else f"queued, {before} before" if before else "queued, next"
     prompt = f"~{each['prompt_tokens_estimate']}" if each["prompt_tokens"] is None else each["prompt_tokens"]
     return (
         each["id"], each["model"], state, each["key"], prompt, each["tokens"], each["priority"],

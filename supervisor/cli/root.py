@@ -7,7 +7,7 @@ import click
 
 from protocol import __version__
 from protocol.process.core_dumps import forbid_core_dumps
-from supervisor.cli import exit_codes
+from supervisor.cli import colours, exit_codes
 from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import report
 from supervisor.cli.streams import drop_unwritten, open_missing
@@ -19,6 +19,8 @@ _COMMANDS = {
     "start": "supervisor.cli.orders:start",
     "stop": "supervisor.cli.orders:stop",
     "restart": "supervisor.cli.orders:restart",
+    "sleep": "supervisor.cli.sleep:sleep",
+    "wake": "supervisor.cli.sleep:wake",
     "reload": "supervisor.cli.reload:reload",
     "shutdown": "supervisor.cli.orders:shutdown",
     "ps": "supervisor.cli.views:ps",
@@ -28,12 +30,15 @@ _COMMANDS = {
     "metrics": "supervisor.cli.metrics:metrics",
     "run": "supervisor.cli.run:run",
     "requests": "supervisor.cli.requests:requests",
+    "story": "supervisor.cli.story:story",
     "cancel": "supervisor.cli.requests:cancel",
     "events": "supervisor.cli.events:events",
     "logs": "supervisor.cli.logs:logs",
     "bench": "supervisor.cli.bench:bench",
     "plan": "supervisor.cli.plan:plan",
     "check": "supervisor.cli.check:check",
+    "config": "supervisor.cli.config:config",
+    "quantize": "supervisor.cli.quantize:quantize",
     "doctor": "supervisor.cli.doctor.command:doctor",
     "service": "supervisor.cli.service:service",
     "keys": "supervisor.cli.keys:keys",
@@ -109,7 +114,7 @@ def run() -> int:
 def _call() -> int:
     streams = sys.stdout, sys.stderr
     try:
-        result = cli.main(standalone_mode=False, complete_var="_MODELCTL_COMPLETE")
+        result = cli.main(standalone_mode=False, complete_var="_MODELCTL_COMPLETE", color=colours.chosen())
     except SystemExit:
         if sys.stdout is streams[0]:
             raise  # the shell's completion

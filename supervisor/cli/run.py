@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from protocol.client.async_client import AsyncStream, TokenLogprob
+from protocol.client.async_client import AsyncStream, Delta, TokenLogprob
 from supervisor.cli import completion, exit_codes
 from supervisor.cli.asked_model import check_name, loaded
 from supervisor.cli.command import Command
@@ -78,7 +79,7 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
         "modelctl run stories": "Hold a conversation",
         'modelctl run llama-8b "Summarize this." < report.txt': "Ask about a file",
         'modelctl run llama-8b "Name a colour." --choice red --choice blue': "Choose one of two answers",
-        'modelctl run llama-8b "Hello" --set top_a=0.2 --json': "Set any option of a request; print the answer as JSON",
+        'modelctl run llama-8b "Hello" --set top_a=0.2 --json': "Set any option; print lines of JSON",
     },
 )
 @click.argument("model", shell_complete=completion.models)
@@ -157,6 +158,8 @@ def run(
     Standard input that is not a terminal is one prompt, too: alone, as for '-', or before PROMPT with an empty line
     between. A terminal without PROMPT holds a conversation: /help lists its commands, /bye or Ctrl-D ends it.
 
+    With --json, each piece of the answer is a line of JSON, and the last line has the whole text and the figures.
+
     Ctrl-C ends the answer; a second Ctrl-C does not wait for the model.
     """
     sampling = {key: value for key, value in options.items() if value not in (None, ())}
@@ -184,27 +187,37 @@ def run(
         try:
             if text is None:
                 return hold(conversation)
-            stream, interrupted = conversation.ask(text, quiet=as_json)
+            stream, interrupted = conversation.ask(text, on_delta=_print_delta if as_json else None)
             if as_json:
-                click.echo(json.dumps(_result(model, stream), indent=2, ensure_ascii=False))
+                _print_line("end", _figures(model, stream))
             return exit_codes.INTERRUPTED if interrupted else exit_codes.OK
         finally:
             conversation.close()
 
 
-def _result(model: str, stream: AsyncStream) -> dict[str, Any]:
-    result: dict[str, Any] = {
+def _print_delta(delta: Delta) -> None:
+    """Print a piece of an answer as a line of JSON."""
+    fields: dict[str, Any] = {"text": delta.text, "token_ids": delta.token_ids}
+    if delta.logprobs:
+        fields["logprobs"] = [
+            _logprob(logprob) | {"top": [_logprob(other) for other in logprob.top]} for logprob in delta.logprobs
+        ]
+    _print_line("delta", fields)
+
+
+def _figures(model: str, stream: AsyncStream) -> dict[str, Any]:
+    return {
         "model": model,
         "text": stream.text,
         "finish_reason": stream.finish_reason,
         "usage": stream.usage,
         "timings": stream.timings,
     }
-    if stream.logprobs:
-        result["logprobs"] = [
-            _logprob(logprob) | {"top": [_logprob(other) for other in logprob.top]} for logprob in stream.logprobs
-        ]
-    return result
+
+
+def _print_line(kind: str, fields: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"type": kind, **fields}, ensure_ascii=False) + "\n")
+    sys.stdout.flush()  # a program follows the answer
 
 
 def _logprob(logprob: TokenLogprob) -> dict[str, Any]:

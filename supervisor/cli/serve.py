@@ -1,5 +1,6 @@
 """The command serve: the supervisor itself, in the foreground or detached."""
 
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -26,9 +27,10 @@ from supervisor.cli.options import config_file, runtime_dir_option
 @config_file
 @click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the models are loaded.")
 @click.option("-q", "--quiet", is_flag=True, help="Log to the log file only.")
+@click.option("-w", "--watch", is_flag=True, help="Reload when the file changes.")
 @click.option("--no-compile", is_flag=True, hidden=True, help="The caller has seen to it.")
 @runtime_dir_option
-def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtime_dir: Path) -> int:
+def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile: bool, runtime_dir: Path) -> int:
     """Run the supervisor with the models of a models.yaml (FILE)."""
     from supervisor.config import load_config
     from supervisor.listening import opening_of
@@ -55,7 +57,10 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
         from supervisor.cli.detach import detach as start_detached
 
         return start_detached(
-            loaded.file, runtime_dir, [w for m in loaded.models.values() if m.autostart for w in m.workers]
+            loaded.file,
+            runtime_dir,
+            [w for m in loaded.models.values() if m.autostart for w in m.workers],
+            ["--watch"] if watch else [],
         )
 
     from protocol.process.runtime_paths import admin_endpoint
@@ -77,10 +82,10 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
         raise CommandFailure(
             exit_codes.CONFIG, "not_usable", f"{message}; repair it, or give another --runtime-dir"
         ) from None
-    log = set_up_logging(runtime_dir, quiet=quiet)
+    log = set_up_logging(runtime_dir, None if quiet else _screen())
     code = exit_codes.SOFTWARE
     try:
-        code = Supervisor(loaded, runtime, log, opening).run()
+        code = Supervisor(loaded, runtime, log, opening, watch=watch).run()
     except ListenError as e:
         log.error("%s", e)
         if quiet:  # otherwise the log goes to stderr, too
@@ -95,3 +100,12 @@ def serve(file: Path | None, detach: bool, quiet: bool, no_compile: bool, runtim
     with suppress(OSError, ValueError):  # stderr is closed, or its disk is full
         sys.stderr.flush()
     os._exit(code)
+
+
+def _screen() -> logging.Handler:
+    """Return the handler that writes the log to stderr."""
+    if sys.stderr.isatty():
+        from supervisor.cli.start_screen import StartScreen
+
+        return StartScreen()
+    return logging.StreamHandler(sys.stderr)

@@ -1,16 +1,17 @@
-"""Tables and progress bars for people."""
+"""Tables for people."""
 
 import shutil
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from supervisor.cli.hints import completed
-from supervisor.phase_lines import PhaseLines
+from supervisor.cli.colours import painted, title
+from supervisor.cli.text_width import clean, columns_of, cut, cut_apart, padded
 
 GAP = "  "
 """The space between two columns."""
+SHORTEST = 4
+"""The least width of a key column."""
 
 
 def terminal_width() -> int | None:
@@ -18,98 +19,104 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, *, labels: int = 1) -> str:
-    """Return the rows as text: columns padded to their widest cell, None as '-', numbers right-aligned.
-
-    width   columns of the terminal. A wider table is divided into parts, because a terminal would break lines in the
-            middle of a cell. None: the table is not divided, because programs read one line per row
-    labels  the number of first columns that tell what a row is about. Each part repeats them
-    """
-    cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
-    right = [
-        bool(rows) and all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(header))
-    ]
-    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
-
-    def line(values: Sequence[str], columns: Sequence[int]) -> str:
-        padded = [values[i].rjust(widths[i]) if right[i] else values[i].ljust(widths[i]) for i in columns]
-        return GAP.join(padded).rstrip()
-
-    parts = [[line(values, columns) for values in (header, *cells)] for columns in _divided(widths, width, labels)]
-    return "\n\n".join("\n".join(part) for part in parts)
-
-
-def _divided(widths: Sequence[int], width: int | None, labels: int) -> list[list[int]]:
-    """Return the columns of each part of a table, by their numbers. Each part begins with the columns of labels."""
-    first = list(range(labels))
-    room = None if width is None else width - sum(widths[:labels]) - len(GAP) * (labels - 1)
-    parts, taken = [[*first]], 0
-    for column in range(labels, len(widths)):
-        needed = len(GAP) + widths[column]
-        if room is not None and taken + needed > room and taken:
-            parts.append([*first])
-            taken = 0
-        parts[-1].append(column)
-        taken += needed
-    return parts
-
-
-def bar(done: int, total: int, width: int = 24) -> str:
-    """Return a progress bar: ``[######------]  50%``."""
-    share = min(1.0, done / total) if total > 0 else 0.0
-    filled = int(share * width)
-    return f"[{'#' * filled}{'-' * (width - filled)}] {int(share * 100):3d}%"
-
-
-class LiveLines:
-    """Lines on stderr. On a terminal they are redrawn in place. Elsewhere a line is printed when a phase begins, and
-    then every ten seconds.
-
-    for_people  false if a program reads the command's output; then lines are shown on a terminal only
-    """
-
-    def __init__(self, *, for_people: bool = True) -> None:
-        self._drawn: list[str] = []
-        self._phases = PhaseLines()
-        self._live = sys.stderr.isatty()
-        self._silent = not (for_people or self._live)
-
-    def show(self, shown: Mapping[str, "Shown"]) -> None:
-        """Show lines, by the label of what they are about."""
-        if self._silent:
-            return
-        if self._live:
-            self._draw([completed(each.line) for each in shown.values()])
-        else:
-            now = time.monotonic()
-            for label, each in shown.items():
-                phase = completed(each.phase)
-                if line := self._phases.due(label, phase, now, percentage=each.percentage, lasts=each.lasts):
-                    sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
-
-    def _draw(self, lines: list[str]) -> None:
-        if self._drawn:
-            # A line that is longer than the terminal's width takes several rows. All of them are cleared.
-            width = shutil.get_terminal_size().columns
-            rows = sum(max(1, -(-len(text) // width)) for text in self._drawn)
-            sys.stderr.write(f"\x1b[{rows}A\x1b[J")
-        for text in lines:
-            sys.stderr.write(f"{text}\n")
-        self._drawn = lines
-
-
 @dataclass(frozen=True)
-class Shown:
-    """What ``LiveLines`` shows about one thing.
+class Column:
+    """A column of a table.
 
-    line        the text for a terminal, with figures that change
-    phase       the text for a log, without them
-    percentage  how much of the phase is done; None if that is not known
-    lasts       false if the command does not wait for the end of the phase
+    right  whether the cells stand on the right; None: if all of them are numbers
+    drop   where a table is too wide, the column with the greatest number is left out first; 0: a key column: it stays
+    least  for texts: the width to which they are shortened before any column is left out; None: they stay whole
+    state  whether the cells are painted in the colour of the state with which they begin
     """
 
-    line: str
-    phase: str
-    percentage: int | None = None
-    lasts: bool = True
+    title: str
+    right: bool | None = None
+    drop: int = 0
+    least: int | None = None
+    state: bool = False
+
+
+def table(columns: Sequence[Column | str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
+    """Return the rows as text, each in one line. Columns are as wide as their widest cell, None is '-'.
+
+    The heading is bold, and states are painted: ``click.echo`` takes that out again where it is not wanted.
+
+    columns  a text stands for a column that is never left out
+    width    columns of the terminal. Of a table that is wider, columns are shortened or left out (``fit``), because a
+             terminal would break lines in the middle of a cell. None: all is shown, because programs read it
+    """
+    made = [Column(each) if isinstance(each, str) else each for each in columns]
+    cells = [["-" if cell is None else clean(str(cell)) for cell in row] for row in rows]
+    for i, column in enumerate(made):
+        if column.right is None:
+            numbers = bool(rows) and all(isinstance(row[i], (int, float, type(None))) for row in rows)
+            made[i] = replace(column, right=numbers)
+    heading, *lines = lined_up(made, cells, width)
+    return "\n".join([title(heading.rstrip()), *(line.rstrip() for line in lines)])
+
+
+def lined_up(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, *, paint: bool = True
+) -> list[str]:
+    """Return the heading and the rows of a table as lines, with spaces at their ends.
+
+    paint  whether to paint the states
+    """
+    lines: list[list[str]] = [[] for _ in range(len(rows) + 1)]
+    for i, room in fit(columns, rows, width).items():
+        column = columns[i]
+        for number, cell in enumerate(_cells_of(column, [column.title, *(row[i] for row in rows)], room)):
+            shown = padded(cell, room, right=bool(column.right))
+            lines[number].append(painted(cell) + shown[len(cell) :] if paint and number and column.state else shown)
+    return [GAP.join(line) for line in lines]
+
+
+def fit(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int | None) -> dict[int, int]:
+    """Return the number of each column that is shown, with its width.
+
+    If the table is too wide, this is done in turn until it fits:
+
+    1. Columns without a value in any row are left out, the greatest ``drop`` first.
+    2. Texts are shortened to ``least``.
+    3. Columns are left out, the greatest ``drop`` first.
+    4. The widest key column is shortened.
+
+    Room that is left then goes to the texts.
+    """
+    natural = {
+        i: max([columns_of(column.title), *(columns_of(row[i]) for row in cells)]) for i, column in enumerate(columns)
+    }
+    if width is None:
+        return natural
+    kept = dict(natural)
+
+    def excess() -> int:
+        return sum(kept.values()) + len(GAP) * (len(kept) - 1) - width
+
+    droppable = sorted((i for i in kept if columns[i].drop), key=lambda i: -columns[i].drop)
+    texts = [i for i in kept if columns[i].least is not None]
+    for i in droppable:
+        if excess() > 0 and all(row[i] == "-" for row in cells):
+            del kept[i]
+    for i in texts:
+        if i in kept and excess() > 0:
+            kept[i] = max(min(kept[i], columns[i].least or 0), kept[i] - excess())
+    for i in droppable:
+        if i in kept and excess() > 0:
+            del kept[i]
+    while excess() > 0:
+        widest = max(kept, key=kept.__getitem__)
+        if kept[widest] <= SHORTEST:
+            break
+        kept[widest] -= 1
+    for i in texts:
+        if i in kept:
+            kept[i] = min(natural[i], kept[i] - min(0, excess()))
+    return kept
+
+
+def _cells_of(column: Column, cells: list[str], room: int) -> list[str]:
+    """Return a column's title and cells, shortened to its width. Names of key columns stay different."""
+    if column.drop or column.least is not None:
+        return [cut(cell, room) for cell in cells]
+    return [cut(cells[0], room), *cut_apart(cells[1:], room)]

@@ -19,6 +19,7 @@ import click
 
 from protocol.errors import ConnectionLost, WireError
 from supervisor.cli import exit_codes
+from supervisor.cli.colours import in_colour
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import connect, is_remote, supervisor_options
@@ -57,7 +58,7 @@ class _Top:
     def __init__(self, client: Any, interval: float, runtime_dir: Path) -> None:
         self._client, self._interval, self._runtime_dir = client, interval, runtime_dir
         self._readings, self._view = Readings(), View()
-        self._colours = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._colours = in_colour()
         self._asked: str | None = None  # the model that a second `s` stops
 
     def run(self) -> None:

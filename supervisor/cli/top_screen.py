@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from supervisor.cli import figures
-from supervisor.cli.tables import GAP
+from supervisor.cli.colours import painted
+from supervisor.cli.tables import GAP, Column, lined_up
+from supervisor.cli.text_width import clean, head
 
 Values = Mapping[str, Any]
 HISTORY: Final = 24
@@ -16,35 +18,20 @@ BAR: Final = 20
 """Columns of a bar."""
 SORTS: Final = ("age", "tokens", "speed", "model", "key")
 """What requests can be sorted by. The first row has the greatest age, number or speed, or the first name."""
-KEYS: Final = "q quit   ↑↓ choose   Tab models/requests   o order   c cancel   s stop   l log"
+KEYS: Final = (
+    "q quit  ↑↓ choose  Tab models/requests  o order: {order}  c cancel  s stop  l log",
+    "q quit  ↑↓  Tab  o {order}  c cancel  s stop  l log",
+)
+"""The last line, and the one of a narrow terminal."""
 REVERSE, BOLD, DIM, PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
-COLOURS: Final = {
-    "ready": "\x1b[32m", "running": "\x1b[32m", "loading": "\x1b[33m", "starting": "\x1b[33m", "queued": "\x1b[33m",
-    "backoff": "\x1b[31m", "failed": "\x1b[31m",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    right  whether its cells stand on the right
-    keep   columns with a greater number are left out first where a table is too wide
-    """
-
-    title: str
-    right: bool = False
-    keep: int = 0
-
-
 MODELS: Final = (
-    Column("NAME"), Column("STATE", keep=0), Column("GPU", keep=4), Column("ACTIVE", right=True),
-    Column("QUEUED", right=True), Column("TOK/S", right=True), Column("SPEED", keep=5), Column("CACHE", True, keep=2),
-    Column("VRAM", True, keep=3), Column("RESTARTS", True, keep=6),
+    Column("NAME"), Column("STATE"), Column("GPU", drop=4), Column("ACTIVE", True), Column("QUEUED", True, 2),
+    Column("TOK/S", True, 1), Column("SPEED", drop=6), Column("CACHE", True, 3), Column("VRAM", True, 5),
+    Column("RESTARTS", True, 7), Column("REASON", drop=8, least=24),
 )  # fmt: skip
 REQUESTS: Final = (
-    Column("ID"), Column("MODEL"), Column("KEY", keep=3), Column("STATE", keep=1), Column("PROMPT", True, keep=4),
-    Column("ANSWER", True), Column("TOK/S", True, keep=2), Column("AGE", True),
+    Column("ID"), Column("MODEL"), Column("KEY", drop=5), Column("STATE", drop=3), Column("PROMPT", True, 6),
+    Column("ANSWER", True, 2), Column("TOK/S", True, 4), Column("AGE", True, 1),
 )  # fmt: skip
 
 
@@ -114,18 +101,19 @@ def moved(names: Sequence[str], chosen: str | None, by: int) -> str | None:
 
 def screen(readings: Readings, view: View, width: int, height: int, *, colours: bool) -> list[str]:
     """Return the lines of the screen, at most ``height`` of at most ``width`` columns each."""
-    head = [*_head(readings.status, readings.requests, width), ""]
+    first = [*_head(readings.status, readings.requests, width), ""]
     models = _models(readings, view, width)
     requests = _requests(readings, view, width)
-    room = height - len(head) - 4  # two headings, an empty line and the last line
+    room = height - len(first) - 4  # two headings, an empty line and the last line
     most = max(3, min(len(models) - 1, room - min(len(requests) - 1, room // 2)))
     shown = _around(models, view.chosen["models"], most)
     rest = _around(requests, view.chosen["requests"], max(1, room - (len(shown) - 1)))
-    lines = [*((text, None) for text in head), *shown, ("", None), *rest]
+    lines = [*((text, None) for text in first), *shown, ("", None), *rest]
     lines = lines[: height - 1] + [("", None)] * (height - 1 - len(lines))
-    last = view.message or f"{KEYS.replace('order', f'order: {view.order}')}"
-    painted = [_painted(text[:width], mark, view, colours=colours) for text, mark in lines]
-    return [*painted, f"{DIM}{last[:width]}{PLAIN}" if colours else last[:width]]
+    keys = [each.format(order=view.order) for each in KEYS]
+    last = view.message or next((each for each in keys if len(each) <= width), keys[-1])
+    drawn = [_painted(head(text, width), mark, view, colours=colours) for text, mark in lines]
+    return [*drawn, f"{DIM}{head(last, width)}{PLAIN}" if colours else head(last, width)]
 
 
 Line = tuple[str, tuple[str, str, str] | None]
@@ -142,9 +130,8 @@ def _painted(text: str, mark: tuple[str, str, str] | None, view: View, *, colour
         if pane == view.pane:
             return f"{REVERSE}{text}{PLAIN}"  # the mark is no colour: without it nobody sees what a key acts on
         return f"{BOLD}{text}{PLAIN}" if colours else text
-    if colours and state in COLOURS:
-        return text.replace(state, f"{COLOURS[state]}{state}{PLAIN}", 1)
-    return text
+    before, found, after = text.partition(f"{GAP}{state}")
+    return f"{before}{GAP}{painted(state)}{after}" if colours and found else text
 
 
 def _around(lines: list[Line], chosen: str | None, most: int) -> list[Line]:
@@ -173,13 +160,13 @@ def _head(status: Values, requests: Sequence[Values], width: int) -> Iterator[st
     text = parts[0]
     for part in parts[1:]:
         text = f"{text}, {part}" if len(text) + len(part) + 2 <= width else text
-    yield text[:width]
+    yield head(text, width)
     for gpu in status.get("gpus") or ():
         used, total = gpu["used_bytes"], gpu["total_bytes"]
         text = f"GPU {gpu['index']} {_bar(used, total)} {figures.size(used)} of {figures.size(total)}"
-        yield text[:width]
+        yield head(text, width)
     if why := status.get("gpus_unknown"):
-        yield f"the GPUs cannot be read: {why}"[:width]
+        yield head(clean(f"the GPUs cannot be read: {why}"), width)
 
 
 def _bar(part: float, whole: float) -> str:
@@ -191,7 +178,6 @@ def _models(readings: Readings, view: View, width: int) -> list[Line]:
     rows = []
     for model in readings.status["models"]:
         stats = model.get("engine_stats") or {}
-        used, total = _cache_of(stats)
         progress = model.get("progress")
         state = model["state"]
         if progress and progress.get("total"):
@@ -199,17 +185,12 @@ def _models(readings: Readings, view: View, width: int) -> list[Line]:
         cells = (
             model["name"], state, str(model["gpu"]), str(model["active"]), str(model["queued"]),
             f"{model['tokens_per_s']:.0f}", _line(readings.speeds[model["name"]]),
-            f"{100 * used / total:.0f} %" if total else "-",
+            figures.cache_in_use(stats) or "-",
             figures.size(model["vram_bytes"]) if model.get("vram_bytes") else "-", str(model["restarts"]),
+            model.get("reason") or "-",
         )  # fmt: skip
         rows.append((cells, ("models", model["name"], model["state"])))
     return _table(MODELS, rows, width, "models")
-
-
-def _cache_of(stats: Values) -> tuple[int, int]:
-    """Return how many pages or slots of the cache are in use, and how many there are; 0 if that is not known."""
-    kind = "pages" if "pages_total" in stats else "slots"
-    return int(stats.get(f"{kind}_used", 0)), int(stats.get(f"{kind}_total", 0))
 
 
 def _line(values: Sequence[float]) -> str:
@@ -240,14 +221,5 @@ def _table(
     columns: Sequence[Column], rows: Sequence[tuple[tuple[str, ...], tuple[str, str, str]]], width: int, pane: str
 ) -> list[Line]:
     """Return a heading and the rows, without the columns for which there is no room."""
-    widths = [max([len(column.title), *(len(cells[i]) for cells, _ in rows)]) for i, column in enumerate(columns)]
-    kept = list(range(len(columns)))
-    while sum(widths[i] + len(GAP) for i in kept) - len(GAP) > width and max(columns[i].keep for i in kept):
-        kept.remove(max(kept, key=lambda i: columns[i].keep))
-
-    def text(cells: Sequence[str]) -> str:
-        padded = (cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i]) for i in kept)
-        return GAP.join(padded)
-
-    heading: Line = (text([column.title for column in columns]), (pane, "", ""))
-    return [heading, *((text(cells), mark) for cells, mark in rows)]
+    heading, *lines = lined_up(columns, [[clean(cell) for cell in cells] for cells, _ in rows], width, paint=False)
+    return [(heading, (pane, "", "")), *((line, mark) for line, (_, mark) in zip(lines, rows, strict=True))]

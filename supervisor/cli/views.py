@@ -1,69 +1,87 @@
 """The commands ps and status."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from supervisor.cli import completion, figures, overview
+from supervisor.cli import chosen_models, colours, figures, overview
 from supervisor.cli.command import Command
 from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, connect, supervisor_options
-from supervisor.cli.tables import GAP, table, terminal_width
-from supervisor.cli.watch import look, watch
+from supervisor.cli.tables import Column, table, terminal_width
+from supervisor.cli.text_width import clean, wrapped
+from supervisor.cli.watch import show, watch
+from supervisor.phase_lines import percentage_of
 
-PS_HEADER: tuple[str, ...] = (
-    "NAME",
-    "STATE",
-    "GPU",
-    "VRAM(EST)",
-    "CTX",
-    "ACTIVE",
-    "QUEUED",
-    "TOK/S",
-    "IDLE",
-    "UNTIL",
-    "PID",
-    "REASON",
-)
-SHORTEST_REASON = 30
-"""Least columns for a reason, however narrow the terminal is."""
+PS = (
+    Column("NAME"), Column("STATE", state=True), Column("GPU", drop=4), Column("VRAM(EST)", drop=6),
+    Column("CTX", drop=11), Column("ACTIVE", drop=1), Column("QUEUED", drop=2), Column("TOK/S", drop=3),
+    Column("IDLE", drop=8), Column("UNTIL", drop=9), Column("PID", drop=10), Column("SINCE", drop=5),
+    Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True), Column("REASON", drop=7, least=30),
+)  # fmt: skip
+ALSO_CALLED = Column("ALSO CALLED", drop=14, least=16)
+UNWELL = ("failed", "backoff")
 
 
 @click.command(
     cls=Command,
     examples={
         "modelctl ps": "List the models of the supervisor on this machine",
-        "modelctl ps --watch": "Look again each second",
+        "modelctl ps 'llama-*' --watch": "List some of them, and look again each second",
         "modelctl ps --connect tcp://192.168.1.5:5570 --key-file ops.key": "List those of another machine",
     },
 )
+@chosen_models.some
 @watch
 @as_json
 @supervisor_options
-def ps(watch: bool, as_json: bool, runtime_dir: Path) -> None:
-    """List the models. With --watch and --json, each look is a line."""
+def ps(models: tuple[str, ...], watch: bool, as_json: bool, runtime_dir: Path) -> None:
+    """List the models, or each MODEL: names, or quoted patterns such as 'llama-*'.
+
+    A narrow terminal shows fewer columns, and the whole reason of a failure below them. A pipe gets all columns. With
+    --watch and --json, each look is a line.
+    """
     with connect(runtime_dir, admin=True) as client:
 
-        def read() -> str:
-            answer = client.status()
-            warn_of_lost_lines(answer)
-            warn_of_gateway(answer)
-            models = answer["models"]
-            return json.dumps(models, indent=None if watch else 2) if as_json else _ps_table(models)
+        def read() -> list[dict[str, Any]]:
+            answer = chosen_models.status_of(client, models)
+            warn_of_troubles(answer)
+            listed: list[dict[str, Any]] = answer["models"]
+            return listed
 
-        look(read, again=watch)
+        show(read, lambda listed: ps_text(listed, terminal_width()), as_json=as_json, again=watch)
 
 
-def _ps_table(models: list[dict[str, Any]]) -> str:
-    width = terminal_width()
-    longest = None if width is None else width - len(GAP) - max((len(m["name"]) for m in models), default=0)
-    header, rows = PS_HEADER, [_ps_row(m, longest) for m in models]
+def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
+    """Return the table of the models, and below it the failures' reasons that it does not show in full.
+
+    width  columns of the terminal; None: all columns
+    """
+    columns: tuple[Column, ...] = PS
     if any(figures.other_names(m) for m in models):  # few files have any, and the table is wide
-        header = (*header, "ALSO CALLED")
-        rows = [(*row, figures.other_names(m)) for row, m in zip(rows, models, strict=True)]
-    return table(header, rows, width)
+        columns = (*PS[:-1], ALSO_CALLED, PS[-1])
+
+    def shown(reasons: Sequence[str]) -> str:
+        rows = [
+            _ps_row(m, reason, aliases=ALSO_CALLED in columns, in_words=width is not None)
+            for m, reason in zip(models, reasons, strict=True)
+        ]
+        return table(columns, rows, width)
+
+    reasons = [clean(completed(m.get("reason") or "-")) for m in models]
+    whole = shown(reasons)
+    unseen = [m["state"] in UNWELL and reason not in whole for m, reason in zip(models, reasons, strict=True)]
+    if not any(unseen):
+        return whole
+    texts = [
+        wrapped(f"{m['name']}: {reason}", width, 2)
+        for m, reason, below in zip(models, reasons, unseen, strict=True)
+        if below
+    ]
+    kept = ["see below" if below else reason for reason, below in zip(reasons, unseen, strict=True)]
+    return "\n".join([shown(kept), "", *texts])
 
 
 @click.command(
@@ -71,59 +89,75 @@ def _ps_table(models: list[dict[str, Any]]) -> str:
     examples={
         "modelctl status": "Show the supervisor and each model in some ten lines",
         "modelctl status llama-8b --verbose": "Show everything that is known of one model",
+        "modelctl status 'llama-*' --watch": "Look at some models again each second",
     },
 )
-@click.argument("model", required=False, shell_complete=completion.models)
+@chosen_models.some
 @click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
+@watch
 @as_json
 @supervisor_options
-def status(model: str | None, verbose: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Show the supervisor and its models, or one MODEL.
+def status(models: tuple[str, ...], verbose: bool, watch: bool, as_json: bool, runtime_dir: Path) -> None:
+    """Show the supervisor and its models, or each MODEL: names, or quoted patterns such as 'llama-*'.
 
     Without --verbose, only known values and problems are shown.
     """
     with connect(runtime_dir, admin=True) as client:
-        answer = client.status(model)
-    warn_of_lost_lines(answer)
-    if as_json:
-        click.echo(json.dumps(answer, indent=2))
-        return
-    if model is None:
-        supervisor = answer["supervisor"]
-        _print_part("supervisor", figures.lines(supervisor) if verbose else overview.of_supervisor(supervisor))
-        for gpu in answer.get("gpus", []):
-            click.echo(f"gpu {gpu['index']}\n  {_gpu(gpu)}")
-        if why := answer.get("gpus_unknown"):
-            click.echo(f"gpus\n  cannot be read: {why}")
-    for entry in answer["models"]:
-        name = entry.pop("name")
-        _print_part(name, figures.lines(entry) if verbose else overview.of_model(entry))
+
+        def read() -> dict[str, Any]:
+            answer = chosen_models.status_of(client, models)
+            warn_of_troubles(answer)
+            return answer
+
+        def text(answer: dict[str, Any]) -> str:
+            return status_text(answer, terminal_width(), verbose=verbose, of_supervisor=not models)
+
+        show(read, text, as_json=as_json, again=watch)
 
 
-def warn_of_lost_lines(answer: dict[str, Any]) -> None:
-    """Warn on stderr if this answer to ``status`` says that the supervisor's log loses lines."""
-    if trouble := answer["supervisor"].get("log_trouble"):
-        click.echo(f"modelctl: the log {trouble}", err=True)
+def status_text(answer: dict[str, Any], width: int | None, *, verbose: bool, of_supervisor: bool) -> str:
+    """Return the reply to the verb "status" as text.
 
-
-def warn_of_gateway(answer: dict[str, Any]) -> None:
-    """Warn on stderr if this answer to ``status`` says that the gateway does not answer."""
-    gateway = answer["supervisor"].get("gateway")
-    if gateway and (problem := gateway["problem"]):
-        click.echo(f"modelctl: the gateway at {figures.gateway_url(gateway)} does not answer: {problem}", err=True)
-
-
-def _ps_row(m: dict[str, Any], longest: int | None = None) -> tuple[object, ...]:
-    """Return the cells of a model.
-
-    longest  characters of the reason that fit on the terminal; None: all of them
+    width  columns of the terminal, to which values are wrapped; None: they are not
     """
-    reason = completed(m.get("reason") or "-")
-    if longest is not None and len(reason) > (room := max(longest, SHORTEST_REASON)):
-        reason = f"{reason[: room - 3]}..."  # `status` shows all of it
+    parts = []
+    if of_supervisor:
+        supervisor = answer["supervisor"]
+        entries = figures.lines(supervisor) if verbose else overview.of_supervisor(supervisor)
+        parts.append(_part("supervisor", entries, width))
+        parts += [f"{colours.title('gpu ' + str(gpu['index']))}\n  {_gpu(gpu)}" for gpu in answer.get("gpus", [])]
+        if why := answer.get("gpus_unknown"):
+            parts.append(f"{colours.title('gpus')}\n{wrapped(f'  cannot be read: {why}', width, 2)}")
+    for each in answer["models"]:
+        entry = {key: value for key, value in each.items() if key != "name"}
+        parts.append(_part(each["name"], figures.lines(entry) if verbose else overview.of_model(entry), width))
+    return "\n".join(parts)
+
+
+def warn_of_troubles(answer: dict[str, Any]) -> None:
+    """Warn on stderr of what is wrong with the supervisor as a whole, by this answer to ``status``."""
+    supervisor = answer["supervisor"]
+    for name, words in supervisor["troubles"].items():
+        click.echo(f"modelctl: {_BEGINS.get(name, '')}{words}", err=True)
+
+
+_BEGINS = {"log": "the log ", "gpus": "the GPUs cannot be read: ", "gateway": "the gateway does not answer: "}
+"""The beginning of the line about a trouble."""
+
+
+def _ps_row(m: dict[str, Any], reason: str, *, aliases: bool, in_words: bool) -> tuple[object, ...]:
+    """Return the cells of a model, in the order of PS.
+
+    reason    the cell REASON
+    aliases   whether there is a cell ALSO CALLED before it
+    in_words  say how far a load is; programs read the bare state
+    """
+    percentage = percentage_of(m.get("progress")) if in_words else None
+    state = m["state"] if percentage is None else f"{m['state']} {percentage} %"
     return (
-        m["name"], m["state"], _where(m), _vram(m), m["context"], m["active"], m["queued"],
-        m["tokens_per_s"], _age(m["idle_s"]), _until(m), m["pid"], reason,
+        m["name"], state, _where(m), _vram(m), m["context"], m["active"], m["queued"], m["tokens_per_s"],
+        _age(m["idle_s"]), _until(m), m["pid"], _age(m["state_s"]), m["restarts"],
+        figures.cache_in_use(m.get("engine_stats") or {}), *([figures.other_names(m)] if aliases else []), reason,
     )  # fmt: skip
 
 
@@ -142,7 +176,7 @@ def _vram(m: dict[str, Any]) -> str | None:
 
 def _until(m: dict[str, Any]) -> str | None:
     """Return the cell UNTIL: the event that ends the model's present state, or the time until the model is unloaded."""
-    if m["state"] == "unloaded":
+    if m["state"] in ("unloaded", "asleep"):
         return "request"
     if m["state"] in ("stopped", "failed"):
         return "start"
@@ -162,11 +196,16 @@ def _age(seconds: float | None) -> str:
     return f"{seconds / 60:.0f}m" if seconds < 7200 else f"{seconds / 3600:.0f}h"
 
 
-def _print_part(title: str, entries: list[tuple[str, list[str]]]) -> None:
-    """Print a heading, and under it labels with their values. A value of several lines continues under its first
-    line."""
-    click.echo(title)
-    width = max((len(label) for label, _ in entries), default=0)
+def _part(title: str, entries: list[tuple[str, list[str]]], width: int | None) -> str:
+    """Return a heading, and under it labels with their values. What follows the first line of a value is under it."""
+    longest = max((len(label) for label, _ in entries), default=0)
+    lines = [colours.title(title)]
     for label, texts in entries:
         for number, text in enumerate(texts):
-            click.echo(f"  {label if number == 0 else '':<{width}}  {completed(text)}")
+            value = clean(completed(text))
+            line = wrapped(f"  {label if number == 0 else '':<{longest}}  {value}", width, longest + 4)
+            if label == "state" and number == 0:
+                word = value.partition(" ")[0]
+                line = line.replace(word, colours.painted(word), 1) if line.count(word) == 1 else line
+            lines.append(line)
+    return "\n".join(lines)

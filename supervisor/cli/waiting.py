@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.client.sync_client import Client
-from supervisor.cli.tables import LiveLines, Shown, bar
-from supervisor.phase_lines import percentage_of, phase_of
+from supervisor.cli.live_lines import LiveLines, Shown
+from supervisor.phase_lines import phase_of
 from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
 
 POLL_S = 0.05
@@ -73,8 +73,8 @@ def shown(model: ModelStatus) -> Shown:
     phase = f"{model['name']}: {phase_of(state, progress)}"
     if state == WorkerState.BACKOFF and model.get("reason"):
         phase = f"{phase}: {model['reason']}"
-    lasts = state not in (*AT_REST, WorkerState.READY)
-    return Shown(_line(model), phase, percentage_of(progress), lasts)
+    lasts = state not in (*AT_REST, WorkerState.READY, WorkerState.ASLEEP)
+    return Shown(_line(model), phase, progress, lasts)
 
 
 def coming_generation(reply: dict[str, Any]) -> int:
@@ -92,7 +92,7 @@ def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
     wanted  the ordered generation. An older generation that goes down only makes room for it. If the ordered generation
             goes down, or if the model is at rest, somebody has given another order meanwhile
     """
-    if model["state"] in AT_REST:
+    if model["state"] in (*AT_REST, WorkerState.ASLEEP):
         return True
     return model["generation"] >= wanted and (model["state"] == "ready" or model["state"] in GOING_DOWN)
 
@@ -107,11 +107,15 @@ def settled_down(model: ModelStatus, stopped: int) -> bool:
     return model["state"] in AT_REST and model.get("vram_return") != "awaited"
 
 
+def settled_asleep(model: ModelStatus) -> bool:
+    """Return whether a model that was ordered to sleep does so, or will not."""
+    return model["state"] in (*AT_REST, WorkerState.ASLEEP)
+
+
 def _line(model: ModelStatus) -> str:
     text = f"{model['name']:<16} {model['state']:<9}"
-    progress = model.get("progress")
-    if progress:
-        return f"{text} {progress['phase']:<8} {bar(progress['done'], progress['total'])}"
+    if progress := model.get("progress"):
+        return f"{model['name']:<16} {phase_of(model['state'], progress):<9}"
     if model["state"] == "ready" and model.get("load_seconds") is not None:
         return f"{text} loaded in {model['load_seconds']:.1f} s on {model['device']}"
     return f"{text} {model['reason']}" if model.get("reason") else text
@@ -122,6 +126,8 @@ def why_not_ready(model: ModelStatus) -> str:
     name, state = model["name"], model["state"]
     if state in (*GOING_DOWN, WorkerState.STOPPED):
         return f"{name}: somebody else's order stopped it before it was ready"
+    if state == WorkerState.ASLEEP:
+        return f"{name}: it sleeps ({model['unloaded']}); the next request wakes it"
     if state == WorkerState.UNLOADED:
         return f"{name}: it was unloaded before it was ready ({model['unloaded']}); the next request starts it"
     return f"{name}: {model.get('reason') or 'is ' + state} (log: {model['log']})"

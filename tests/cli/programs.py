@@ -50,10 +50,16 @@ class Terminal:
     """``modelctl`` on a terminal of its own, with methods to type and to read. A context manager.
 
     columns  width of the terminal; None leaves it unknown
+    kind     the variable TERM; a dumb terminal has no colours
     """
 
     def __init__(
-        self, *arguments: object, environment: Mapping[str, str], columns: int | None = None, **more: Any
+        self,
+        *arguments: object,
+        environment: Mapping[str, str],
+        columns: int | None = None,
+        kind: str = "dumb",
+        **more: Any,
     ) -> None:
         self._master, slave = pty.openpty()
         if columns is not None:
@@ -69,7 +75,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env=known | {"TERM": "dumb"},
+            env=known | {"TERM": kind},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             **more,

@@ -27,26 +27,31 @@ def test_ps(serving: Serving) -> None:
     done = serving.modelctl("ps")
     assert done.returncode == 0
     header, a, b, broken = done.stdout.splitlines()
-    columns = "NAME STATE GPU VRAM(EST) CTX ACTIVE QUEUED TOK/S IDLE UNTIL PID REASON"
+    columns = "NAME STATE GPU VRAM(EST) CTX ACTIVE QUEUED TOK/S IDLE UNTIL PID SINCE RESTARTS CACHE REASON"
     assert header.split() == columns.split()
     assert a.split()[:7] == ["a", "ready", "cpu", "-", "4096", "0", "0"]
     assert b.split()[:4] == ["b", "stopped", "cpu", "-"]
     assert broken.split()[0] == "broken"
 
 
-def test_ps_on_a_narrow_terminal_breaks_between_columns(serving: Serving) -> None:
-    command = ("ps", "--runtime-dir", serving.runtime_dir)
-    with Terminal(*command, environment=serving.environment, columns=60) as terminal:
-        assert terminal.wait_for_exit() == 0
-        lines = terminal.look().splitlines()
-    assert max(map(len, lines)) <= 60
-    whole = [line.split() for line in serving.modelctl("ps").stdout.splitlines()]
-    assert len(lines) % 5 == 4, "header and three models, divided by empty lines"
-    parts = [[line.split() for line in lines[at : at + 4]] for at in range(0, len(lines), 5)]
-    header = [name for number, part in enumerate(parts) for name in part[0][number > 0 :]]
-    assert header == whole[0]
-    for part in parts:
-        assert [row[0] for row in part] == [row[0] for row in whole]
+def test_colours_are_for_terminals_unless_the_environment_says_otherwise(serving: Serving) -> None:
+    plain = serving.environment | {"NO_COLOR": "", "CLICOLOR_FORCE": ""}
+    command = ("ps", "a", "--runtime-dir", serving.runtime_dir)
+
+    def on_a_terminal(**variables: str) -> str:
+        with Terminal(*command, environment=plain | variables, columns=80, kind="xterm") as terminal:
+            assert terminal.wait_for_exit() == 0
+            return terminal.look()
+
+    def in_a_pipe(**variables: str) -> str:
+        return modelctl(*command, **{"NO_COLOR": "", "CLICOLOR_FORCE": "", "TERM": "xterm", **variables}).stdout
+
+    green = "\x1b[32mready\x1b[0m"
+    assert green in on_a_terminal()
+    assert "\x1b" not in on_a_terminal(NO_COLOR="1")
+    assert "\x1b" not in in_a_pipe()
+    assert green in in_a_pipe(CLICOLOR_FORCE="1")
+    assert "\x1b" not in in_a_pipe(CLICOLOR_FORCE="1", NO_COLOR="1")
 
 
 def test_json(serving: Serving) -> None:
@@ -112,7 +117,14 @@ def test_ps_says_why_a_model_is_not_up(serving: Serving) -> None:
         assert terminal.wait_for_exit() == 0
         lines = terminal.look().splitlines()
     assert max(map(len, lines)) <= 60
-    assert "broken  cannot load: config.json says the moon is made of..." in lines
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["NAME", "STATE"],
+        ["a", "ready"],
+        ["b", "stopped"],
+        ["broken", "failed"],
+    ]
+    assert lines[4] == ""
+    assert " ".join(" ".join(lines[5:]).split()) == f"broken: {CHEESE}", "the whole reason is below the table"
 
 
 def test_ps_says_why_a_model_sleeps_or_is_tried_again(serve: Serve) -> None:

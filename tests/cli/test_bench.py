@@ -6,11 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.report import check
-from supervisor.cli.bench_figures import HEADER
+from supervisor.cli.bench_figures import COLUMNS
+from tests.cli.programs import modelctl
+from tests.keyed import Keyed
 from tests.serving import Serving, engine, wait_until
 
 SHORT = ("-p", "8", "-n", "6", "-r", "2")
@@ -33,7 +36,7 @@ def serving() -> Iterator[Serving]:
 
 def rows(text: str) -> list[list[str]]:
     header, *lines = text.splitlines()
-    assert header.split() == " ".join(HEADER).split()
+    assert header.split() == " ".join(column.title for column in COLUMNS).split()
     return [line.split() for line in lines]
 
 
@@ -59,6 +62,23 @@ def test_json_is_a_result_file_also_for_a_model_that_sleeps(serving: Serving, tm
     assert values["sleeper, 3 streams: tokens/s"] > 0
     assert values["sleeper, 3 streams: between deltas, median"] > 0
     assert "bench sleeper" in report["command"]
+
+
+def test_the_plot_has_a_panel_for_each_model(serving: Serving, tmp_path: Path) -> None:
+    drawn = tmp_path / "speed.svg"
+    assert serving.modelctl("bench", "a", "b", *SHORT, "-c", "4,1", "--plot", str(drawn)).returncode == 0
+    texts = [text for text in ElementTree.parse(drawn).getroot().itertext() if text.strip()]
+    assert texts.count("all streams together") == 2
+    assert {"a", "b", "1", "4", "tokens/s", "streams at once"} <= set(texts)
+
+
+def test_over_tcp_a_key_that_may_only_ask_is_enough() -> None:
+    with Keyed({"m": engine(max_batch_size=4)}, {"asks": "infer"}) as keyed:
+        way = ("--connect", keyed.endpoint, "--key-file", keyed.file("asks"))
+        done = modelctl("bench", "m", *SHORT, "-c", "2", "--json", *way)
+        assert done.returncode == 0, done.stderr
+        assert "measured over TCP" in json.loads(done.stdout)["machine"]
+        assert "no model 'other' is configured" in modelctl("bench", "other", *SHORT, *way).stderr
 
 
 def test_answers_have_exactly_the_tokens_asked_for(serving: Serving) -> None:
@@ -98,6 +118,7 @@ def test_failed_requests_are_counted_and_explained(serving: Serving) -> None:
         (("a", "-c", "1,many"), 2, "'1,many' is not a number, or several with commas, such as 1,8,32"),
         (("a", "-n", "0"), 2, "0 is not in the range"),
         (("a", "--out", "/nowhere/x.json"), 2, "there is no directory /nowhere"),
+        (("a", "--plot", "/nowhere/x.svg"), 2, "there is no directory /nowhere"),
     ],
 )
 def test_what_is_wrong_is_named(serving: Serving, options: tuple[str, ...], code: int, message: str) -> None:

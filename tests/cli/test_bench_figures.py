@@ -2,7 +2,8 @@
 
 import pytest
 
-from supervisor.cli.bench_figures import HEADER, MeasuredAnswer, errors, row
+from supervisor.cli.bench_figures import COLUMNS, MeasuredAnswer, errors, row
+from supervisor.cli.bench_report import plot
 
 
 def answer(*times: float, error: str | None = None, accepted: bool = True) -> MeasuredAnswer:
@@ -20,7 +21,7 @@ def test_times_are_of_all_requests_and_in_milliseconds() -> None:
     assert found.first == (pytest.approx(200), pytest.approx(298))
     assert found.gap[0] == pytest.approx(100)
     assert found.gap[1] == pytest.approx(394)
-    assert len(found.cells) == len(HEADER)
+    assert len(found.cells) == len(COLUMNS)
 
 
 def test_refused_is_told_from_failed_and_both_are_explained() -> None:
@@ -40,3 +41,11 @@ def test_nothing_came() -> None:
 def test_an_answer_of_one_token_has_no_gap() -> None:
     found = row("m", 1, [[answer(0.25)]])
     assert (found.first, found.gap) == ((250.0, 250.0), (None, None))
+
+
+def test_a_plot_of_one_number_of_streams_has_dots_and_one_of_nothing_is_none() -> None:
+    image = plot([row("one & only", 8, [[answer(0.1, 0.2)]])])
+    assert image is not None
+    assert image.count("<circle") == 2
+    assert "one &amp; only" in image
+    assert plot([row("m", 1, [[answer(error="no", accepted=False)]])]) is None

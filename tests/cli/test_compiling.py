@@ -98,7 +98,7 @@ def test_in_a_terminal(box: Box, tmp_path: Path) -> None:
     arguments = foreground(box, tmp_path)
     try:
         with Terminal(*arguments, environment=box.environment) as terminal:
-            terminal.wait_for("\x1b[2Kcompiling ExLlamaV2's CUDA code")
+            terminal.wait_for_match(r"compiling ExLlamaV2's CUDA code  \d\.\d s\n")
             box.wait_for_compilers()
             terminal.type("\x03")
             assert terminal.wait_for_exit() == 130

@@ -33,7 +33,7 @@ def test_every_command_and_option_is_explained(name: str) -> None:
         if isinstance(parameter, click.Option) and not parameter.hidden:
             assert parameter.help, f"{name} {parameter.opts}"
         elif isinstance(parameter, click.Argument):
-            shown = (parameter.metavar or parameter.human_readable_name).removesuffix("...")
+            shown = (parameter.metavar or parameter.human_readable_name).strip("[].")
             assert shown.lower() in command.help.lower(), f"{name} {shown}"
 
 
@@ -47,6 +47,20 @@ def test_no_explanation_is_cut_nor_runs_over(name: str, width: int) -> None:
         assert not line.endswith("..."), line
     if width >= 80:  # the names of the longest option are wider than 60 columns
         assert max(map(len, lines)) <= width, max(lines, key=len)
+
+
+def test_every_command_that_talks_to_a_supervisor_can_reach_another_machine() -> None:
+    """The commands without ``--connect`` are about files and devices of this machine, or start a supervisor."""
+    here = {
+        "init", "serve", "logs", "plan", "check", "doctor", "service install", "service status", "service uninstall",
+        "keys list", "keys new", "keys revoke", "completion", "config",
+        "quantize",
+    }  # fmt: skip
+    for name, command in ALL.items():
+        options = {option for each in command.params for option in each.opts}
+        if not isinstance(command, click.Group):
+            assert ("--connect" in options) is (name not in here), name
+            assert "--json" in options or "--watch" not in options or name == "serve", name
 
 
 def test_without_a_command_the_first_steps_and_the_exit_codes_are_told() -> None:

@@ -7,9 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
+from supervisor.cli.hints import _ANYWHERE
+from supervisor.cli.root import ALIASES, cli
 from tests.cli.programs import modelctl
 from tests.keyed import Keyed
 from tests.serving import Serving, engine
@@ -105,3 +108,14 @@ def test_keys_are_made_for_the_file_that_is_meant(tmp_path: Path) -> None:
     made = typed(hint.replace("NAME", f"x --out {tmp_path / 'x.key'}"))
     assert made.returncode == 0, made.stderr
     assert modelctl("check", file).returncode == 0
+
+
+def test_hints_know_the_commands_that_reach_other_machines() -> None:
+    context = click.Context(cli)
+    reaching = {
+        name
+        for name in (*cli.list_commands(context), *ALIASES)
+        if (command := cli.get_command(context, name)) is not None
+        and any("--connect" in option.opts for option in command.params)
+    }
+    assert reaching == _ANYWHERE

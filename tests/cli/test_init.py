@@ -156,10 +156,10 @@ def test_a_file_that_exists_is_left_as_it_is(models: Path, place: Path) -> None:
 
 def test_without_a_directory_it_is_the_sample(place: Path) -> None:
     done = modelctl("init", cwd=place)
-    assert (done.returncode, done.stdout) == (0, f"{place}/models.yaml: written; models: letters, stories\n")
+    assert (done.returncode, done.stdout) == (0, f"{place}/models.yaml: written; models: agent, letters, stories\n")
     (_, *own), (_, *shipped) = ((d / "models.yaml").read_bytes().splitlines(keepends=True) for d in (place, ROOT))
     assert own == shipped, "apart from the first line, which names the schema"
-    assert [*written(place)] == ["letters", "stories"]
+    assert [*written(place)] == ["letters", "stories", "agent"]
     assert modelctl("check", cwd=place).returncode == 0
 
 

@@ -48,6 +48,48 @@ def test_names_are_checked_before_the_first_order(serving: Serving, verb: str) -
     assert {name: (serving.status(name)["state"], serving.status(name)["generation"]) for name in before} == before
 
 
+def test_patterns_and_all_mean_models(serving: Serving) -> None:
+    def states() -> dict[str, str]:
+        return {model["name"]: model["state"] for model in serving.overview()["models"]}
+
+    assert serving.modelctl("start", "[ab]").returncode == 0
+    assert states() == {"a": "ready", "b": "ready", "slow": "stopped"}
+    wrong = serving.modelctl("stop", "b*", "x*")
+    assert (wrong.returncode, wrong.stderr) == (1, "modelctl: no model matches 'x*': there is a, b, slow\n")
+    assert states()["b"] == "ready", "no order is given if one pattern is wrong"
+    assert serving.modelctl("stop", "b*").returncode == 0
+    assert states()["b"] == "stopped"
+    restarted = json.loads(serving.modelctl("restart", "?", "a", "--json").stdout)
+    assert [model["name"] for model in restarted] == ["a", "b"]
+    assert serving.modelctl("reload", "[ab]").stdout.splitlines() == [
+        "a: exchanged, the new worker beside the old", "b: exchanged, the new worker beside the old",
+    ]  # fmt: skip
+    stopped = serving.modelctl("stop", "--all")
+    assert stopped.returncode == 0
+    assert set(states().values()) == {"stopped"}
+    for arguments, says in ((["--all", "a"], "leave out the names"), ([], "name a MODEL, or give --all")):
+        done = serving.modelctl("start", *arguments)
+        assert done.returncode == 2
+        assert says in done.stderr
+    assert serving.modelctl("start", "a").returncode == 0
+
+
+def test_ps_and_status_of_some_models(serving: Serving) -> None:
+    def names(*arguments: str) -> list[str]:
+        return [model["name"] for model in json.loads(serving.modelctl("ps", *arguments, "--json").stdout)]
+
+    assert names() == ["a", "b", "slow"]
+    assert names("slow", "a") == ["a", "slow"]
+    assert names("s*") == ["slow"]
+    assert names("b") == ["b"]
+    done = serving.modelctl("ps", "a", "nosuch")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no model 'nosuch' is configured: there is a, b, slow" in done.stderr
+    assert "no model matches 'x?'" in serving.modelctl("status", "x?").stderr
+    shown = serving.modelctl("status", "[ab]").stdout.splitlines()
+    assert [line for line in shown if not line.startswith(" ")] == ["a", "b"]
+
+
 def test_a_name_given_twice_is_one_order(serving: Serving) -> None:
     done = serving.modelctl("restart", "a", "a", "--json")
     assert done.returncode == 0

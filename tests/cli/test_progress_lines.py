@@ -1,4 +1,4 @@
-"""Without a terminal, commands and the supervisor's log report the phases of a slow load."""
+"""A terminal shows how a slow load gets on. Without one, commands and the supervisor's log report its phases."""
 
 import re
 import signal
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.cli.programs import MODELCTL, environment, modelctl
+from tests.cli.programs import MODELCTL, Terminal, environment, modelctl
+from tests.conftest import Serve
 from tests.serving import engine, wait_until
 
 MOVING = r"loading \(([0-9]+)% after 1[0-9] s\)"
@@ -36,3 +37,30 @@ def test_a_slow_load_is_told_every_ten_seconds_without_a_terminal(away: Path) ->
         serving.communicate()  # read the rest of its output
     assert serving.returncode == 130
     assert modelctl("shutdown", "--now", "--runtime-dir", away / "r").returncode == 0
+
+
+def test_a_terminal_shows_bytes_their_rate_and_the_time_left_in_place(serve: Serve) -> None:
+    serving = serve({"slow": engine("SlowLoad", autostart=False, load_s=2.5, load_bytes=6 << 30)})
+    command = ("start", "slow", "--runtime-dir", serving.runtime_dir)
+    with Terminal(*command, environment=serving.environment, columns=100) as terminal:
+        terminal.wait_for_match(
+            r"slow +loading +\[#+-+\] +\d+%  \d\.\d GiB of 6\.0 GiB, (\d+ M|\d\.\d G)iB/s, \d+ s left\n"
+        )
+        assert terminal.wait_for_exit() == 0
+        left = terminal.look()
+    assert not re.search("\x1b\\[[0-9;]*m", left), "no colours"
+    assert re.search("\x1b\\[1A\x1b\\[Jslow +ready +loaded in", left)
+
+
+def test_serve_in_a_terminal_shows_starts_below_its_log(away: Path) -> None:
+    config = away / "models.yaml"
+    config.write_text(
+        yaml.safe_dump({"models": {"a": engine("SlowLoad", load_s=2, load_bytes=6 << 30), "b": engine()}})
+    )
+    command = ("serve", config, "--runtime-dir", away / "r")
+    with Terminal(*command, environment=environment(), columns=100) as terminal:
+        terminal.wait_for_match(r"a +loading +\[#+-+\] +\d+%  \d\.\d GiB of 6\.0 GiB, .* left\n")
+        terminal.wait_for_match(r"\x1b\[1A\x1b\[J\d{4}-\d\d-\d\d \S+ INFO +a: loading -> ready")
+        terminal.type("\x03")
+        assert terminal.wait_for_exit() == 0
+        assert "GiB" not in terminal.look()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cli.programs import Terminal
+from tests.cli.programs import MODELCTL, Terminal
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.serving import Serving, engine, wait_until
@@ -43,18 +43,40 @@ def test_the_prompt_from_a_pipe(serving: Serving) -> None:
 
 
 def test_as_json(serving: Serving) -> None:
-    report = json.loads(serving.modelctl("run", "a", "hello", "--max-tokens", "7", "--json").stdout)
-    assert (report["text"], report["finish_reason"], report["model"]) == (answer(chat("hello"), 7), "length", "a")
-    assert report["usage"]["completion_tokens"] == 7
+    done = serving.modelctl("run", "a", "hello", "--max-tokens", "7", "--json")
+    *deltas, end = map(json.loads, done.stdout.splitlines())
+    assert done.stderr == ""
+    assert deltas
+    assert {line["type"] for line in deltas} == {"delta"}
+    assert (end["type"], end["model"], end["finish_reason"]) == ("end", "a", "length")
+    assert "".join(line["text"] for line in deltas) == end["text"] == answer(chat("hello"), 7)
+    assert sum(len(line["token_ids"]) for line in deltas) == end["usage"]["completion_tokens"] == 7
 
 
 def test_log_probabilities_as_json(serving: Serving) -> None:
     done = serving.modelctl("run", "a", "hello", "--max-tokens", "3", "--json", "--logprobs", "--set", "top_logprobs=1")
-    report = json.loads(done.stdout)
-    assert "".join(each["text"] for each in report["logprobs"]) == report["text"] == answer(chat("hello"), 3)
-    for each in report["logprobs"]:
+    *deltas, end = map(json.loads, done.stdout.splitlines())
+    logprobs = [each for line in deltas for each in line["logprobs"]]
+    assert "".join(each["text"] for each in logprobs) == end["text"] == answer(chat("hello"), 3)
+    for each in logprobs:
         assert each["logprob"] == 0.0
         assert [other["token_id"] for other in each["top"]] == [each["token_id"]]
+
+
+def test_json_lines_come_while_the_answer_is_computed(serving: Serving) -> None:
+    command = ("run", "a", "endless", "--json", "--max-tokens", "4000", "--runtime-dir", str(serving.runtime_dir))
+    with subprocess.Popen(
+        [*MODELCTL, *command], env=serving.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert json.loads(running.stdout.readline())["type"] == "delta"
+        assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        lines = [json.loads(line) for line in running.stdout]
+        assert running.stderr.read() == ""
+    assert (lines[-1]["type"], lines[-1]["finish_reason"]) == ("end", "cancelled")
+    assert running.returncode == 130
 
 
 def test_any_field_can_be_set(serving: Serving) -> None:

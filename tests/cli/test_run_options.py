@@ -114,5 +114,5 @@ def test_elsewhere_nothing_is_shown_nor_asked_for(runtime_dir: Path) -> None:
         done = modelctl("run", "m", "hi", "--runtime-dir", runtime_dir)
         assert (done.stdout, done.stderr) == ("fine\n", "")
         done = modelctl("run", "m", "hi", "--json", "--runtime-dir", runtime_dir)
-        assert json.loads(done.stdout)["text"] == "fine"
+        assert json.loads(done.stdout.splitlines()[-1])["text"] == "fine"
     assert [request.route for request in peer.of(Generate)] == [{}, {}]

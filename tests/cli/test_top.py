@@ -78,8 +78,9 @@ def test_what_stands_on_the_screen() -> None:
         "CACHE",
         "VRAM",
         "RESTARTS",
+        "REASON",
     ]
-    assert lines[5].split()[-4:] == ["%", "9.0", "GiB", "0"]
+    assert lines[5].split()[-5:] == ["%", "9.0", "GiB", "0", "-"]
     assert "25 %" in lines[5]
 
 

@@ -1,25 +1,29 @@
 """The command doctor: look at everything that serving needs, and say what to do."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from supervisor.cli import exit_codes
+from supervisor.cli.colours import painted
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
 from supervisor.cli.doctor import gpus, machine, serving
-from supervisor.cli.doctor.findings import Finding, Verdict, bad, warn, within
+from supervisor.cli.doctor.findings import Finding, Verdict, bad, looking_at, warn, within
+from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, config_file, runtime_dir_option
+from supervisor.cli.tables import terminal_width
+from supervisor.cli.text_width import clean, wrapped
 from supervisor.logs import log_dir
 
 if TYPE_CHECKING:
     from supervisor.config import Examined
 
-COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.BAD: "red"}
+INDENT: Final = 6
+"""Columns of a verdict, with the space after it."""
 
 
 @click.command(
@@ -60,12 +64,15 @@ def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
         for spec in examined.config.models.values()
     )
     yield from within("machine", lambda: machine.look(runtime_dir, log_dir(runtime_dir), workers))
-    nvml = gpus.read_nvml()
+    with looking_at("the driver and the GPUs"):
+        nvml = gpus.read_nvml()
     yield from gpus.driver_of(nvml, wanted=on_gpu)
     known = gpus.names_of(nvml.get("gpus", ()))
     for gpu in nvml.get("gpus", ()):
         yield from gpus.gpu_of(gpu, known)
-    yield from gpus.engine_of(gpus.read_engine(), nvml, engines)
+    with looking_at("torch and exllamav2"):
+        engine = gpus.read_engine()
+    yield from gpus.engine_of(engine, nvml, engines)
     yield from wrong
     if examined is not None:
         seen = examined
@@ -75,7 +82,13 @@ def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
     if examined is not None:
         yield from within("gateway", lambda: serving.port_of(seen.config, status))
     yield from within("supervisor", lambda: serving.running_of(status))
-    yield from within("test generation", lambda: serving.generation_of(runtime_dir, status), serving.ANSWER_S + 10)
+    came = {"done": 0, "total": serving.TOKENS, "unit": "tokens"}
+    yield from within(
+        "test generation",
+        lambda: serving.generation_of(runtime_dir, status, came),
+        serving.ANSWER_S + 10,
+        progress=came,
+    )
 
 
 def _examine(file: Path | None) -> "tuple[Examined | None, list[Finding]]":
@@ -92,8 +105,16 @@ def _examine(file: Path | None) -> "tuple[Examined | None, list[Finding]]":
 
 
 def _print(finding: Finding) -> None:
-    colour = None if "NO_COLOR" in os.environ else COLOURS[finding.verdict]
-    mark = click.style(f"{finding.verdict:<4}", fg=colour)
-    click.echo(f"{mark}  {finding.what}: {finding.says}")
+    click.echo(text_of(finding, terminal_width()))
+
+
+def text_of(finding: Finding, width: int | None) -> str:
+    """Return a finding as a line, and its remedy below.
+
+    width  columns of the terminal, to which both are wrapped; None: they are not
+    """
+    says = wrapped(f"{'':{INDENT}}{clean(finding.what)}: {clean(finding.says)}", width, INDENT)
+    lines = [painted(finding.verdict) + says[len(finding.verdict) :]]
     if finding.remedy:
-        click.echo(f"      {finding.remedy}")
+        lines.append(wrapped(f"{'':{INDENT}}{clean(completed(finding.remedy))}", width, INDENT))
+    return "\n".join(lines)

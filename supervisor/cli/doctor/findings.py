@@ -6,6 +6,8 @@ from enum import StrEnum
 from threading import Thread
 from typing import Any, Final
 
+from supervisor.cli.live_lines import Progress, Shown, Ticking
+
 PATIENCE_S: Final = 10.0
 """Seconds that a look at one thing may take. A disk or a driver that hangs must not hold up the others."""
 
@@ -53,10 +55,21 @@ def bad(what: str, says: str, remedy: str) -> Finding:
     return Finding(what, Verdict.BAD, says, remedy)
 
 
-def within(what: str, look: Callable[[], Iterable[Finding]], seconds: float = PATIENCE_S) -> list[Finding]:
+def looking_at(what: str, progress: Progress | None = None) -> Ticking:
+    """Return a context manager that says on a terminal what is looked at, and for how long already."""
+    return Ticking(Shown(f"      looking at {what}", what, progress))
+
+
+def within(
+    what: str,
+    look: Callable[[], Iterable[Finding]],
+    seconds: float = PATIENCE_S,
+    *,
+    progress: Progress | None = None,
+) -> list[Finding]:
     """Return what a look finds. If it fails, or takes too long, that is the finding.
 
-    A look that hangs goes on in a thread that the end of the process ends.
+    A look that hangs goes on in a thread that the end of the process ends. ``progress`` is shown on a terminal.
     """
     found: list[Finding] = []
 
@@ -68,7 +81,8 @@ def within(what: str, look: Callable[[], Iterable[Finding]], seconds: float = PA
 
     thread = Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    with looking_at(what, progress):
+        thread.join(seconds)
     if thread.is_alive():
         return [bad(what, f"did not answer within {seconds:g} s", "a disk or a driver that it needs hangs: see dmesg")]
     return found

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ANSWER_S: Final = 60.0
 """Seconds for the test generation."""
+TOKENS: Final = 4
+"""Tokens of its answer."""
 PROMPT: Final = "Hello"
 
 
@@ -95,8 +97,13 @@ def running_of(status: dict[str, Any] | None) -> Iterator[Finding]:
             yield bad(f"model {model['name']}", says, f"see `modelctl events {model['model']}`")
 
 
-def generation_of(runtime_dir: Path, status: dict[str, Any] | None) -> Iterator[Finding]:
-    """Have one ready model generate some tokens."""
+def generation_of(
+    runtime_dir: Path, status: dict[str, Any] | None, progress: dict[str, Any] | None = None
+) -> Iterator[Finding]:
+    """Have one ready model generate some tokens.
+
+    progress  map whose "done" is set to the number of tokens as they come
+    """
     ready = [model["model"] for model in (status or {}).get("models", ()) if model["state"] == "ready"]
     if not ready:
         yield ok("test generation", "left out: no model is ready")
@@ -104,12 +111,15 @@ def generation_of(runtime_dir: Path, status: dict[str, Any] | None) -> Iterator[
     began = time.monotonic()
     try:
         with connect(runtime_dir) as client:
-            answer = client.complete(ready[0], PROMPT, max_tokens=4, deadline_ms=int(1000 * ANSWER_S))
+            stream = client.generate(ready[0], PROMPT, max_tokens=TOKENS, deadline_ms=int(1000 * ANSWER_S))
+            for delta in stream:
+                if progress is not None:
+                    progress["done"] += len(delta.token_ids)
     except (WireError, TimeoutError, OSError) as e:
         yield bad("test generation", f"{ready[0]}: {e}", f"see `modelctl logs {ready[0]}`")
         return
     took = time.monotonic() - began
-    tokens = answer.usage["completion_tokens"]
+    tokens = stream.usage["completion_tokens"] if stream.usage else 0
     if tokens:
         yield ok("test generation", f"{ready[0]}: {tokens} tokens in {took:.2f} s")
     else:
