@@ -20,9 +20,9 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs bench clean help
+.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs screens bench clean help
 
-demo: $(VENV)/.run ## two small models served end to end on the CPU, then stopped again; no GPU needed
+demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
 
 help: ## this list
@@ -74,6 +74,10 @@ lint: $(VENV)/.test ## ruff, strict types
 docs: $(VENV)/.docs ## the documentation site, in site/; a dead link, or a page that nothing links to, is an error
 	$(BIN)/python -m tools.docs --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict # with --quiet, no warning would count
+
+screens: $(VENV)/.test ## the pictures of docs/screens.md: commands on a terminal, with the demo models under load; no GPU
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt pyte
+	$(BIN)/python -m tools.screens
 
 bench: $(VENV)/.test ## the speed of serving the demo models, as in benchmarks/serving.py
 	$(BIN)/python -m benchmarks.serving

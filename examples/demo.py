@@ -133,11 +133,11 @@ async def ask(client: AsyncClient, question: Question, index: int, begun: float)
     question.answer, question.finish_reason = stream.text, stream.finish_reason or ""
 
 
-async def wait_until_ready(client: AsyncClient) -> None:
-    """Show how the models load, until all are ready."""
+async def wait_until_ready(client: AsyncClient, names: set[str]) -> None:
+    """Show how the models with these names load, until all are ready."""
     shown: dict[str, str] = {}
     while True:
-        models = (await client.status())["models"]
+        models = [model for model in (await client.status())["models"] if model["name"] in names]
         for model in models:
             progress = model["progress"]
             text = (
@@ -172,7 +172,7 @@ async def converse(runtime_dir: Path, supervisor: subprocess.Popen[bytes], asked
                 raise SystemExit(f"the supervisor ended with code {supervisor.returncode}") from None
             await asyncio.sleep(0.02)
     async with AsyncClient(runtime_dir=runtime_dir) as client:
-        await wait_until_ready(client)
+        await wait_until_ready(client, {question.model for question in asked})
         print(f"\n{len(asked)} requests at once, over one connection:")
         for index, question in enumerate(asked):
             print(f"  {paint(f'{question.label:<10} {question.asked}', index)}")

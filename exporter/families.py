@@ -14,8 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 PREFIX: Final = "modelctl_"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 STATES: Final = (
-    "starting", "loading", "ready", "draining", "stopping", "stopped", "backoff", "unloaded", "failed",
+    "starting", "loading", "ready", "draining", "stopping", "stopped", "backoff", "unloaded",
+    "falling_asleep", "asleep", "waking", "failed",
 )  # fmt: skip
+TROUBLES: Final = ("log", "config", "gpus", "gateway", "keys", "queue")
 HELP: Final[Mapping[str, str]] = {
     "time_to_first_token_seconds": "Time from the acceptance of a request to its first token.",
     "inter_token_latency_seconds": "Time between two tokens of an answer: the mean of each answer, for each token.",
@@ -80,6 +82,7 @@ def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str
     waiting = _gauge("num_requests_waiting", "Requests that wait for a worker.", "model")
     oldest = _gauge("oldest_waiting_seconds", "Age of the oldest request that waits; 0 if none does.", "model")
     generated = _counter("generation_tokens", "Tokens of answers that workers have sent.", "model")
+    refused = _counter("requests_refused", "Requests that were refused because the queue was full.", "model")
     resumed = _counter("requests_resumed", "Answers that went on in another worker after a death.", "model")
     ends = _counter("request_success", "Requests that ended without an error.", "model", "finished_reason")
     errors = _counter("request_errors", "Requests that ended with an error.", "model", "error")
@@ -95,6 +98,7 @@ def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str
             waiting.add_metric([model], worker["queued"])
             generated.add_metric([model], worker["totals"]["tokens"])
             resumed.add_metric([model], worker["totals"]["resumed"])
+            refused.add_metric([model], worker["totals"]["refused"])
         oldest.add_metric([model], found["oldest_waiting_s"])
         for reason, count in found["ends"].items():
             ends.add_metric([model, reason], count)
@@ -107,7 +111,7 @@ def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str
                 family.add_metric([key, model], count)
         for name, histogram in found["histograms"].items():
             histograms[name].add_metric([model], _buckets(bounds[name], histogram["counts"]), histogram["sum"])
-    yield from (waiting, oldest, generated, resumed, ends, errors, *(family for family, _ in tokens), *keys)
+    yield from (waiting, oldest, refused, generated, resumed, ends, errors, *(family for family, _ in tokens), *keys)
     yield from histograms.values()
 
 
@@ -192,6 +196,10 @@ def _of_supervisor(supervisor: Values, metrics: Values) -> Iterator[Metric]:
         gauge = _gauge(name, text)
         gauge.add_metric([], float(value))
         yield gauge
+    troubles = _gauge("trouble", "1 while something is wrong with the supervisor as a whole, else 0.", "kind")
+    for kind in TROUBLES:
+        troubles.add_metric([kind], kind in supervisor["troubles"])
+    yield troubles
     for name, text, value in (
         ("cpu_seconds", "Processor time of the supervisor.", metrics["cpu_s"]),
         ("loop_idle_seconds", "Time in which the supervisor's loop had nothing to do.", metrics["waited_s"]),

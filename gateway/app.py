@@ -86,7 +86,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
         lifespan=connected,
     )
     app.state.settings = settings
-    app.state.bodies = BodyMemory.of(settings.max_body, settings.auth)
+    app.state.bodies = BodyMemory.of(settings)
     app.state.keep_alive = KeepAlive(0 if settings.keepalive == "off" else settings.keepalive_s)
     app.router.redirect_slashes = False
     return app

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from gateway.http.callers import Caller
+from gateway.http.responses import REQUEST_ID
 from gateway.openai.models import default_model
 from gateway.openai.options import Wanted
 from protocol.client.answers import Progress
@@ -27,16 +28,26 @@ async def with_model(request: Request, wanted: Wanted) -> Wanted:
     return wanted if wanted.model else replace(wanted, model=await default_model(request, wanted.model))
 
 
+def trace_ids_of(request: Request, answer_id: str) -> list[str]:
+    """Return the names by which `modelctl story` finds the requests of an HTTP request.
+
+    answer_id  the id in the body of the answer
+    """
+    return [request.scope[REQUEST_ID], answer_id]
+
+
 def begin(
     client: AsyncClient,
     caller: Caller,
     wanted: Wanted,
     prompts: Sequence[Prompt],
     progress: list[Progress | None] | None,
+    trace_ids: list[str],
 ) -> tuple[AsyncStream, ...]:
     """Send the requests, and return their streams: for each prompt ``n``, one after the other.
 
-    progress  a list of one: the newest report of any request is put there
+    progress   a list of one: the newest report of any request is put there
+    trace_ids  ``trace_ids_of`` the HTTP request
     """
 
     def report(_: int, new: Progress) -> None:
@@ -47,7 +58,7 @@ def begin(
     streams: list[AsyncStream] = []
     try:
         for prompt in prompts:
-            options: Any = wanted.options | prompt | caller.on_behalf_of()
+            options: Any = wanted.options | prompt | caller.on_behalf_of() | {"trace_ids": trace_ids}
             streams += client.choices(wanted.model, n=wanted.n, on_progress=tell, **options).streams
     except BaseException:
         for stream in streams:

@@ -16,9 +16,18 @@ from protocol.request import SamplingParams
 if TYPE_CHECKING:
     from model_worker.engines.constraints import Constraints
 
-ProgressCallback = Callable[[str, int, int], None]
-"""Called often by ``load``, with (phase, done, total). Phase "loading" counts modules or bytes, "warmup" counts steps.
-An engine that compiles something does that first, under a phase name of its own."""
+
+class ProgressCallback(Protocol):
+    """Called often by ``load``."""
+
+    def __call__(self, phase: str, done: int, total: int, unit: str = "", /) -> None:
+        """Report that ``done`` of ``total`` are done.
+
+        phase  "loading" for the weights, "warmup" for the steps behind it. An engine that compiles something does that
+               first, under a phase name of its own
+        unit   of ``done`` and ``total``: "bytes", or a noun in the plural such as "modules"; "" if it means nothing to
+               people
+        """
 
 
 Place = Literal["before", "inside", "behind"]
@@ -59,13 +68,15 @@ class Capabilities:
     context         tokens of prompt and answer together, and of negative prompt and answer together
     max_batch_size  requests that are decoded together
     offered         names of the optional fields of a request that may differ from their neutral default: those of
-                    SamplingParams, and min_tokens, stop_token_ids, banned_strings, token_healing, json_schema, regex,
-                    choice, tools (calls under the schemas of tools), reasoning_budget, logprobs, top_logprobs,
-                    negative_prompt
+                    SamplingParams, and min_tokens, stop_on_loop, stop_token_ids, banned_strings, token_healing,
+                    json_schema, regex, choice, tools (calls under the schemas of tools), reasoning_budget, logprobs,
+                    top_logprobs, negative_prompt
     chat            whether the model has a chat template
     device          for people: "cpu", "NVIDIA H200", ...
     attention       for people: how the engine computes attention, and the reason if that is not the best way
     decoding        for people: how the engine launches a step, and the reason if that is not the best way
+    sleep_bytes     host memory that the model takes while it sleeps; None if it cannot sleep
+    no_sleep        for people: why it cannot sleep
     """
 
     context: int
@@ -75,6 +86,8 @@ class Capabilities:
     device: str
     attention: str
     decoding: str = ""
+    sleep_bytes: int | None = None
+    no_sleep: str = "its engine does not offer it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ class Job:
 
     max_new_tokens   >= 1; together with the prompt at most ``Capabilities.context``
     min_new_tokens   until this count the engine draws no end token and looks for no stop string
+    stop_on_loop     tokens of a repetition that end the answer, see model_worker.loop_watch; 0 for off
     banned_strings   see engines.banned
     token_healing    see engines.healing
     top_logprobs     None: report no log-probabilities. 0: report only those of the drawn tokens
@@ -133,6 +147,7 @@ class Job:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     min_new_tokens: int = 0
+    stop_on_loop: int = 0
     stop_token_ids: tuple[int, ...] = ()
     banned_strings: tuple[str, ...] = ()
     token_healing: bool = False
@@ -176,7 +191,7 @@ class Finished:
     The token ids of all events of a job add up to ``completion_tokens``. They include those of an end token and of a
     stop string, whose text is left out.
 
-    finish_reason                   "stop", "length" or "banned_strings" (FinishReason)
+    finish_reason                   "stop", "length", "loop" or "banned_strings" (FinishReason)
     completion_tokens               generated tokens, including the end-of-sequence token
     prefill_s                       seconds from the first computation of the job to its first token
     decode_s                        seconds from the first token to the last
@@ -311,3 +326,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Prepare for a voluntary exit. The process ends right after this call, so nothing needs to be freed."""
+
+
+class SleepRefused(Exception):
+    """The model cannot go to sleep now, and works on. The message is one line with the reason."""
+
+
+class SleepingEngine(Engine, Protocol):
+    """An engine whose ``Capabilities.sleep_bytes`` is not None."""
+
+    def sleep(self, progress: Callable[[], None]) -> None:
+        """Give the GPU memory back, and keep the weights in host memory. There is no job. Cached prefixes are lost.
+
+        Until ``wake`` only ``encode``, ``encode_rendered``, ``decode``, ``token_bytes``, ``stats`` and ``close`` are
+        called. Raises SleepRefused. Any other exception ends the process.
+
+        progress  to be called before each part of the move that cannot be interrupted
+        """
+
+    def wake(self, progress: Callable[[], None]) -> None:
+        """Take the GPU memory again. Any exception ends the process."""

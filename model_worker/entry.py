@@ -1,17 +1,23 @@
 """The worker process from its first line to its last.
 
 The supervisor spawns a process that calls ``main``. The order of the steps matters: first the death signal of the
-parent, then the process group, the log, and the visible devices. Only then may the engine's module be imported, which
-is the first module that imports torch. This module and its own imports do not import torch.
+parent, then the process group, the log, and the visible devices. Only then may the engine use CUDA. This module and its
+own imports do not import torch.
+
+A spare worker (``spare``) is a process ahead of its time: it has imported the engine's module, and with it torch, which
+takes most of the seconds of a start. It has no model and has not used the GPU's driver, so it can still be pinned.
 """
 
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 
 from protocol.process.core_dumps import forbid_core_dumps
 from protocol.process.log_output import LogOutput
@@ -19,9 +25,11 @@ from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 from protocol.process.progress_lease import ProgressLease
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from protocol.process.worker_spec import WorkerSpec
+from protocol.process.worker_spec import WorkerSpec, unpack_spec
 
 _PR_SET_NO_NEW_PRIVS = 38
+_LOOP = ("model_worker.answer_format", "model_worker.intake", "model_worker.link", "model_worker.loop")
+"""Modules that ``run`` imports besides the engine's."""
 
 
 def main(spec: WorkerSpec, page: int | None = None) -> None:
@@ -29,29 +37,64 @@ def main(spec: WorkerSpec, page: int | None = None) -> None:
 
     page  descriptor of the shared page that the supervisor watches, see ``protocol.process.progress_lease``
     """
+    _end_with(lambda: _become(spec, page), spec.supervisor_pid)
+
+
+def spare(engine: str, supervisor_pid: int, page: int, log_path: str, specification: int) -> None:
+    """Import what an engine needs, wait for a specification, and go on as ``main`` does. Never returns.
+
+    The page shows the phase IDLE while the process waits.
+
+    engine         a key of ``engines.BUILT_IN``
+    log_path       the log until the specification comes
+    specification  descriptor of a pipe that brings a packed WorkerSpec and ends. If it brings nothing, so does this
+                   process
+    """
+
+    def wait() -> int:
+        set_title(f"spare worker ({engine})")
+        LogOutput(log_path)
+        stay_offline()
+        import_ahead(engine)
+        gc.freeze()
+        check_untouched()
+        ProgressLease(descriptor=os.dup(page)).idle()
+        with open(specification, "rb") as pipe:
+            packed = pipe.read()
+        return _become(unpack_spec(packed), page) if packed else EXIT_ASKED
+
+    _end_with(wait, supervisor_pid)
+
+
+def _end_with(work: Callable[[], int], supervisor_pid: int) -> None:
+    """Make this process a worker of a supervisor, do its work, and end with the exit code that the work returns."""
     code = EXIT_ENGINE_FAULT
     # The imports of torch and transformers create hundreds of thousands of objects, which all stay. The garbage
     # collector would scan them hundreds of times before the first token. That takes half a second.
     gc.disable()
     try:
-        if not die_with(spec.supervisor_pid):
+        if not die_with(supervisor_pid):
             os._exit(EXIT_ASKED)
         ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         os.setsid()
-        set_title(f"worker {spec.name or spec.engine.model}")
         contain()
-        output = LogOutput(spec.log_path)
-        keep_to(spec.cpus)
-        lease = ProgressLease(spec.leases, page)
-        lease.loading()  # only after LogOutput handles SIGUSR1, which a worker gets when its lease ends
-        pin_devices(spec.visible_devices)
-        code = run(spec, lease, output)
+        code = work()
     except BaseException:
         traceback.print_exc()
     finally:
         # Not sys.exit: the interpreter's own exit joins threads and runs the destructors of a CUDA context that may be
         # broken. It can hang there and keep the GPU's memory.
         os._exit(code)
+
+
+def _become(spec: WorkerSpec, page: int | None) -> int:
+    set_title(f"worker {spec.name or spec.engine.model}")
+    output = LogOutput(spec.log_path)
+    keep_to(spec.cpus)
+    lease = ProgressLease(spec.leases, page)
+    lease.loading()  # only after LogOutput handles SIGUSR1, which a worker gets when its lease ends
+    pin_devices(spec.visible_devices)
+    return run(spec, lease, output)
 
 
 def contain() -> None:
@@ -67,29 +110,60 @@ def contain() -> None:
 
 
 def keep_to(cpus: tuple[int, ...]) -> None:
-    """Run on these CPUs, so that memory comes from their NUMA nodes. Call this before threads and large allocations."""
-    if cpus:
+    """Run on these CPUs, so that memory comes from their NUMA nodes. Call this before large allocations.
+
+    The imports of a spare worker may have made threads, and each thread has an affinity of its own.
+    """
+    for thread in os.listdir("/proc/self/task") if cpus else ():
         try:
-            os.sched_setaffinity(0, cpus)
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:
+            continue  # it has ended
         except OSError as e:  # the cpuset has shrunk since the supervisor read it; the CPUs are only a preference
             print(f"cannot keep to CPUs {cpus}: {e}", file=sys.stderr)
+            return
 
 
 def pin_devices(visible_devices: str) -> None:
     """Limit the visible GPUs to those of this model.
 
-    Raises RuntimeError if torch is imported already: the limit has no effect once CUDA is initialised.
+    Raises RuntimeError if this process has used the driver already: the limit has no effect once CUDA is initialised.
     """
-    if "torch" in sys.modules:
-        raise RuntimeError("torch was imported before the device was pinned; the worker's GPU cannot be guaranteed")
+    check_untouched()
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
-    # Model directories are local. A library that wants to fetch something must fail, and not wait for a network.
-    # Hub kernels are switched off because they are code: config.json may name a kernel, and an earlier download may
-    # have left it on the disk.
+    stay_offline()
+
+
+def check_untouched() -> None:
+    """Raise RuntimeError if this process has initialised CUDA, or has opened the driver."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError("CUDA was initialised before the device was pinned; the worker's GPU cannot be guaranteed")
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia"):
+                raise RuntimeError("the GPU's driver was opened before the device was pinned")
+
+
+def stay_offline() -> None:
+    """Forbid libraries to fetch anything. Call this before they are imported.
+
+    Model directories are local. A library that wants to fetch something must fail, and not wait for a network. Hub
+    kernels are switched off because they are code: config.json may name a kernel, and an earlier download may have left
+    it on the disk.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["USE_HUB_KERNELS"] = "NO"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def import_ahead(engine: str) -> None:
+    """Import what a worker of this engine imports before it reads a model."""
+    from model_worker.engines import BUILT_IN
+
+    for module in (*_LOOP, BUILT_IN[engine].partition(":")[0]):
+        importlib.import_module(module)
 
 
 def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
@@ -104,10 +178,10 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     link = SupervisorLink(spec)
     link.hello()
 
-    def progress(phase: str, done: int, total: int) -> None:
+    def progress(phase: str, done: int, total: int, unit: str = "", /) -> None:
         lease.loading()
         output.follow()
-        link.progress(phase, done, total)
+        link.progress(phase, done, total, unit)
 
     started = time.monotonic()
     try:

@@ -145,6 +145,7 @@ class Intake:
             request,
             request.stop,
             min_new_tokens=request.min_tokens,
+            stop_on_loop=request.stop_on_loop,
             stop_token_ids=request.stop_token_ids,
             banned_strings=request.banned_strings,
             token_healing=request.token_healing,

@@ -26,7 +26,9 @@ from protocol.messages import (
     Prefill,
     ProgressMessage,
     Ready,
+    Slept,
     Stats,
+    Woke,
 )
 from protocol.process.peer_user import check_listener
 from protocol.process.socket_calls import has_input, monitor_event
@@ -85,7 +87,7 @@ class SupervisorLink:
             _leave(f"the supervisor's socket cannot be trusted: {e}")
         self._socket.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
 
-    def progress(self, phase: str, done: int, total: int) -> None:
+    def progress(self, phase: str, done: int, total: int, unit: str = "") -> None:
         """Report progress of the load. An engine may call this often. A message is sent at most every 50 ms, and when a
         phase begins or ends."""
         self.exit_if_orphaned()
@@ -94,7 +96,8 @@ class SupervisorLink:
         if phase == last_phase and done < total and now - last_time < PROGRESS_INTERVAL_S:
             return
         self._last_progress = (phase, now)
-        self._socket.send(encode(ProgressMessage(pack_body({"phase": phase, "done": done, "total": total}))))
+        body = {"phase": phase, "done": done, "total": total, "unit": unit}
+        self._socket.send(encode(ProgressMessage(pack_body(body))))
 
     def ready(self, capabilities: Capabilities, format: AnswerFormat, *, load_seconds: float, max_jobs: int) -> None:
         """Say that the model is loaded, and describe it."""
@@ -109,9 +112,20 @@ class SupervisorLink:
             "tool_format": format.tools,
             "reasoning_start": format.reasoning and format.reasoning[0],
             "reasoning_end": format.reasoning and format.reasoning[1],
+            "sleep_bytes": capabilities.sleep_bytes,
+            "no_sleep": capabilities.no_sleep,
             "load_seconds": round(load_seconds, 3),
         }
         self._socket.send(encode(Ready(pack_body(body))))
+
+    def slept(self, seconds: float, host_bytes: int, refused: str = "") -> None:
+        """Say that the model sleeps, or why it cannot sleep."""
+        body = {"refused": refused, "seconds": round(seconds, 3), "host_bytes": host_bytes}
+        self._outbox.answer(encode(Slept(pack_body(body))))
+
+    def woke(self, seconds: float, host_bytes: int) -> None:
+        """Say that the model is awake."""
+        self._outbox.answer(encode(Woke(pack_body({"seconds": round(seconds, 3), "host_bytes": host_bytes}))))
 
     def stats(self, body: dict[str, object]) -> None:
         """Send the engine's current figures. Called every second, and so also checks whether the connection is lost."""

@@ -17,6 +17,7 @@ from model_worker.answer_format import UNKNOWN, AnswerFormat
 from model_worker.engine import DrawnToken, Engine, EngineEvent, Failed, Finished, NewTokens, Prefilling
 from model_worker.intake import Intake, prompt_field, variant_of
 from model_worker.link import SupervisorLink
+from model_worker.moves import Moves
 from model_worker.parking import Parking
 from model_worker.questions import answer, failed
 from model_worker.rendering import Renderer
@@ -32,6 +33,8 @@ from protocol.messages import (
     JobMessage,
     Message,
     Shutdown,
+    Sleep,
+    Wake,
 )
 from protocol.process.progress_lease import ProgressLease
 from protocol.questions import Tokenize, parse_question
@@ -103,6 +106,7 @@ class WorkerLoop:
         self._chats: dict[int, tuple[_Tracked, GenerateRequest]] = {}
         self._questions: dict[int, tuple[int, Tokenize]] = {}
         self._parking = Parking(engine.constraints, link)
+        self._moves = Moves(engine, link, self._lease)
         self._asked: deque[Ask] = deque()
         self._shutdown = False
         self._stats_due = 0.0
@@ -173,6 +177,10 @@ class WorkerLoop:
                 self._cancel(channel, request)
             case Ask():
                 self._asked.append(message)
+            case Sleep():
+                self._moves.sleep()
+            case Wake():
+                self._moves.wake()
             case Shutdown():
                 self._shutdown = True
 

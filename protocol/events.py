@@ -35,6 +35,8 @@ class FinishReason:
     BANNED = "banned_strings"
     """Every continuation that the model found leads to a banned string, or no token is left to draw. The answer ends
     there."""
+    LOOP = "loop"
+    """The answer repeated itself for as many tokens as stop_on_loop says."""
     CANCELLED = "cancelled"
     """The client cancelled."""
 

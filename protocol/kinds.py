@@ -40,6 +40,10 @@ class Kind(IntEnum):
     ANSWER = 40
     PARKED = 41
     COMPILED = 42
+    SLEEP = 43
+    WAKE = 44
+    SLEPT = 45
+    WOKE = 46
 
 
 KIB: Final = 1 << 10

@@ -16,8 +16,10 @@ reads the fields and passes the body on. A body is a ``bin`` that holds msgpack 
     supervisor → worker                                     worker → supervisor
     JOB        [1, 32, channel, request, carry{}, body]     HELLO    [1,  1, body{pid, build}]
     CANCEL_JOB [1, 33, channel, request]                    READY    [1, 34, body{context, max_jobs, ...}]
-    SHUTDOWN   [1, 35]                                      PROGRESS [1, 36, body{phase, done, total}]
+    SHUTDOWN   [1, 35]                                      PROGRESS [1, 36, body{phase, done, total, unit}]
     ASK        [1, 39, ask, verb, body]                     STATS    [1, 37, body{}]
+    SLEEP      [1, 43]                                      SLEPT    [1, 45, body{refused, seconds, host_bytes}]
+    WAKE       [1, 44]                                      WOKE     [1, 46, body{seconds, host_bytes}]
                                                             PREFILL  [1, 38, channel, request, done, total]
                                                             ANSWER   [1, 40, ask, body{result} or body{error}]
                                                             PARKED   [1, 41, channel, request]
@@ -61,7 +63,11 @@ from protocol.worker_messages import (
     ProgressMessage,
     Ready,
     Shutdown,
+    Sleep,
+    Slept,
     Stats,
+    Wake,
+    Woke,
 )
 
 __all__ = [
@@ -104,8 +110,12 @@ __all__ = [
     "Reply",
     "Report",
     "Shutdown",
+    "Sleep",
+    "Slept",
     "Stats",
+    "Wake",
     "Welcome",
+    "Woke",
 ]
 
 QUESTION_VERBS: Final = frozenset({"tokenize", "detokenize"})
@@ -123,6 +133,7 @@ ROUTE_KEYS: Final[tuple[str, ...]] = (
     "keep_alive",
     "ttl",
     "on_behalf_of",
+    "trace_ids",
 )
 """Keys of ``route``, in GENERATE."""
 

@@ -48,6 +48,8 @@ ELSEWHERE = {
 
 CONSTRAINTS = ("json_schema", "regex", "choice")
 """Fields that constrain the shape of the answer."""
+LEAST_LOOP, MOST_LOOP = 12, 4096
+"""The lowest and the highest stop_on_loop that is not off."""
 LONGEST_SCHEMA = 1 << 18
 """Characters of a JSON schema, written without spaces."""
 
@@ -93,6 +95,10 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Strings that end the answer. They are not part of it. One string stands for a list of one."""
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Least tokens of the answer. Until then no end token is drawn, and stop strings do not end the answer."""
+    stop_on_loop: Annotated[int, Field(ge=0, le=MOST_LOOP)] = 0
+    """End an answer that repeats itself, with finish_reason "loop": as soon as its last tokens, as many as this number,
+    are one block of at most a third as many, written again and again. 0 is off, else at least 12. Reasoning and calls
+    of tools count, too. Until min_tokens, nothing ends the answer."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=64, fail_fast=True)] = ()
     """Token ids that end the answer, besides the model's own. Their text is not part of it."""
     banned_strings: Annotated[
@@ -157,6 +163,13 @@ class GenerateRequest(SamplingParams, ChatFields):
         if token_ids is not None and (not token_ids or len(token_ids) % 4):
             raise ValueError("must be at least one id of 4 bytes (u32, little endian)")
         return token_ids
+
+    @field_validator("stop_on_loop")
+    @classmethod
+    def _long_loop(cls, tokens: int) -> int:
+        if 0 < tokens < LEAST_LOOP:
+            raise ValueError(f"must be 0, which is off, or at least {LEAST_LOOP}: a row of dashes repeats as much")
+        return tokens
 
     @model_validator(mode="after")
     def _fit(self) -> "GenerateRequest":

@@ -22,7 +22,7 @@ from protocol.request import GenerateRequest
 from protocol.sampling_params import SamplingParams
 
 DEFAULTS: Final = frozenset(SamplingParams.model_fields) - {"seed"} | {
-    "preset", "max_tokens", "min_tokens", "stop", "stop_token_ids", "banned_strings",
+    "preset", "max_tokens", "min_tokens", "stop", "stop_on_loop", "stop_token_ids", "banned_strings",
 }  # fmt: skip
 """Keys of ``sampling``."""
 LIMITS: Final[Mapping[str, type]] = {

@@ -5,7 +5,7 @@ Every verb also takes the parameter ``on_behalf_of``, see ``protocol.client_mess
 Tables in the supervisor say which clients may use a verb, and on which socket. docs/wire-protocol.md shows them.
 """
 
-from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypedDict
+from typing import Any, Final, NamedTuple, NotRequired, TypedDict
 
 from protocol.activity import (
     CancelRequestParams,
@@ -19,7 +19,7 @@ from protocol.activity import (
     UsageParams,
     UsageResult,
 )
-from protocol.bodies import Bytes, MillisecondsFloat, Model, Seconds, Tokens
+from protocol.bodies import Bytes, Model, Seconds, Tokens
 from protocol.orders import (
     ModelParams,
     OrderResult,
@@ -29,6 +29,8 @@ from protocol.orders import (
     ShutdownParams,
     StopParams,
 )
+from protocol.story import StoryParams, StoryResult
+from protocol.worker_status import WorkerStatus
 
 
 class NoParams(TypedDict):
@@ -126,6 +128,30 @@ class UsageStatus(TypedDict):
     """Requests whose key and model are counted as `(others)`, because there are too many keys and models."""
 
 
+class SpareStatus(TypedDict):
+    """A spare worker: a process that has imported what an engine needs."""
+
+    engine: str
+    """The engine of models.yaml."""
+    pid: int
+    """The process id. The next worker of the engine has the same one."""
+    ready: bool
+    """True if the imports are done."""
+    ram_bytes: Bytes | None
+    """The host memory that the process holds."""
+
+
+class RequestLogStatus(TypedDict):
+    """The log with a line for each request that has ended."""
+
+    file: str
+    """The path of the log."""
+    trouble: str | None
+    """The reason why lines cannot be written, null if they can."""
+    lost: int
+    """Lines that were lost since the supervisor's start, because the disk was slower than the requests."""
+
+
 class SupervisorStatus(TypedDict):
     """The supervisor's process."""
 
@@ -143,6 +169,13 @@ class SupervisorStatus(TypedDict):
     """The directory with the supervisor's sockets and logs."""
     log_trouble: str | None
     """The reason why the supervisor cannot write its log, null if it can."""
+    troubles: dict[str, str]
+    """What is wrong with the supervisor as a whole, in words, by name: `log` (it cannot be written), `config` (a
+    changed models.yaml is not used), `gpus` (they cannot be read), `gateway` (it does not answer), `keys` (they cannot
+    be read), `queue` (requests are refused because queues are full). A key for some models sees `gpus` and `gateway`
+    only."""
+    spares: list[SpareStatus]
+    """The processes that are ahead of their time, and wait for a model."""
     shutting_down: bool
     """True while the supervisor shuts down and takes no new requests."""
     turnovers: list[dict[str, Any]]
@@ -162,6 +195,8 @@ class SupervisorStatus(TypedDict):
     """The HTTP gateway, null if models.yaml has no section `gateway`."""
     usage: UsageStatus | None
     """The ledger of usage, null if models.yaml switches it off."""
+    request_log: RequestLogStatus | None
+    """The request log, null if models.yaml names none."""
     http_keys: HttpKeys
     """The keys of clients over HTTP, for which gateways ask."""
     counters: Counters
@@ -183,127 +218,6 @@ class GpuStatus(TypedDict):
     """Memory that is free."""
     limit_bytes: Bytes | None
     """The most that all workers together may hold there (`vram_limit` in models.yaml); null for no limit."""
-
-
-class Totals(TypedDict):
-    """Counts of a model since the supervisor's start."""
-
-    tokens: Tokens
-    """Tokens that were generated."""
-    finished: int
-    """Requests that ended as asked, or were cancelled."""
-    errors: int
-    """Requests that ended with an error."""
-    resumed: int
-    """The number of times that a request was resumed in another worker."""
-
-
-class ReasoningMarkers(TypedDict):
-    """The markers between which a model writes its reasoning."""
-
-    start: str
-    """The marker before the reasoning."""
-    end: str
-    """The marker behind the reasoning."""
-
-
-class WorkerStatus(TypedDict):
-    """One worker of a model. A value that is not known is null."""
-
-    name: str
-    """The worker's name: that of its model, with a number if there are several (`letters:2`)."""
-    model: str
-    """The model's name."""
-    state: str
-    """One of the states below."""
-    reason: str | None
-    """The reason for this state, for people. Null in a state that needs no reason."""
-    state_s: Seconds
-    """The time since the worker entered this state."""
-    aliases: list[str]
-    """Further names of the model."""
-    variants: list[str]
-    """The variants of the model."""
-    default: str | None
-    """The name for which a request without a model stands, if it is a name of this model."""
-    engine: str
-    """The engine of models.yaml."""
-    gpu: str
-    """The GPUs that the worker's process may see, or `cpu`."""
-    device: str | None
-    """The engine's name for the device that it runs on."""
-    attention: str | None
-    """The engine's way to compute attention."""
-    decoding: str | None
-    """The engine's way to launch a step, and the reason if that is not the fastest. Null if there is only one."""
-    context: Tokens | None
-    """The longest prompt and answer together."""
-    max_batch_size: int | None
-    """The number of requests that are computed at once, from models.yaml."""
-    chat: bool | None
-    """True if the model has a chat template."""
-    tool_format: str | None
-    """The name of the format in which the model writes calls of tools; null if it is not known."""
-    reasoning: ReasoningMarkers | None
-    """The markers of the model's reasoning; null if it does not reason."""
-    active: int
-    """Requests that the worker has."""
-    queued: int
-    """Requests that wait for the model."""
-    tokens_per_s: Annotated[float, "tokens/s"]
-    """The worker's speed in the last seconds."""
-    idle_s: Seconds | None
-    """The time since the worker's last request; null unless the worker is ready and has no request."""
-    until_s: Seconds | None
-    """The time until the worker is unloaded if no request comes; null if it will not be unloaded."""
-    lazy: bool
-    """True if the first request starts the worker."""
-    unloaded: str | None
-    """The reason why the worker was unloaded, for people."""
-    pid: int | None
-    """The process id of the worker."""
-    phase: str | None
-    """The work that the worker's process does: `starting`, `loading`, `idle`, `step`, or `unknown`."""
-    beat_s: Seconds | None
-    """The time since the supervisor last saw the worker's process make progress."""
-    generation: int
-    """The number of the worker's process; it grows with each start."""
-    restarts: int
-    """The number of times that the worker was started again without an order."""
-    load_seconds: Seconds | None
-    """The time that the load took."""
-    progress: dict[str, Any] | None
-    """While the worker loads the model: `phase`, `done` and `total`."""
-    engine_stats: dict[str, Any]
-    """The worker's last reading: `pending`, `active`, `steps`, and further figures of the engine. `prompt_tokens`
-    counts the tokens of the prompts of all requests that this process has finished, and `cached_tokens` how many of
-    them the cache had."""
-    totals: Totals
-    """Counts of the worker's model."""
-    last_exit: dict[str, Any] | None
-    """The end of the worker's last process: `code`, `reason`, `message`, `retry` and `lines` (the last of its log)."""
-    log: str
-    """The path of the worker's log."""
-    placed: list[int] | None
-    """Indices of the GPUs that the worker was placed on."""
-    cpus: str | None
-    """The cores that the worker may use; null is all."""
-    numa_nodes: str | None
-    """The NUMA nodes that the worker may use; null is all."""
-    vram_estimate_bytes: Bytes | None
-    """The estimated need of GPU memory."""
-    vram_estimate: dict[str, int] | None
-    """The estimate by part, in bytes."""
-    vram_loaded_bytes: Bytes | None
-    """GPU memory that the worker held when it was ready, measured."""
-    vram_bytes: Bytes | None
-    """GPU memory that the worker's process holds now, by NVML."""
-    vram_by_gpu: dict[str, int | None] | None
-    """GPU memory that the worker's process holds now, in bytes, by GPU index."""
-    vram_return: str | None
-    """The return of the memory of the worker's last process: `awaited`, `back`, `not back` or `not watched`."""
-    vram_returned_ms: MillisecondsFloat | None
-    """The time until that memory was back."""
 
 
 class StatusResult(TypedDict):
@@ -374,6 +288,7 @@ VERBS: Final[dict[str, Verb]] = {
     "models": Verb("List the models.", ModelsResult, NoParams),
     "status": Verb("Describe the supervisor, its models and its GPUs.", StatusResult, StatusParams),
     "requests": Verb("List the unfinished requests, the oldest first.", RequestsResult, RequestsParams),
+    "story": Verb("Tell what became of a request.", StoryResult, StoryParams),
     "events": Verb("Return the latest events of the supervisor and its workers.", EventsResult, EventsParams),
     "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, NoParams),
     "usage": Verb("Return the requests and tokens by key, model and day.", UsageResult, UsageParams),
@@ -383,6 +298,12 @@ VERBS: Final[dict[str, Verb]] = {
     "detokenize": Verb("Return the text of ids.", DetokenizeResult, DetokenizeParams),
     "start": Verb("Start the workers of a model.", OrderResult, ModelParams),
     "stop": Verb("Stop the workers of a model.", OrderResult, StopParams),
+    "sleep": Verb(
+        "Put the workers of a lazy model to sleep in host memory, as soon as they have no request.",
+        OrderResult,
+        ModelParams,
+    ),
+    "wake": Verb("Wake the workers of a model.", OrderResult, ModelParams),
     "restart": Verb("Stop and start the workers of a model, one after the other.", RestartResult, ModelParams),
     "reload": Verb(
         "Read models.yaml again and apply what it changes, or replace the workers of one model.",

@@ -49,6 +49,34 @@ class Shutdown(Message):
     """End the worker's process."""
 
 
+@message(Kind.SLEEP, Way.SUPERVISOR_TO_WORKER, largest=64)
+class Sleep(Message):
+    """Give the model's GPU memory back and keep its weights in host memory. The worker has no job, and gets none before
+    it has said WOKE. It answers SLEPT."""
+
+
+@message(Kind.WAKE, Way.SUPERVISOR_TO_WORKER, largest=64)
+class Wake(Message):
+    """Take the GPU memory again. The worker answers WOKE."""
+
+
+@message(Kind.SLEPT, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Slept(Message):
+    """Say that the model sleeps, or why it cannot sleep."""
+
+    body: bytes = field(repr=False)
+    """refused: the reason why the model cannot sleep; empty if it sleeps. seconds: how long that took. host_bytes: the
+    host memory that it takes."""
+
+
+@message(Kind.WOKE, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Woke(Message):
+    """Say that the model is awake and can generate."""
+
+    body: bytes = field(repr=False)
+    """seconds: how long that took. host_bytes: the host memory that the model still takes."""
+
+
 @message(Kind.ASK, Way.SUPERVISOR_TO_WORKER, largest=3 * MIB + 64)
 class Ask(Message):
     """Hand a client's CALL to a worker: ``tokenize`` {prompt | messages} or ``detokenize`` {token_ids}."""

@@ -18,7 +18,7 @@ from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
-from supervisor.keys.rights import Identity, Right
+from supervisor.keys.rights import SEES_ALL, Identity, Right
 from supervisor.log_reading import MOST_LINES, read_log
 from supervisor.model_names import ModelNames
 from supervisor.reactor import Reactor
@@ -104,6 +104,9 @@ def _as_one(name: str, replicas: list[Replica], names: ModelNames) -> Result:
 
 _READINESS = (
     WorkerState.READY,
+    WorkerState.WAKING,
+    WorkerState.FALLING_ASLEEP,
+    WorkerState.ASLEEP,
     WorkerState.LOADING,
     WorkerState.STARTING,
     WorkerState.BACKOFF,
@@ -115,15 +118,20 @@ _READINESS = (
 )
 
 
+_TOKENIZES = (WorkerState.READY, WorkerState.WAKING, WorkerState.FALLING_ASLEEP, WorkerState.ASLEEP)
+"""States in which a worker's tokenizer answers."""
+
+
 def ready_worker(context: AdminContext, name: object, identity: Identity) -> Replica:
     """Return a worker that can answer a question about this model. Raises WireError if there is none.
 
-    A worker that is unloaded is started, so that the client may ask again.
+    A worker that sleeps can answer, since it keeps its tokenizer. One that is unloaded is started, so that the client
+    may ask again.
     """
     if not isinstance(name, str):
         raise RequestError("model is missing: name a model", field="model")
     replicas = _replicas(context, name, identity)
-    if ready := [replica for replica in replicas if replica.state is WorkerState.READY]:
+    if ready := [replica for replica in replicas if replica.state in _TOKENIZES]:
         return min(ready, key=lambda replica: context.scheduler.work(replica.name)[0])
     context.shutdown.check_not_begun()
     if any(replica.state is WorkerState.UNLOADED for replica in replicas):
@@ -141,6 +149,8 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
     supervisor = context.status.describe()
     if identity.models is not None:
         replicas = [replica for replica in replicas if identity.may_use(replica.model)]
+        # the words of the others name models
+        supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in ("gpus", "gateway")}
         for turnover in supervisor["turnovers"]:
             turnover["models"] = [change for change in turnover["models"] if identity.may_use(change["model"])]
     return {
@@ -172,6 +182,21 @@ def _stop(context: AdminContext, params: Params, identity: Identity) -> Result:
     replicas = _replicas(context, given.get("model"), identity)
     for replica in replicas:
         context.fleet.stop(replica.name, f"stop {_by(identity)}", now=given.get("now", False))
+    return _ordered(replicas)
+
+
+def _sleep(context: AdminContext, params: Params, identity: Identity) -> Result:
+    replicas = _current(context, _take(params, model=str).get("model"), identity)
+    for replica in replicas:
+        context.on_demand.sleep(replica, f"sleep {_by(identity)}")
+    return _ordered(replicas)
+
+
+def _wake(context: AdminContext, params: Params, identity: Identity) -> Result:
+    replicas = _current(context, _take(params, model=str).get("model"), identity)
+    context.shutdown.check_not_begun()
+    for replica in replicas:
+        context.on_demand.wake_up(replica, f"wake {_by(identity)}")
     return _ordered(replicas)
 
 
@@ -239,6 +264,17 @@ def _cancel_request(context: AdminContext, params: Params, identity: Identity) -
     return {}
 
 
+def _story(context: AdminContext, params: Params, identity: Identity) -> Result:
+    name = _take(params, id=str).get("id")
+    if name is None:
+        raise RequestError("id is missing: name a request as `requests` shows it, or by a trace id", field="id")
+    told = context.scheduler.unfinished.story(name, identity, time.time() - time.monotonic())
+    for story in told:
+        sees = bool(identity.rights & SEES_ALL)
+        story["events"] = context.history.during(story["model"], story["accepted"], story["total_ms"]) if sees else []
+    return {"requests": told}
+
+
 def _events(context: AdminContext, params: Params, identity: Identity) -> Result:
     given = _take(params, after=int, limit=int)
     limit = _whole(given, "limit", 100, 1, KEPT)
@@ -279,9 +315,12 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "models": (_models, False),
     "status": (_status, False),
     "requests": (_requests, False),
+    "story": (_story, False),
     "events": (_events, False),
     "start": (_start, True),
     "stop": (_stop, True),
+    "sleep": (_sleep, True),
+    "wake": (_wake, True),
     "restart": (_restart, True),
     "reload": (_reload, True),
     "shutdown": (_shutdown, True),

@@ -6,6 +6,7 @@ events make room for new ones. Nothing is noted per request or per token. ``even
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -16,6 +17,8 @@ from supervisor.model_logs import about
 
 KEPT = 512
 """Events that are remembered."""
+MOST_DURING = 50
+"""Events that ``during`` returns."""
 MOST_CHARACTERS = 1000
 """Longest text of an event. The last words of a worker may be longer; the log has all of them."""
 
@@ -41,6 +44,12 @@ class EventKind(StrEnum):
     """models.yaml was read again, or workers are restarted one after the other."""
     VRAM = "vram"
     """GPU memory of a dead worker is not back, or the GPUs cannot be read."""
+    LOG = "log"
+    """The supervisor's log cannot be written, or can be written again."""
+    QUEUE = "queue"
+    """Requests are refused because a queue is full, or none is any more."""
+    KEYS = "keys"
+    """The list of keys has changed: keys were added, changed, revoked or have expired. Or it cannot be read."""
     GATEWAY = "gateway"
     """The gateway was started, ended, or is started again."""
 
@@ -115,6 +124,16 @@ class EventHistory(logging.Handler):
             "newest": self._newest,
             "dropped": after is not None and after + 1 < oldest,
         }
+
+    def during(self, model: str, begin: float, took_ms: float | None) -> list[dict[str, Any]]:
+        """Return the events of a model in a span of time, the oldest first, at most ``MOST_DURING``.
+
+        begin    seconds since 1970
+        took_ms  milliseconds until the end of the span; None if it has not ended
+        """
+        end = math.inf if took_ms is None else begin + took_ms / 1000
+        found = (e for e in self._events if e["model"] == model and begin <= e["time"] <= end)
+        return list(islice(found, MOST_DURING))
 
 
 def shortened(text: str) -> str:

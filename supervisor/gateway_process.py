@@ -277,6 +277,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         private_key=path(config.private_key),
         certificate_changed_at=max(changed_at(config.certificate), changed_at(config.private_key)),
         max_body=config.max_body,
+        body_memory=config.body_memory,
         keepalive=config.keepalive,
         reasoning_key=config.reasoning_key,
         parent=os.getpid(),

@@ -80,7 +80,8 @@ class LogFile(logging.Handler):
             return
         if there is None:
             make_private(self.path.parent)
-        fd = open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        # Without O_NONBLOCK, a FIFO in the log's place would stop this process until somebody reads it.
+        fd = open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -68,15 +67,14 @@ def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
         return []
 
 
-def set_up_logging(runtime_dir: Path, *, quiet: bool) -> logging.Logger:
-    """Return the supervisor's logger. It writes to the supervisor's log file, and to stderr unless ``quiet``.
+def set_up_logging(runtime_dir: Path, screen: logging.Handler | None) -> logging.Logger:
+    """Return the supervisor's logger. It writes to the supervisor's log file, and to ``screen`` if there is one.
 
     Records about a worker go to that worker's log, too.
     """
     logger = logging.getLogger("modelctl")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    screen = None if quiet else logging.StreamHandler(sys.stderr)
 
     def tell(line: str) -> None:
         if screen is not None:

@@ -25,6 +25,8 @@ from protocol.process.runtime_paths import admin_endpoint, back_endpoint, front_
 from supervisor.calls import AdminContext
 from supervisor.client_messages import ClientMessages
 from supervisor.config import Config
+from supervisor.config_watch import LOOK_S as CONFIG_LOOK_S
+from supervisor.config_watch import ConfigWatch, signature_of
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.effect_runner import EffectRunner
 from supervisor.event_file import latest_events
@@ -38,8 +40,9 @@ from supervisor.gateway_process import GatewayProcesses, supervisors_settings
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.listening import keys_of
-from supervisor.logs import log_dir
+from supervisor.logs import log_dir, log_path
 from supervisor.malloc_trim import TRIM_S, trim
+from supervisor.placement.host_memory import free_bytes
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.descriptor_watch import CHECK_S as DESCRIPTORS_CHECK_S
@@ -53,10 +56,13 @@ from supervisor.ports.tcp_listener import open_tcp_port
 from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
+from supervisor.request_log import CHECK_S as REQUEST_LOG_CHECK_S
+from supervisor.request_log import RequestLog
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.in_flight import ToClient
 from supervisor.requests.pending_queries import PendingQueries
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.stories import Stories
 from supervisor.runtime_dir import RuntimeDir
 from supervisor.runtime_watch import CHECK_S as RUNTIME_CHECK_S
 from supervisor.runtime_watch import RuntimeWatch
@@ -64,10 +70,12 @@ from supervisor.service_manager import service_manager
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.signals import Signals
 from supervisor.supervisor_status import SupervisorDescription
+from supervisor.troubles import Troubles
 from supervisor.usage_keeper import CHECK_S as USAGE_CHECK_S
 from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
 from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
+from supervisor.workers.lifecycle import COMING_UP
 from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.orphans import Orphans
 
@@ -75,6 +83,8 @@ MONITOR_LIMIT = 8
 """Events of a port's monitor that are read before descriptors are counted again."""
 LAST_FRAMES_TURNS = 16
 """How many times the frames of workers are drained before the requests of a dead worker are handled."""
+SPARES_CHECK_S = 0.5
+"""Seconds between two looks whether a spare worker is missing."""
 STREAMS_CHECK_S = 0.5
 """Seconds between two checks for clients that have stopped reading, and between two reports of queue positions."""
 
@@ -83,11 +93,18 @@ class Supervisor:
     """All parts of a running supervisor. It lives on the main thread: workers die with the thread that started them."""
 
     def __init__(
-        self, config: Config, runtime: RuntimeDir, log: logging.Logger, opening: Opening | None = None
+        self,
+        config: Config,
+        runtime: RuntimeDir,
+        log: logging.Logger,
+        opening: Opening | None = None,
+        *,
+        watch: bool = False,
     ) -> None:
         """Make all parts and open the sockets. Raises ListenError.
 
         opening  the port to open over TCP; None to listen on no port
+        watch    whether models.yaml is read again when it changes
         """
         self._log = log
         self._runtime = runtime
@@ -99,11 +116,15 @@ class Supervisor:
         self._effects = EffectQueue()
         self._usage = _keeper(config, runtime.path, self._effects, log)
         ledger = None if self._usage is None else self._usage.ledger
-        self._scheduler = Scheduler(holds=settings.hold_limits, strikes=settings.poison_policy, ledger=ledger)
+        self._request_log = RequestLog(log)
+        self._scheduler = Scheduler(
+            holds=settings.hold_limits, strikes=settings.poison_policy, ledger=ledger,
+            stories=Stories(self._request_log.add),
+        )  # fmt: skip
         self._deadlines = DeadlineTimer(self._scheduler, timers, self._effects)
         self._queries = PendingQueries()
         self._probes = Probes()
-        self._launcher = LocalLauncher(timers, Orphans(runtime.path, log), log)
+        self._launcher = LocalLauncher(timers, Orphans(runtime.path, log), log, log_path(runtime.path, "_spare"))
         # Sockets of clients. The ZAP handler has to exist before the first socket is bound.
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -127,7 +148,8 @@ class Supervisor:
         self._fleet = Fleet(config, self._scheduler, timers, self._launcher, self._effects, runtime.path, back, log)
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
         self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
-        self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt_gateway, log)
+        self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt, log)
+        self._config_watch = ConfigWatch(signature_of(config.file)) if watch else None
         self._shutdown = SupervisorShutdown(
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )
@@ -137,9 +159,13 @@ class Supervisor:
         )
         self._workers = WorkerPort(self._context, back, front, self._frames.slot_of)
         # Parts that bring the others together.
+        self._troubles = Troubles(
+            log, self._scheduler, self._fleet.registry, self._reloads, self._fleet.vram, self._gateway, ring
+        )
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
-            self._authorizer, self._zap, self._shutdown, self._gateway, self._usage,
+            self._authorizer, self._zap, self._shutdown, self._gateway, self._usage, self._troubles, self._launcher,
+            self._request_log,
         )  # fmt: skip
         history = EventHistory(earlier=latest_events(log_dir(runtime.path)))
         log.addHandler(history)
@@ -163,6 +189,8 @@ class Supervisor:
             "modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), file, self._runtime.path,
             extra=noted(EventKind.SUPERVISOR),
         )  # fmt: skip
+        for note in self._fleet.registry.config.notes:
+            self._log.info("%s", note)
         if not self._workers.relays:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
         self._launcher.sweep(self._fleet.vram.holders())
@@ -172,6 +200,7 @@ class Supervisor:
         self._watch_sources()
         self._begin_rounds()
         self._check_usage()
+        self._request_log.adopt(self._fleet.registry.config.request_log)
         self._gateway.check()
         gc.collect()
         gc.freeze()
@@ -211,12 +240,17 @@ class Supervisor:
             every(port.listener.check_s, partial(self._enforce_limits, port))
         every(LEASE_CHECK_S, self._fleet.check_progress)
         every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
+        every(1.0, self._troubles.look)
+        every(SPARES_CHECK_S, self._keep_spares)
+        if self._config_watch is not None:
+            every(CONFIG_LOOK_S, partial(self._look_at_config, self._config_watch))
         if (tcp := self._clients.tcp) is not None:
             self._log.info("listening on %s, for keys on the list only", tcp.endpoint)
         every(REVOKE_S, lambda: self._effects.add(self._authorizer.refresh()))
         every(GATEWAY_CHECK_S, self._gateway.check)
         every(RATE_WINDOW_S, self._sample)
         every(USAGE_CHECK_S, self._check_usage)
+        every(REQUEST_LOG_CHECK_S, self._request_log.check)
         every(TRIM_S, trim)
         if self._manager is not None:
             every(self._manager.look_s, self._tell_manager)
@@ -225,6 +259,7 @@ class Supervisor:
         self._gateway.close()
         if self._usage is not None:
             self._usage.close()
+        self._request_log.close()
         for port in self._clients:
             port.close()
         self._workers.close()
@@ -292,8 +327,23 @@ class Supervisor:
 
     # --- what is done again and again -----------------------------------------------------------------------------
 
-    def _adopt_gateway(self, config: Config) -> bool:
+    def _look_at_config(self, watch: ConfigWatch) -> None:
+        file = self._fleet.registry.config.file
+        if watch.due(signature_of(file), time.monotonic()) and not self._shutdown.begun:
+            with suppress(WireError):  # the log has it
+                self._reloads.read_again(f"{file.name} has changed", How.AUTO)
+
+    def _adopt(self, config: Config) -> bool:
+        """Apply what the loop's own parts read of a configuration. Return whether the gateway's part of it differs."""
+        self._request_log.adopt(config.request_log)
         return self._gateway.adopt(config.gateway, supervisors_settings(config, self._runtime.path))
+
+    def _keep_spares(self) -> None:
+        registry, now = self._fleet.registry, time.monotonic()
+        wanted = not self._shutdown.begun and registry.config.supervisor.spare
+        engines = {spec.config.engine for spec in registry.config.models.values()} if wanted else set[str]()
+        starting = any(replica.state in COMING_UP for replica in registry.replicas.values())
+        self._launcher.keep_spares(engines, now, starting=starting, free=free_bytes)
 
     def _probe(self) -> None:
         """Send PING 0 to clients with unfinished requests. A send that fails tells of a client that has left.

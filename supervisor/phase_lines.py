@@ -1,5 +1,6 @@
 """Decide when a phase that may last for minutes gets a line in a log: when it begins, and every ten seconds. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,12 +8,12 @@ EVERY_S = 10.0
 """Seconds between two lines about one phase."""
 
 
-def phase_of(state: str, progress: dict[str, Any] | None) -> str:
+def phase_of(state: str, progress: Mapping[str, Any] | None) -> str:
     """Return the phase of a worker: its state, and the part of the load if the state does not say that already."""
     return state if progress is None or progress["phase"] == state else f"{state}: {progress['phase']}"
 
 
-def percentage_of(progress: dict[str, Any] | None) -> int | None:
+def percentage_of(progress: Mapping[str, Any] | None) -> int | None:
     """Return how much of a worker's phase is done; None if that is not known."""
     if progress is None or progress["total"] <= 0:
         return None

@@ -102,7 +102,7 @@ class ServiceReports:
 def is_up(view: View) -> bool:
     """Return whether the start is over: each worker that starts with the supervisor is ready or will not become ready
     by itself, and the gateway serves or has said why it does not."""
-    settled = (*AT_REST, WorkerState.READY)
+    settled = (*AT_REST, WorkerState.READY, WorkerState.ASLEEP)
     return view.gateway is not None and all(w.state in settled for w in view.workers if w.awaited)
 
 

@@ -17,10 +17,13 @@ from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.request_authorizer import RequestAuthorizer
 from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
+from supervisor.request_log import RequestLog
 from supervisor.requests.scheduler import Scheduler
 from supervisor.shutdown import SupervisorShutdown
+from supervisor.troubles import Troubles
 from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
+from supervisor.workers.local_launcher import LocalLauncher
 
 
 class SupervisorDescription:
@@ -41,6 +44,9 @@ class SupervisorDescription:
         shutdown: SupervisorShutdown,
         gateway: GatewayProcesses,
         usage: UsageKeeper | None,
+        troubles: Troubles,
+        launcher: LocalLauncher,
+        request_log: RequestLog,
     ) -> None:
         self.session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         """A random text that tells this supervisor process from the ones before it."""
@@ -60,6 +66,9 @@ class SupervisorDescription:
         self._shutdown = shutdown
         self._gateway = gateway
         self._usage = usage
+        self._troubles = troubles
+        self._launcher = launcher
+        self._request_log = request_log
 
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
@@ -71,6 +80,8 @@ class SupervisorDescription:
             "config": str(self._fleet.registry.config.file),
             "runtime_dir": str(self._runtime_dir),
             "log_trouble": log_trouble(self._log),
+            "troubles": self._troubles.describe(),
+            "spares": self._launcher.spares(),
             "shutting_down": self._shutdown.begun,
             "turnovers": self._reloads.rollouts.describe(),
             "held_bytes": self._scheduler.held_bytes,
@@ -80,6 +91,7 @@ class SupervisorDescription:
             "http_keys": self._authorizer.describe_http(),
             "gateway": self._gateway.describe(),
             "usage": None if self._usage is None else self._usage.describe(),
+            "request_log": self._request_log.describe(),
             "counters": self._counters(),
         }
 

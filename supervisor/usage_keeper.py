@@ -185,7 +185,7 @@ class UsageKeeper:
                 pass_fds=(self._table,),
                 start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not lose counts
                 cwd="/",
-                env=_environment(),
+                env=writer_environment(),
             )
         except OSError as e:
             ours.close()
@@ -267,8 +267,10 @@ def _is_day(text: str) -> bool:
         return False
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of the writer. It finds this package whatever the current directory is.
+def writer_environment() -> dict[str, str]:
+    """Return the environment of a process that writes for the supervisor.
+
+    The process finds this package whatever the current directory is.
 
     The mark is missing by which the next supervisor finds and kills what a dead one has left. The writer ends by
     itself, and would otherwise be killed before it has written the last counts.

@@ -21,9 +21,17 @@ ESTIMATING: Final = (*_PYTHON, "model_worker.estimating")
 """The program that checks a model's directory, and estimates the memory that its worker will need."""
 EXTENSION_BUILD: Final = (*_PYTHON, "model_worker.engines.exllamav2.extension")
 """The program that compiles ExLlamaV2's CUDA code. Its module says what it prints."""
-
+CONVERSION: Final = (*_PYTHON, "model_worker.engines.exllamav2.conversion")
+"""The program that converts a model to EXL2. Its module says what it prints."""
 ENGINE_PROBE: Final = (*_PYTHON, "model_worker.engines.exllamav2.probe")
 """The program that says whether PyTorch and ExLlamaV2 can be used here. Its module says what it prints."""
+
+
+def spare_main() -> Callable[..., None]:
+    """Return the function that a spawned spare worker runs."""
+    from model_worker import entry
+
+    return entry.spare
 
 
 def worker_main() -> Callable[[WorkerSpec, int | None], None]:

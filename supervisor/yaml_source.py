@@ -26,7 +26,12 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a file. ``path`` is the dotted key path, ``line`` counts from 1 (0: the file itself)."""
+    """One error in a file, or in an environment variable.
+
+    file  the path of the file, or the name of the variable
+    line  counts from 1; 0 for the file itself, and for a variable
+    path  the dotted key path
+    """
 
     file: str
     line: int
@@ -69,6 +74,10 @@ class YamlSource:
     def __init__(self, file: Path) -> None:
         self.file = str(file)
         self._lines: dict[KeyPath, int] = {}
+        self.variables: dict[KeyPath, str] = {}
+        """The values that an environment variable has set, and its name."""
+        self.defaults: dict[KeyPath, tuple[str, int]] = {}
+        """The values that another file has, because this one leaves them out: the file and the line."""
         self.problems: list[Problem] = []
         self._nodes = 0
         try:
@@ -89,9 +98,24 @@ class YamlSource:
         self.data = self._parse(raw)
 
     def problem(self, path: KeyPath, message: str) -> Problem:
-        """Return a problem at a key path, with the line of the path or of its nearest existing parent."""
-        line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 0)
-        return Problem(self.file, line, ".".join(map(str, path)), message)
+        """Return a problem at a key path, with the variable or line of the path or of its nearest existing parent."""
+        place, line = self.origin(path) or (self.file, 0)
+        return Problem(place, line, ".".join(map(str, path)), message)
+
+    def origin(self, path: KeyPath) -> tuple[str, int] | None:
+        """Return where the value of a key, or of its nearest existing parent, comes from.
+
+        Return (variable, 0) or (file, line); None if the file is empty.
+        """
+        prefixes = [path[:n] for n in range(len(path), -1, -1)]
+        # A variable replaces the whole value of its key, so lines of the file below that key count no more.
+        name = next((self.variables[prefix] for prefix in prefixes if prefix in self.variables), None)
+        if name is not None:
+            return name, 0
+        if (default := self.defaults.get(path)) is not None:
+            return default
+        line = next((self._lines[prefix] for prefix in prefixes if prefix in self._lines), None)
+        return None if line is None else (self.file, line)
 
     def _parse(self, raw: bytes) -> Any:
         loader: _Loader | None = None

@@ -207,15 +207,18 @@ class CrashesInLoad(DeterministicEngine):
 
 
 class SlowLoad(DeterministicEngine):
-    """An engine that loads for ``load_s`` seconds, by default 30, and reports progress."""
+    """An engine that loads for ``load_s`` seconds, by default 30, and reports progress: in milliseconds, or in bytes of
+    ``load_bytes``."""
 
-    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"load_s"}
+    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"load_s", "load_bytes"}
 
     def load(self, progress: ProgressCallback) -> None:
         began = time.monotonic()
         load_s = float(self.spec.options.get("load_s", 30.0))
+        weights = int(self.spec.options.get("load_bytes", 0))
+        total, unit = (weights, "bytes") if weights else (int(load_s * 1000), "")
         while (past := time.monotonic() - began) < load_s:
-            progress("loading", int(past * 1000), int(load_s * 1000))
+            progress("loading", int(past / load_s * total), total, unit)
             time.sleep(0.01)
 
 

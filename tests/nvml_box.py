@@ -1,6 +1,8 @@
 """The file that tells the stand-in for NVML (``tests/stand_in_nvml``) which GPUs the box has."""
 
+import fcntl
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,26 @@ class Box:
         self._state |= how
         self._write()
 
+    def lists_the_living(self) -> None:
+        """From now on workers report themselves (``report``), and only processes that live hold memory. Do not change
+        the box after that."""
+        self.driver(living=True)
+
     def _write(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._state))
-        fresh.replace(self._path)
+        _replace(self._path, self._state)
+
+
+def report(gpu: int, size: int) -> None:
+    """Note how much of a GPU this process holds. A worker of a test calls this in place of a driver."""
+    path = Path(os.environ["MODELCTL_TEST_BOX"])
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        state = json.loads(path.read_text())
+        state["gpus"][gpu]["processes"][str(os.getpid())] = size
+        _replace(path, state)
+
+
+def _replace(path: Path, state: dict[str, Any]) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(state))
+    fresh.replace(path)

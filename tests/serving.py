@@ -32,10 +32,10 @@ T = TypeVar("T")
 def engine(kind: str = "DeterministicEngine", *, step_s: float = 0.002, **keys: Any) -> dict[str, Any]:
     """Return an entry of models.yaml for a class of ``tests.deterministic_engine``.
 
-    step_s, load_s, context  options of the engine
-    keys                     further keys of the entry
+    step_s, load_s, load_bytes, context  options of the engine
+    keys                                 further keys of the entry
     """
-    options = {name: keys.pop(name) for name in ("load_s", "context") if name in keys}
+    options = {name: keys.pop(name) for name in ("load_s", "load_bytes", "context") if name in keys}
     return {"model_dir": ".", "engine": f"{ENGINES}:{kind}", "options": {"step_s": step_s, **options}, **keys}
 
 
@@ -114,10 +114,11 @@ class Serving:
     """A running ``modelctl serve`` with these models. A context manager: at its end no process may be left.
 
     models      name → entry of models.yaml, see ``engine``
-    stop, restart, poison, watch, usage, vram_limit  sections of models.yaml
+    stop, restart, poison, watch, usage, vram_limit, host_memory, spare  sections of models.yaml
     listen, keys  the endpoint of a port over TCP, and the directory of its keys
     gateway     the section ``gateway`` of models.yaml
     default_model  the name of the model for requests without one
+    groups      the section ``groups`` of models.yaml
     wait        return only when every model that starts by itself is ready
     options     further command line options of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
@@ -137,7 +138,10 @@ class Serving:
         keys: Path | None = None,
         gateway: dict[str, Any] | None = None,
         default_model: str | None = None,
+        groups: dict[str, Any] | None = None,
         usage: dict[str, Any] | None = None,
+        host_memory: str | None = None,
+        spare: int = 0,
         wait: bool = True,
         script: Path | None = None,
         options: Sequence[str] = (),
@@ -147,7 +151,9 @@ class Serving:
         self._mark = uuid4().hex
         self._models = models
         self._gateway = {} if gateway is None else {"gateway": gateway}
-        self._default = {} if default_model is None else {"default_model": default_model}
+        self._beside = {
+            key: value for key, value in (("default_model", default_model), ("groups", groups)) if value is not None
+        }
         self._wait = wait
         self._queries: Client | None = None
         self._killed = False
@@ -157,14 +163,14 @@ class Serving:
         self.directory = Path(tempfile.mkdtemp(prefix="mctl-", dir="/tmp"))
         self.runtime_dir = self.directory / runtime_name
         self.config = self.directory / "models.yaml"
+        given = {"vram_limit": vram_limit, "usage": usage, "host_memory": host_memory, "listen": listen}
         self._sections = {
+            **{key: value for key, value in given.items() if value is not None},
+            "spare": spare,  # none: their imports would slow every test down
             "stop": {"drain": "10s", "shutdown": "2s", "sigterm": "2s", **(stop or {})},
             "restart": restart or {},
             "poison": poison or {},
-            **({} if vram_limit is None else {"vram_limit": vram_limit}),
             "watch": watch or {},
-            **({} if usage is None else {"usage": usage}),
-            **({} if listen is None else {"listen": listen}),
             **({} if keys is None else {"keys": str(keys)}),
         }
         self.write_models(models)
@@ -197,11 +203,18 @@ class Serving:
             cwd=self.directory,
         )
 
-    def write_models(self, models: dict[str, dict[str, Any]]) -> None:
-        """Replace models.yaml. The supervisor reads it at the next reload."""
-        self.config.write_text(
-            yaml.safe_dump({"models": models, "supervisor": self._sections, **self._gateway, **self._default})
-        )
+    def write_models(self, models: dict[str, dict[str, Any]], **beside: Any) -> None:
+        """Replace models.yaml. The supervisor reads it at the next reload.
+
+        beside  further sections, in place of those with the same names
+        """
+        sections = {"supervisor": self._sections, **self._gateway, **self._beside, **beside}
+        self.config.write_text(yaml.safe_dump({"models": models, **sections}))
+
+    def write_sections(self, **sections: Any) -> None:
+        """Replace keys of the section ``supervisor`` of models.yaml. The supervisor reads it at the next reload."""
+        self._sections |= sections
+        self.write_models(self._models)
 
     def write_gateway(self, gateway: dict[str, Any] | None) -> None:
         """Replace the section ``gateway`` of models.yaml, or remove it (None). The next reload reads it."""

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = "answer_formats", "exporter", "gateway", "modelctl", "model_worker", "protocol", "supervisor"
 EXPECTED_DATA = {
     f"model_worker/demo_models/{model}/{file}"
-    for model in ("letters", "stories")
+    for model in ("letters", "stories", "agent")
     for file in (
         "config.json",
         "generation_config.json",
@@ -83,7 +83,8 @@ def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence
     assert names >= EXPECTED_DATA
     assert {"supervisor/cli/models.yaml", "supervisor/cli/models.schema.json"} <= names
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
-    tops = {name.partition("/")[0] for name in names if ".dist-info" not in name}
+    assert [name for name in names if name.endswith(".data/data/share/man/man1/modelctl.1")]
+    tops = {name.partition("/")[0] for name in names if ".dist-info" not in name and ".data/" not in name}
     assert tops == set(PARTS)
     for pattern in (*(f"{package}/*.py" for package in PARTS), "gateway/page/static/*"):
         tracked = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, check=True, text=True)
@@ -149,3 +150,4 @@ def test_the_wheel_serves_outside_the_tree(installed: Path, tmp_path: Path) -> N
     finally:
         modelctl("shutdown")
     modelctl("ps", ok=False)
+    assert (installed.parent / "share" / "man" / "man1" / "modelctl.1").is_file(), "`man modelctl` finds it there"

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answering import Answers
-from gateway.anthropic.blocks import MessageEvents, stop_of, usage_of, whole_message
+from gateway.anthropic.blocks import MessageEvents, new_id, stop_of, usage_of, whole_message
 from gateway.anthropic.options import Asked, read_request
-from gateway.asking import begin, named, with_model
+from gateway.asking import begin, named, trace_ids_of, with_model
 from gateway.http.body import read_json
 from gateway.http.callers import caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
@@ -33,19 +33,22 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
     asked = read_request(await read_json(request, settings.max_body, caller))
     wanted = await with_model(request, asked.wanted)
     asked = replace(asked, wanted=wanted)
+    message_id = new_id("msg")
+    trace_ids = trace_ids_of(request, message_id)
 
     async def stream(events: EventStream) -> None:
-        shape = MessageEvents(wanted.model, shows_thinking=asked.shows_thinking)
+        shape = MessageEvents(message_id, wanted.model, shows_thinking=asked.shows_thinking)
         with keep_alive.keeping(events, shape.silence), named(wanted):
-            await _send(events, shape, Answers(begin(link.client, caller, wanted, [{}], None), wanted.tools), asked)
+            streams = begin(link.client, caller, wanted, [{}], None, trace_ids)
+            await _send(events, shape, Answers(streams, wanted.tools), asked)
 
     async def whole() -> Response:
         with named(wanted):
-            answers = Answers(begin(link.client, caller, wanted, [{}], None), wanted.tools)
+            answers = Answers(begin(link.client, caller, wanted, [{}], None, trace_ids), wanted.tools)
             (parsed,) = await answers.complete()
         stop = _stop(asked, answers, parsed.finish_reason)
         usage = usage_of(answers.usages[0])
-        body = whole_message(wanted.model, parsed, stop, usage, shows_thinking=asked.shows_thinking)
+        body = whole_message(message_id, wanted.model, parsed, stop, usage, shows_thinking=asked.shows_thinking)
         return Response(orjson.dumps(body), media_type="application/json")
 
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)

@@ -22,6 +22,7 @@ _REASONS: Final = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.BANNED: "refusal",
+    FinishReason.LOOP: "end_turn",
     TOOL_CALLS: "tool_use",
 }
 Kind = Literal["text", "thinking", "tool_use"]
@@ -65,15 +66,22 @@ def new_id(kind: str) -> str:
 
 
 def whole_message(
-    model: str, answer: ParsedAnswer, stop: dict[str, Any], usage: dict[str, Any], *, shows_thinking: bool
+    message_id: str,
+    model: str,
+    answer: ParsedAnswer,
+    stop: dict[str, Any],
+    usage: dict[str, Any],
+    *,
+    shows_thinking: bool,
 ) -> dict[str, Any]:
     """Return an answer that is not streamed.
 
+    message_id      its id, such as ``msg_...``
     stop            ``stop_of`` the answer
     shows_thinking  whether the answer has the text of the reasoning
     """
     content = [shown for block in answer.blocks if (shown := _block(block, shows_thinking)) is not None]
-    return _message(new_id("msg"), model) | {"content": content} | stop | {"usage": usage}
+    return _message(message_id, model) | {"content": content} | stop | {"usage": usage}
 
 
 def _message(message_id: str, model: str) -> dict[str, Any]:
@@ -105,12 +113,13 @@ def _block(block: Block, shows_thinking: bool) -> dict[str, Any] | None:
 class MessageEvents:
     """The events of one answer. They have one open block at a time.
 
+    message_id      its id, such as ``msg_...``
     shows_thinking  whether the answer has the text of the reasoning. Without it, a thinking block has its signature
                     only
     """
 
-    def __init__(self, model: str, *, shows_thinking: bool) -> None:
-        self._about = _message(new_id("msg"), model)
+    def __init__(self, message_id: str, model: str, *, shows_thinking: bool) -> None:
+        self._about = _message(message_id, model)
         self._shows_thinking = shows_thinking
         self._begun = False
         self._index = -1

@@ -11,11 +11,10 @@ from starlette.requests import Request
 from gateway.http.callers import Caller
 from gateway.http.errors import ApiError
 from gateway.http.json_object import parse
+from protocol.process.gateway_settings import SHARE, GatewaySettings
 
 MOST_BYTES: Final = 256 << 20
-"""Most bytes of all bodies together that a process reads at one time."""
-SHARE: Final = 4
-"""One key may use the fourth part of these bytes."""
+"""Most bytes of all bodies together that a process reads at one time, where models.yaml does not say it."""
 UNCHECKED_BYTES: Final = 64 << 10
 """Most bytes of a body that are read before the supervisor is asked whether it knows the token. A smaller body costs no
 such question: it goes to the supervisor with its token anyway."""
@@ -35,14 +34,15 @@ class BodyMemory:
     held   bytes of the unfinished bodies, by owner
     """
 
-    most: int = MOST_BYTES
-    share: int = MOST_BYTES // SHARE
+    most: int
+    share: int
     held: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, max_body: int, auth: str) -> "BodyMemory":
-        """Return the memory of a process. Each share has room for the largest body."""
-        most = max(MOST_BYTES, SHARE * max_body)
+    def of(cls, settings: GatewaySettings) -> "BodyMemory":
+        """Return the memory of a process. Each share has room for the largest body, which ``modelctl check`` makes sure
+        of where models.yaml gives the memory."""
+        most, auth = settings.body_memory or max(MOST_BYTES, SHARE * settings.max_body), settings.auth
         return cls(most, most if auth == "none" else most // SHARE)
 
     def fits(self, owner: str, size: int) -> bool:

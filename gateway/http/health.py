@@ -8,11 +8,11 @@ from starlette.responses import PlainTextResponse, Response
 from protocol.client.model_names import means
 from protocol.errors import WireError
 
-AT_REST: Final = frozenset({"ready", "failed", "stopped", "unloaded"})
+AT_REST: Final = frozenset({"ready", "failed", "stopped", "unloaded", "asleep"})
 """States in which a model is not on its way to another state."""
-ANSWERS: Final = frozenset({"ready", "unloaded"})
-"""States in which a model answers a request. A request loads a model that is unloaded, so a load balancer that waits
-until it is ready would wait for ever."""
+ANSWERS: Final = frozenset({"ready", "unloaded", "asleep", "falling_asleep", "waking"})
+"""States in which a model answers a request. A request loads a model that is unloaded, and wakes one that sleeps, so a
+load balancer that waits until it is ready would wait for ever."""
 
 
 async def live(request: Request) -> Response:

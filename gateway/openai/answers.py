@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answering import Answers
-from gateway.asking import Prompt, begin, named, waits_for, with_model
+from gateway.asking import Prompt, begin, named, trace_ids_of, waits_for, with_model
 from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
@@ -47,6 +47,7 @@ def _answer(
     shape = Shape(
         wanted.model, is_chat=is_chat, include_usage=wanted.include_usage, reasoning_key=settings.reasoning_key
     )
+    trace_ids = trace_ids_of(request, shape.id)
 
     async def stream(events: EventStream) -> None:
         progress: list[Progress | None] = [None]
@@ -56,12 +57,12 @@ def _answer(
             return shape.silence() if settings.keepalive == "chunk" else comment(waits_for(streams, progress[0]))
 
         with keep_alive.keeping(events, silence), named(wanted):
-            streams = begin(link.client, caller, wanted, prompts, progress)
+            streams = begin(link.client, caller, wanted, prompts, progress, trace_ids)
             await send_answers(events, streams, shape, wanted)
 
     async def whole() -> Response:
         with named(wanted):
-            streams = begin(link.client, caller, wanted, prompts, None)
+            streams = begin(link.client, caller, wanted, prompts, None, trace_ids)
             if is_chat:
                 answers = Answers(streams, wanted.tools)
                 parsed = await answers.complete()

@@ -12,6 +12,7 @@ from answer_formats.parts import CallArguments, CallStart, Part, Reasoning, Text
 from gateway.answering import TOOL_CALLS, ParsedAnswer
 from gateway.http.errors import ApiError
 from protocol.client.answers import Completion, TokenLogprob
+from protocol.messages import FinishReason
 from protocol.process.gateway_settings import ReasoningKey
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -21,6 +22,7 @@ _REASONS: Final = {
     "stop": "stop",
     "length": "length",
     "banned_strings": "content_filter",
+    FinishReason.LOOP: "stop",
     TOOL_CALLS: "tool_calls",
 }
 _DETAILS: Final = {
@@ -36,6 +38,17 @@ def finish_reason(reason: str) -> str:
     if reason not in _REASONS:
         raise ApiError(503, "an operator cancelled the request: send it again if you still need it", code="cancelled")
     return _REASONS[reason]
+
+
+def ending(reason: str) -> dict[str, str]:
+    """Return the keys of a choice that say why the answer ended. Raises ApiError as ``finish_reason`` does.
+
+    OpenAI has no name for an answer that was ended because it repeats itself, and its clients refuse reasons that they
+    do not know. Such an answer has the reason "stop", and the key ``stop_reason``, in which vLLM says more about a
+    stop.
+    """
+    shown = {"finish_reason": finish_reason(reason)}
+    return shown | {"stop_reason": reason} if reason == FinishReason.LOOP else shown
 
 
 def usage_of(prompts: Iterable[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -192,10 +205,13 @@ class Shape:
         return b"%b0%b%b" % (self._head, empty, b',"logprobs":null,"finish_reason":null' + self._tail)
 
     def finish(self, index: int, reason: str) -> bytes:
-        """Return the chunk that ends an answer. ``reason`` is OpenAI's."""
+        """Return the chunk that ends an answer. Raises ApiError if somebody else cancelled it.
+
+        reason  the finish reason, as ``Piece.finish_reason``
+        """
         empty = b',"delta":{}' if self.is_chat else b',"text":""'
-        ending = b',"logprobs":null,"finish_reason":"%b"' % reason.encode()
-        return b"%b%d%b%b%b" % (self._head, index, empty, ending, self._tail)
+        end = b',"logprobs":null,' + orjson.dumps(ending(reason))[1:-1]
+        return b"%b%d%b%b%b" % (self._head, index, empty, end, self._tail)
 
     def totals(self, usage: dict[str, Any], timings: dict[str, Any]) -> bytes:
         """Return the chunk that counts the tokens. It has no choices and comes last."""
@@ -208,7 +224,7 @@ class Shape:
         choices = [
             {
                 "index": index,
-                "finish_reason": finish_reason(answer.finish_reason),
+                **ending(answer.finish_reason),
                 "text": answer.text,
                 "logprobs": completion_logprobs(answer.logprobs, TextOffset()) if answer.logprobs else None,
             }
@@ -221,7 +237,7 @@ class Shape:
         choices = [
             {
                 "index": index,
-                "finish_reason": finish_reason(answer.finish_reason),
+                **ending(answer.finish_reason),
                 "message": self._message(answer),
                 "logprobs": chat_logprobs(answer.logprobs) if answer.logprobs else None,
             }

@@ -9,8 +9,9 @@ from gateway.http.errors import ApiError
 ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI's roles, each with the role that chat templates know."""
 KEPT: Final = ("name", "tool_call_id")
-DROPPED: Final = frozenset({"refusal", "annotations"})
-"""Keys of assistants' earlier answers that clients send back. They are not part of a conversation, and are left out."""
+DROPPED: Final = frozenset({"refusal", "annotations", "parsed"})
+"""Keys of assistants' earlier answers that clients send back. They are not part of a conversation, and are left out.
+The package openai adds ``parsed`` to messages that its helpers ``stream`` and ``parse`` return."""
 REASONING: Final = ("reasoning_content", "reasoning")
 """Keys of the reasoning in assistants' earlier answers. Templates know it as ``reasoning_content``."""
 NOT_OFFERED: Final = {"audio": "these models read text only", "function_call": "use tool_calls instead"}
@@ -84,7 +85,10 @@ def _read_content(place: str, given: Any) -> str | None:
 
 
 def _read_tool_calls(place: str, given: Any) -> list[Any]:
-    """Return the calls with their arguments as objects. OpenAI sends them as JSON text, and templates take objects."""
+    """Return the calls with their arguments as objects. OpenAI sends them as JSON text, and templates take objects.
+
+    ``parsed_arguments`` is left out. The helpers of the package openai add it.
+    """
     if not isinstance(given, list):
         raise ApiError(400, f"{place} must be an array", param=place)
     calls: list[Any] = []
@@ -95,6 +99,7 @@ def _read_tool_calls(place: str, given: Any) -> list[Any]:
                 arguments = orjson.loads(function["arguments"] or "{}")
             except orjson.JSONDecodeError:
                 arguments = function["arguments"]
-            call = call | {"function": function | {"arguments": arguments}}
+            kept = {key: value for key, value in function.items() if key != "parsed_arguments"}
+            call = call | {"function": kept | {"arguments": arguments}}
         calls.append(call)
     return calls

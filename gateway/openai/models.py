@@ -18,7 +18,10 @@ from gateway.http.errors import ApiError
 from protocol.client.model_names import means, names_of
 from protocol.errors import ErrorCode, WireError
 
-STATUS: Final = {"ready": "loaded", "loading": "loading", "starting": "loading", "backoff": "loading"}
+STATUS: Final = {
+    "ready": "loaded", "loading": "loading", "starting": "loading", "backoff": "loading", "waking": "loading",
+    "asleep": "sleeping", "falling_asleep": "sleeping",
+}  # fmt: skip
 """llama-server's word for each of our states of a model. Every other state is "unloaded"."""
 CREATED = int(time.time())
 """The API asks for a time of creation. Models have none here, so the gateway's start stands for it."""

@@ -52,8 +52,9 @@ CHAT_ONLY: Final = frozenset(
     }
 )  # fmt: skip
 """Options of chats: they go to the chat template, or say how the model reasons and calls tools."""
-OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids", "on_behalf_of"}
-"""Options of this project that both kinds of requests give by their own names. Only the gateway names the caller."""
+OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids", "on_behalf_of", "trace_ids"}
+"""Options of this project that both kinds of requests give by their own names. Only the gateway names the caller
+and the HTTP request."""
 
 
 @dataclass(frozen=True, slots=True)

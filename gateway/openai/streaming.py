@@ -13,7 +13,6 @@ from gateway.openai.chunks import (
     TextOffset,
     chat_logprobs,
     completion_logprobs,
-    finish_reason,
     usage_of,
 )
 from gateway.openai.options import Wanted
@@ -66,7 +65,7 @@ class _Sending:
             if delta.text:
                 await send(self._begun + piece(0, delta.text))
                 self._begun = b""
-        self.last.append(self._shape.finish(0, finish_reason(stream.finish_reason or "")))
+        self.last.append(self._shape.finish(0, stream.finish_reason or ""))
 
     async def one_chat(self, tools: Sequence[Tool]) -> list[dict[str, Any]]:
         """Send the only answer of a chat, and return its usage. The first event says whether it is text only."""
@@ -91,7 +90,7 @@ class _Sending:
             await send(self._begun + chunk)
             self._begun = b""
         last, reason = reader.end()
-        self.last += [*shape.parts(0, last), shape.finish(0, finish_reason(reason))]
+        self.last += [*shape.parts(0, last), shape.finish(0, reason)]
         return answers.usages
 
     async def texts(self) -> None:
@@ -103,7 +102,7 @@ class _Sending:
                 logprobs = completion_logprobs(delta.logprobs, offsets[index]) if self.with_logprobs else None
                 chunks.append(self._shape.piece(index, delta.text, logprobs))
             if (reason := self._streams[index].finish_reason) is not None:
-                chunks.append(self._shape.finish(index, finish_reason(reason)))
+                chunks.append(self._shape.finish(index, reason))
             await self.send(chunks)
 
     async def piece(self, piece: Piece) -> None:
@@ -112,7 +111,7 @@ class _Sending:
         logprobs = chat_logprobs(piece.logprobs) if piece.logprobs else None
         chunks = shape.parts(piece.answer, piece.parts, logprobs)
         if piece.finish_reason is not None:
-            chunks.append(shape.finish(piece.answer, finish_reason(piece.finish_reason)))
+            chunks.append(shape.finish(piece.answer, piece.finish_reason))
         await self.send(chunks)
 
 

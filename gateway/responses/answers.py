@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answering import Answers
-from gateway.asking import begin, named, waits_for, with_model
+from gateway.asking import begin, named, trace_ids_of, waits_for, with_model
 from gateway.http.body import read_json
 from gateway.http.callers import caller_of
 from gateway.http.errors import ApiError, for_caller
@@ -30,6 +30,7 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
     asked = read_request(await read_json(request, settings.max_body, caller))
     wanted = await with_model(request, asked.wanted)
     response = ResponseObject(wanted.model, asked.echoed)
+    trace_ids = trace_ids_of(request, response.id)
 
     async def stream(events: EventStream) -> None:
         shape = ResponseEvents(response)
@@ -41,7 +42,7 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
 
         try:
             with keep_alive.keeping(events, silence), named(wanted):
-                streams = begin(link.client, caller, wanted, [{}], progress)
+                streams = begin(link.client, caller, wanted, [{}], progress, trace_ids)
                 await _send(events, shape, Answers(streams, wanted.tools))
         except (ApiError, WireError) as e:
             if not events.begun:
@@ -50,7 +51,7 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
 
     async def whole() -> Response:
         with named(wanted):
-            answers = Answers(begin(link.client, caller, wanted, [{}], None), wanted.tools)
+            answers = Answers(begin(link.client, caller, wanted, [{}], None, trace_ids), wanted.tools)
             (parsed,) = await answers.complete()
         return Response(orjson.dumps(response.whole(parsed, answers.usages[0])), media_type="application/json")
 

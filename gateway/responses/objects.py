@@ -60,12 +60,14 @@ def usage_of(given: dict[str, Any]) -> dict[str, Any]:
 class ResponseObject:
     """The object of one response, which changes while the answer is generated.
 
+    id      its id, such as ``resp_...``
     model   the name of the model
     echoed  keys that repeat the request
     """
 
     def __init__(self, model: str, echoed: dict[str, Any]) -> None:
-        self._about = {"id": new_id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
+        self.id = new_id("resp")
+        self._about = {"id": self.id, "object": "response", "created_at": int(time.time()), "model": model}
         self._echoed = echoed
 
     def begun(self) -> dict[str, Any]:

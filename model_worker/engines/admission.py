@@ -83,6 +83,7 @@ def _check_offered(job: Job, offered: Collection[str]) -> None:
     ]
     optional = {
         "min_tokens": job.min_new_tokens > 0,
+        "stop_on_loop": job.stop_on_loop > 0,
         "stop_token_ids": bool(job.stop_token_ids),
         "banned_strings": bool(job.banned_strings),
         "token_healing": job.token_healing,

@@ -67,8 +67,8 @@ class Completion:
 
     text           the text
     token_ids      the ids of all tokens
-    finish_reason  "stop" (an end token or a stop string), "length" (max_tokens or the context), "cancelled", or
-                   "banned_strings" (no way around them was found)
+    finish_reason  "stop" (an end token or a stop string), "length" (max_tokens or the context), "loop" (it
+                   repeats itself), "cancelled", or "banned_strings" (no way around them was found)
     usage          counts: ``prompt_tokens`` and ``completion_tokens``; where they apply, ``cached_tokens`` (tokens of
                    the prompt that were in the cache), ``draft_accepted`` and ``draft_rejected`` (speculated tokens),
                    and ``resumes`` (the number of times that the answer was resumed in another worker)

@@ -198,6 +198,15 @@ class AsyncClient:
         """
         return await self.call("requests", reply_timeout=self.timeout, **given(limit=limit))
 
+    async def story(self, request: str) -> dict[str, Any]:
+        """Return what became of a request, or of the requests of one HTTP request: the reply to the verb "story".
+
+        request  the ``id`` of a request, as ``requests()`` names it, or one of its ``trace_ids``
+
+        Raises RequestError for a request that is not known, or that this client may not see.
+        """
+        return await self.call("story", reply_timeout=self.timeout, id=request)
+
     async def cancel_request(self, request: str) -> None:
         """Cancel a request of any client: the verb "cancel_request". To end an own stream, use its ``cancel()``.
 

@@ -37,6 +37,7 @@ class RequestOptions(TypedDict, total=False):
                      as soon as it has nothing to do; negative: never
     ttl              the same in whole seconds, by the name that LM Studio has for it
     on_behalf_of     for gateways: the id of the HTTP key for which the request is, the SHA-256 of its token in hex
+    trace_ids        up to 4 names of the request, such as an id of your own program: `modelctl story` finds it by them
     affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
                      prefix is in the cache. Unset: the beginning of the prompt is used instead
 
@@ -63,6 +64,7 @@ class RequestOptions(TypedDict, total=False):
     keep_alive: float | str | None
     ttl: int | None
     on_behalf_of: str | None
+    trace_ids: list[str] | None
     # The worker checks these.
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -105,6 +107,7 @@ class RequestOptions(TypedDict, total=False):
     ignore_eos: bool | None
     cfg_scale: float | None
     min_tokens: int | None
+    stop_on_loop: int | None
     stop_token_ids: Sequence[int] | None
     banned_strings: Sequence[str] | None
     token_healing: bool | None

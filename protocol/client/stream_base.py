@@ -64,7 +64,7 @@ class StreamBase:
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason why the answer ended: "stop", "length", "cancelled" or "banned_strings".
+        """The reason why the answer ended: "stop", "length", "loop", "cancelled" or "banned_strings".
 
         None until the end has been read, and for an answer that ended with an error. After a reader has left the stream
         before its end, the reason is "cancelled".

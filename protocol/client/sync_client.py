@@ -230,6 +230,15 @@ class Client:
         """
         return self.call("requests", reply_timeout=self.timeout, **given(limit=limit))
 
+    def story(self, request: str) -> dict[str, Any]:
+        """Return what became of a request, or of the requests of one HTTP request: the reply to the verb "story".
+
+        request  the ``id`` of a request, as ``requests()`` names it, or one of its ``trace_ids``
+
+        Raises RequestError for a request that is not known, or that this client may not see.
+        """
+        return self.call("story", reply_timeout=self.timeout, id=request)
+
     def cancel_request(self, request: str) -> None:
         """Cancel a request of any client: the verb "cancel_request". To end an own stream, use its ``cancel()``.
 

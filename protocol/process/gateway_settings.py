@@ -7,6 +7,8 @@ from typing import Any, Final, Literal
 
 MIB = 1 << 20
 ReasoningKey = Literal["reasoning_content", "reasoning"]
+SHARE: Final = 4
+"""One key may use the fourth part of ``body_memory``."""
 READY: Final = b"+"
 """What a gateway process writes to its standard input, a socket, about once a second while it serves."""
 TROUBLE: Final = b"!"
@@ -30,6 +32,8 @@ class GatewaySettings:
     private_key    PEM file of its private key
     certificate_changed_at  when these files were changed last, in nanoseconds
     max_body       most bytes of a request's body
+    body_memory    most bytes of all bodies together that the process reads at one time; None for 256 MiB, or room for
+                   four of the largest bodies if that is more
     body_s         seconds in which a whole body must come
     body_pace_s    seconds in which each 160 KiB of a body must come, unless the body ends
     keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
@@ -53,6 +57,7 @@ class GatewaySettings:
     private_key: str | None = None
     certificate_changed_at: int = 0
     max_body: int = 16 * MIB
+    body_memory: int | None = None
     body_s: float = 60.0
     body_pace_s: float = 10.0
     keepalive: Literal["comment", "chunk", "off"] = "comment"

@@ -36,6 +36,8 @@ class WorkerPhase(IntEnum):
     """Waiting for a message, for a fraction of a second."""
     STEP = 3
     """One step of the engine, or the work on one message, such as encoding a prompt."""
+    MOVING = 4
+    """Going to sleep or waking: copying the weights between the GPU and host memory."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Leases:
     load_s: float = 300.0
     idle_s: float = 10.0
     step_s: float = 60.0
+    move_s: float = 60.0
 
 
 DEFAULT_LEASES = Leases()
@@ -94,6 +97,11 @@ class WatchedPage:
         self._words = memoryview(self._map).cast("Q")
         self._words[0] = _low_bits(WorkerPhase.STARTING, start_s)
 
+    def expect(self, start_s: float) -> None:
+        """Give the process a new first lease. Call this while it waits, since it writes leases, too."""
+        counter = self._words[0] >> 32
+        self._words[0] = (counter + 1 & 0xFFFFFFFF) << 32 | _low_bits(WorkerPhase.STARTING, start_s)
+
     def read(self) -> Reading:
         return read_word(self._words[0])
 
@@ -130,6 +138,7 @@ class ProgressLease:
         self._loading = _low_bits(WorkerPhase.LOADING, leases.load_s)
         self._idle = _low_bits(WorkerPhase.IDLE, leases.idle_s)
         self.step_bits = _low_bits(WorkerPhase.STEP, leases.step_s)
+        self._moving = _low_bits(WorkerPhase.MOVING, leases.move_s)
 
     def loading(self) -> None:
         """Write that a part of the load follows."""
@@ -142,6 +151,10 @@ class ProgressLease:
     def step(self) -> None:
         """Write that a step of the engine follows, or the work on one message."""
         self._write(self.step_bits)
+
+    def moving(self) -> None:
+        """Write that the model is about to go to sleep or to wake."""
+        self._write(self._moving)
 
     def _write(self, bits: int) -> None:
         self.words[0] = ((self.words[0] >> 32) + 1 & 0xFFFFFFFF) << 32 | bits

@@ -1,8 +1,9 @@
 """The specification with which the supervisor starts a worker process. It is plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
+from protocol.codec import pack_body, unpack_body
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 
 PAGE_TOKENS = 256
@@ -27,6 +28,7 @@ class EngineSpec:
     max_batch_size requests decoded together
     options        the engine's further keys that models.yaml sets (cache_size, cache_mode, chunk_size, threads, ...).
                    The engine has the defaults of the others
+    sleep          whether the model may be put to sleep
     """
 
     model: str
@@ -36,6 +38,7 @@ class EngineSpec:
     max_seq_len: int | None = None
     max_batch_size: int = 8
     options: dict[str, Any] = field(default_factory=dict)
+    sleep: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,3 +74,19 @@ class WorkerSpec:
     reasoning: tuple[str, str] | Literal["off"] | None = None
     leases: Leases = DEFAULT_LEASES
     name: str = ""
+
+
+def pack_spec(spec: WorkerSpec) -> bytes:
+    """Return a specification as bytes, for a process that was started without one."""
+    return pack_body(asdict(spec))
+
+
+def unpack_spec(packed: bytes) -> WorkerSpec:
+    """Return the specification that ``pack_spec`` has packed."""
+    fields = unpack_body(packed)
+    fields["engine"], fields["leases"] = EngineSpec(**fields["engine"]), Leases(**fields["leases"])
+    fields["cpus"] = tuple(fields["cpus"])
+    if isinstance(fields["reasoning"], list):
+        start, end = fields["reasoning"]
+        fields["reasoning"] = start, end
+    return WorkerSpec(**fields)

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from protocol.codec import encode
 from protocol.errors import ErrorCode, FrameError, WireError
-from protocol.messages import Hello, Message, ProgressMessage, Ready, Shutdown, Stats
+from protocol.messages import Hello, Message, ProgressMessage, Ready, Shutdown, Slept, Stats, Woke
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.hang_watch import HangWatch
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.fleet.sleepers import Sleepers
 from supervisor.fleet.start_lines import StartLines
 from supervisor.fleet.starts import Starts
 from supervisor.model_logs import about, without_ours
@@ -32,10 +33,17 @@ from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
 from supervisor.workers.exits import ExitReport, classify
 from supervisor.workers.launcher import Launched, Launcher
-from supervisor.workers.lifecycle import Event, LifecycleAction, WorkerState
+from supervisor.workers.lifecycle import ON_DEMAND, Event, LifecycleAction, WorkerState
 from supervisor.workers.stop_ladder import Rung
 from supervisor.workers.worker_life import Desired, Transition
-from supervisor.workers.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
+from supervisor.workers.worker_reports import (
+    checked_hello,
+    checked_progress,
+    checked_ready,
+    checked_slept,
+    checked_stats,
+    checked_woke,
+)
 
 RATE_WINDOW_S = 1.0
 
@@ -57,7 +65,10 @@ class Fleet:
         self.vram = Vram(timers, log)
         self.registry = ReplicaRegistry(config, scheduler, self.vram, runtime_dir)
         outer, cpus = os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)
-        self.starts = Starts(self, self.registry, self.vram, launcher, timers, back_endpoint, outer, cpus, log)
+        self.sleepers = Sleepers(self, self.registry, scheduler, self.vram, effects, log)
+        self.starts = Starts(
+            self, self.registry, self.vram, launcher, self.sleepers, effects, timers, back_endpoint, outer, cpus, log
+        )
         self._scheduler = scheduler
         self._timers = timers
         self._launcher = launcher
@@ -69,20 +80,22 @@ class Fleet:
     # --- orders -------------------------------------------------------------------------------------------------
 
     def start(self, worker: str, cause: str) -> None:
-        """Order a worker up, whatever it does now. A worker on its way down is started again when it has stopped."""
+        """Order a worker up, whatever it does now. A worker on its way down is started again when it has stopped. One
+        that sleeps is woken."""
         replica = self.registry.replicas[worker]
-        self._carry_out(replica, replica.life.start(time.monotonic(), cause))
+        replica.sleep_wanted = None
+        self.carry_out(replica, replica.life.start(time.monotonic(), cause))
 
     def rest(self, worker: str, cause: str) -> None:
         """Let the first request for its model start a worker that is stopped or has failed."""
         replica = self.registry.replicas[worker]
-        self._carry_out(replica, replica.life.rest(time.monotonic(), cause))
+        self.carry_out(replica, replica.life.rest(time.monotonic(), cause))
 
     def unload(self, worker: str, cause: str) -> None:
-        """End the process of a worker that is ready and idle. Its next request starts it again."""
+        """End the process of a worker that is ready and idle, or asleep. Its next request starts it again."""
         replica = self.registry.replicas[worker]
         replica.stay_s = None
-        self._carry_out(replica, replica.life.unload(time.monotonic(), cause))
+        self.carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
     def stop(self, worker: str, cause: str, *, now: bool = False) -> None:
         """Stop a worker.
@@ -93,17 +106,19 @@ class Fleet:
         replica = self.registry.replicas[worker]
         replica.stay_s = None
         if (transition := replica.life.stop(time.monotonic(), cause, at_once=now)) is not None:
-            self._carry_out(replica, transition)
+            self.carry_out(replica, transition)
 
     def restart(self, worker: str, cause: str) -> None:
         """Stop a worker, then start it; requests wait meanwhile. A worker without a process is just started."""
         replica = self.registry.replicas[worker]
-        self._carry_out(replica, replica.life.restart(time.monotonic(), cause))
+        self.carry_out(replica, replica.life.restart(time.monotonic(), cause))
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
         """Set the specification of a worker's next process."""
         was_lazy = replica.spec.config.lazy
         self.registry.respec(replica, spec)
+        if replica.state is WorkerState.ASLEEP:
+            self.unload(replica.name, "its configuration has changed")
         self._follow_lazy(replica, was_lazy)
 
     def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
@@ -118,7 +133,7 @@ class Fleet:
     def _follow_lazy(self, replica: Replica, was_lazy: bool) -> None:
         """Let requests start a stopped worker that has become lazy, and stop an unloaded one that is lazy no more."""
         lazy = replica.spec.config.lazy
-        if replica.state is WorkerState.UNLOADED and not lazy:
+        if replica.state in ON_DEMAND and not lazy:
             self.stop(replica.name, "it is not lazy any more")
         elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and replica.desired is not Desired.UP:
             self.rest(replica.name, "lazy")
@@ -148,6 +163,11 @@ class Fleet:
                 self._report(replica, Event.LOADED, self._loaded(replica))
             case Stats(body):
                 replica.stats = checked_stats(body)
+            case Slept(body):
+                self.sleepers.slept(replica, checked_slept(body))
+                self.starts.memory_came_back(replica.name)
+            case Woke(body):
+                self.sleepers.woke(replica, checked_woke(body))
             case _:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
 
@@ -189,7 +209,7 @@ class Fleet:
         report = classify(code, asked=asked, log_tail=tail, killed=killed)
         self.registry.process_ended(replica)
         self.vram.ended(replica.name, process.pid)
-        self.starts.worker_gone(replica.name)
+        self.starts.memory_came_back(replica.name)
         self._ended(replica, report, process.pid)
 
     def check_progress(self) -> None:
@@ -213,6 +233,14 @@ class Fleet:
         """Clean up after a start that has ended without a process. ``Start`` calls this."""
         self._ended(replica, report, None)
 
+    def put_to_sleep(self, worker: str, cause: str) -> None:
+        """Order an idle worker to sleep, see ``Sleepers``."""
+        self.sleepers.put_to_sleep(worker, cause)
+
+    def not_woken(self, replica: Replica, why: str) -> None:
+        """Take note that a worker found no room to wake. ``Wake`` calls this."""
+        self.sleepers.not_woken(replica, why)
+
     def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
         """Carry out what follows when there is no process any more, or when none could be started."""
         for timer in [*replica.ladder, replica.drain_timer]:
@@ -229,9 +257,9 @@ class Fleet:
                 "%s: pid %s: %s; %s", replica.shown, pid or "none", report.message, what_next,
                 extra=noted(EventKind.REFUSAL if pid is None else EventKind.DEATH, replica.log_name),
             )  # fmt: skip
-        self._carry_out(replica, transition)
+        self.carry_out(replica, transition)
         if (next_transition := replica.life.settle(time.monotonic())) is not None:
-            self._carry_out(replica, next_transition)
+            self.carry_out(replica, next_transition)
         elif replica.state is WorkerState.FAILED and replica.lacks_room:
             replica.backoff_timer = self._timers.at(
                 time.monotonic() + ROOM_RETRY_S, lambda: self._try_room_again(replica)
@@ -262,9 +290,10 @@ class Fleet:
 
     def _report(self, replica: Replica, event: Event, cause: str) -> None:
         """Carry out what follows from an event in a worker's life. Raises IllegalTransition."""
-        self._carry_out(replica, replica.life.apply(event, time.monotonic(), cause))
+        self.carry_out(replica, replica.life.apply(event, time.monotonic(), cause))
 
-    def _carry_out(self, replica: Replica, transition: Transition) -> None:
+    def carry_out(self, replica: Replica, transition: Transition) -> None:
+        """Do what follows from a transition."""
         if transition.after is not transition.before:
             pid = f" pid {replica.process.pid}" if replica.process else ""
             before, after, cause = str(transition.before), str(transition.after), transition.cause
@@ -284,9 +313,8 @@ class Fleet:
             case LifecycleAction.OPEN:
                 replica.last_active = now
                 capacity, batch_size = replica.info["max_jobs"], replica.spec.config.max_batch_size
-                self._effects.add(
-                    self._scheduler.open(worker, replica.generation, capacity, now, batch_size=batch_size)
-                )
+                number, gpu = replica.generation, replica.placed_on
+                self._effects.add(self._scheduler.open(worker, number, capacity, now, batch_size=batch_size, gpu=gpu))
             case LifecycleAction.ACCEPT_NEW:
                 self._scheduler.accept_new(worker)
             case LifecycleAction.HOLD_NEW:
@@ -296,7 +324,7 @@ class Fleet:
             case LifecycleAction.REFUSE_NEW:
                 self._effects.add(self._scheduler.refuse_new(worker, replica.refusal(), now))
             case LifecycleAction.END_WAITING:
-                self._effects.add(self._scheduler.end_waiting(worker, replica.refusal()))
+                self._effects.add(self._scheduler.end_waiting(worker, replica.refusal(), now))
             case LifecycleAction.END_ACTIVE:
                 asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
                 if asked:
@@ -314,6 +342,12 @@ class Fleet:
                     now + self.registry.config.supervisor.stop.drain, lambda: self._drain_expired(replica)
                 )
                 self.after_events(replica)
+            case LifecycleAction.PUT_TO_SLEEP:
+                self.sleepers.tell(replica)
+            case LifecycleAction.BEGIN_WAKE:
+                self.starts.begin_wake(replica)
+            case LifecycleAction.TURN_AWAY:
+                self.sleepers.turn_away(replica, replica.refusal(), now)
             case LifecycleAction.CLIMB:
                 self._climb(replica, now)
             case LifecycleAction.ARM_BACKOFF:
@@ -327,7 +361,7 @@ class Fleet:
 
     def _drain_expired(self, replica: Replica) -> None:
         if replica.desired is not Desired.UP:  # else the worker is started again, and its requests go on
-            self._effects.add(self._scheduler.end_running(replica.name))
+            self._effects.add(self._scheduler.end_running(replica.name, time.monotonic()))
         self._report(replica, Event.DRAINED, "the drain's time is over")
 
     def _climb(self, replica: Replica, now: float) -> None:

@@ -25,7 +25,7 @@ from supervisor.yaml_source import ConfigError
 class Reloads:
     """The orders that concern several workers. Call ``advance_soon`` when a worker's state has changed.
 
-    adopt_gateway  applies the section ``gateway`` of a new configuration; returns whether anything differs
+    adopt  applies a new configuration to the parts that know no models; returns whether the gateway's part differs
     """
 
     def __init__(
@@ -33,17 +33,19 @@ class Reloads:
         fleet: Fleet,
         scheduler: Scheduler,
         timers: Timers,
-        adopt_gateway: Callable[[Config], bool],
+        adopt: Callable[[Config], bool],
         log: logging.Logger,
     ) -> None:
         self._fleet = fleet
         self._registry = fleet.registry
         self._scheduler = scheduler
         self._timers = timers
-        self._adopt_gateway = adopt_gateway
+        self._adopt = adopt
         self._log = log
         self._advancing = False
         self.rollouts = Rollouts(fleet, log)
+        self.refused: str | None = None
+        """Why the last order to read models.yaml has changed nothing, for people. None if it was carried out."""
 
     def read_again(self, cause: str, how: How, only: str | None = None) -> int:
         """Reload models.yaml as it is now. Return the order's number.
@@ -55,8 +57,13 @@ class Reloads:
             config = load_config(before.file)
         except ConfigError as e:
             message = "; ".join(map(str, e.problems))
+            self.refused = f"{before.file} was changed and is not used: {message}"
             self._log.error("%s: nothing is changed: %s", cause, message, extra=noted(EventKind.RELOAD))
             raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}") from None
+        self.refused = None
+        for note in config.notes:
+            if note not in before.notes:
+                self._log.info("%s", note)
         fixed = [
             (settings.listen, settings.keys, settings.usage) for settings in (before.supervisor, config.supervisor)
         ]
@@ -65,6 +72,7 @@ class Reloads:
                 "supervisor.listen, supervisor.keys and supervisor.usage are applied at the next start only: put them "
                 "back as they were"
             )
+            self.refused = f"{before.file} was changed and is not used: {message}"
             raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}, or shut down and serve again")
         if only is not None and only not in config.models and not self._registry.of_model(only):
             known = ", ".join(config.models)
@@ -85,12 +93,13 @@ class Reloads:
             models = before.models | {name: spec for name, spec in config.models.items() if name == only}
             if only not in config.models:
                 models.pop(only, None)  # an earlier order may be removing it already
-            config = Config(config.file, models, before.supervisor, before.gateway, before.names.default)
+            config = Config(config.file, models, before.supervisor, before.gateway, before.names.default, before.groups)
             _check_names(config)
         settings = differing(SupervisorConfig, before.supervisor, config.supervisor)
         names = ["default_model"] if before.names.default != config.names.default else []
+        names += ["groups"] if before.groups != config.groups else []
         of_gateway = [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, config.gateway)]
-        if self._adopt_gateway(config) and not of_gateway:
+        if self._adopt(config) and not of_gateway:
             of_gateway = ["gateway.certificate"]  # the files were renewed under their former names
         if settings or of_gateway or names:
             applied = ", ".join([*(f"supervisor.{key}" for key in settings), *of_gateway, *names])

@@ -77,6 +77,14 @@ class Replica:
         self.last_active = 0.0
         self.stay_s: float | None = None
         """Idle seconds after which a request wants the worker to be unloaded; infinity for never, None for unset."""
+        self.sleep_wanted: str | None = None
+        """Why the worker is to sleep as soon as it has no request. None if nobody has ordered that."""
+        self.host_bytes = 0
+        """Host memory that the worker takes because it sleeps, or keeps for its next sleep."""
+        self.wake_s: float | None = None
+        """Seconds that its last wake took."""
+        self.woken = 0
+        """How many times the present process has been woken."""
         self.tokens_per_s = 0.0
         self.tokens_seen = 0
 
@@ -136,6 +144,14 @@ class Replica:
         return self.log_path.stem
 
     @property
+    def placed_on(self) -> str:
+        """The GPUs of the present process, for people: their numbers where they are known, else as configured."""
+        placed = self.memory.placed
+        if placed is None:
+            return self.spec.visible_devices or "cpu"
+        return ", ".join(str(gpu.index) for gpu in placed.gpus) or placed.devices
+
+    @property
     def state(self) -> WorkerState:
         return self.life.state
 
@@ -171,12 +187,24 @@ class Replica:
         return self.spec.config.lazy and not self.spec.config.pinned
 
     @property
+    def can_sleep(self) -> bool:
+        """Whether the loaded worker can be put to sleep."""
+        return self.info.get("sleep_bytes") is not None and self.spec.config.sleep == "ram" and self.may_be_evicted
+
+    @property
+    def sleep_bytes(self) -> int:
+        """The host memory that the worker takes while it sleeps; 0 if it cannot sleep, or was not loaded yet."""
+        return self.info.get("sleep_bytes") or 0
+
+    @property
     def reason(self) -> str | None:
         """Why the worker is in its state, in one line: how its last process ended, or why it was unloaded. None in
         states that need no reason."""
         ended = self.last_exit.message if self.last_exit is not None else None
         if self.state in (WorkerState.FAILED, WorkerState.BACKOFF):
             return ended
+        if self.state is WorkerState.ASLEEP:
+            return self.life.unload_cause
         if self.state is not WorkerState.UNLOADED:
             return None
         return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")
@@ -192,6 +220,9 @@ class Replica:
             return WireError(
                 ErrorCode.MODEL_FAILED, f"model {name!r} failed: {why}; mend that, then `modelctl start {name}`"
             )
+        if self.state is WorkerState.ASLEEP:
+            again = f"model {name!r} cannot wake now: {self.life.unload_cause}"
+            return WireError(ErrorCode.MODEL_FAILED, again, retry_after_ms=int(1000 * ROOM_RETRY_S))
         if self.state in GOING_DOWN:
             return WireError(ErrorCode.DRAINING, f"model {name!r} is being stopped", retry_after_ms=1000)
         return WireError(
@@ -203,7 +234,7 @@ class Replica:
         running, _ = scheduler.work(self.name)
         _, waiting = scheduler.counts(self.model)
         config = self.spec.config
-        idle = self.state is WorkerState.READY and not running
+        idle = self.state in (WorkerState.READY, WorkerState.ASLEEP) and not running
         return {
             "name": self.shown,
             "model": self.model,
@@ -228,6 +259,8 @@ class Replica:
             if not idle or (ttl := self.ttl) is None
             else round(max(0.0, ttl - now + self.last_active), 1),
             "lazy": config.lazy,
+            "host_bytes": self.host_bytes,
+            "wake_s": self.wake_s,
             "unloaded": self.life.unload_cause,
             "pid": self.process.pid if self.process else None,
             **(self.detector.describe() if self.process and self.detector else {"phase": None, "beat_s": None}),

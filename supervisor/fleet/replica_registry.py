@@ -114,6 +114,7 @@ class ReplicaRegistry:
     def process_ended(self, replica: Replica) -> None:
         """Remove the process of a worker, because it has ended."""
         replica.process = replica.memory.holding = None
+        replica.host_bytes, replica.woken, replica.sleep_wanted = 0, 0, None
         self._by_routing_id.pop(replica.routing_id, None)
 
     def replica_of(self, routing_id: bytes) -> Replica | None:

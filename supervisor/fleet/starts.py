@@ -1,4 +1,5 @@
-"""The starts that are under way, their order, and the parts that all of them use. ``start`` has one start."""
+"""The starts and wakes that are under way, their order, and the parts that all of them use. ``start`` has one start,
+``wake`` one wake."""
 
 import logging
 import time
@@ -7,14 +8,19 @@ from typing import Protocol
 
 from supervisor.config import ModelSpec
 from supervisor.event_history import EventKind, noted
+from supervisor.fleet.admission import Admission, Stage
+from supervisor.fleet.group_places import GroupPlaces
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
-from supervisor.fleet.start import Stage, Start
+from supervisor.fleet.sleepers import Sleepers
+from supervisor.fleet.start import Start
+from supervisor.fleet.wake import Wake
 from supervisor.placement.estimates import Estimator
 from supervisor.placement.gpu_requests import declared, gpu_request_of
 from supervisor.placement.gpu_shares import Needs
 from supervisor.placement.policy import Holding, Placed, place, rooms
 from supervisor.placement.vram import Vram
+from supervisor.requests.effect_queue import EffectQueue
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
 from supervisor.workers.launcher import Launcher
@@ -23,7 +29,9 @@ from supervisor.workers.launcher import Launcher
 class StartControl(Protocol):
     """The methods of the fleet that a start uses."""
 
+    def put_to_sleep(self, worker: str, cause: str) -> None: ...
     def unload(self, worker: str, cause: str) -> None: ...
+    def not_woken(self, replica: Replica, why: str) -> None: ...
     def not_started(self, replica: Replica, report: ExitReport) -> None: ...
 
 
@@ -42,6 +50,8 @@ class Starts:
         registry: ReplicaRegistry,
         vram: Vram,
         launcher: Launcher,
+        sleepers: Sleepers,
+        effects: EffectQueue,
         timers: Timers,
         back_endpoint: str,
         outer: str | None,
@@ -52,15 +62,18 @@ class Starts:
         self.registry = registry
         self.vram = vram
         self.launcher = launcher
+        self.sleepers = sleepers
+        self.effects = effects
         self.timers = timers
         self.back_endpoint = back_endpoint
         self.outer = outer
         self.cpus = cpus
         self.log = log
         self.estimator = Estimator(timers)
-        self._under_way: dict[str, Start] = {}
+        self._under_way: dict[str, Admission] = {}
         self._number = 0
         self._said_unseen = False
+        self.places = GroupPlaces(registry, control, self._under_way.values, log)
 
     @property
     def descriptor(self) -> int:
@@ -77,21 +90,26 @@ class Starts:
         start = self._under_way[replica.name] = Start(self, replica, self._number)
         start.begin()
 
+    def begin_wake(self, replica: Replica) -> None:
+        """Begin to wake a worker that sleeps. If it stays asleep, ``StartControl.not_woken`` is called, but never from
+        within this call."""
+        self._number += 1
+        self._under_way[replica.name] = Wake(self, replica, self._number)
+        self.at_next_turn(self.advance)  # the worker is in the middle of its transition to WAKING
+
     def cancel(self, replica: Replica) -> bool:
-        """End a worker's start. Return whether there was one."""
-        start = self._under_way.get(replica.name)
-        if start is not None:
-            start.cancel()
-        return start is not None
+        """End a worker's start or wake. Return whether that is reported as the end of a process."""
+        under_way = self._under_way.get(replica.name)
+        return under_way is not None and under_way.cancel()
 
     def advance(self) -> None:
         """Let each start go on, unless it must wait for another start."""
         for start in sorted(self._under_way.values(), key=lambda start: start.order):
             if start.stage is Stage.TURN and not any(o.goes_before(start) for o in self._under_way.values()):
-                start.wait_for_memory()
+                start.take_turn()
 
-    def worker_gone(self, worker: str) -> None:
-        """Note that a worker's process has ended. A start may have waited for that."""
+    def memory_came_back(self, worker: str) -> None:
+        """Note that a worker's process has ended, or that it sleeps. A start or a wake may have waited for that."""
         for start in self._under_way.values():
             if worker in start.leaving:
                 start.leaving.discard(worker)
@@ -122,7 +140,7 @@ class Starts:
     def at_next_turn(self, call: Callable[[], None]) -> None:
         self.timers.at(time.monotonic(), call)
 
-    def remove(self, start: Start) -> None:
+    def remove(self, start: Admission) -> None:
         """Forget a start that is over."""
         if self._under_way.get(start.replica.name) is start:
             del self._under_way[start.replica.name]

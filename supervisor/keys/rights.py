@@ -43,19 +43,23 @@ _INFER = frozenset({Right.INFER})
 _STREAMS = frozenset({Right.INFER, Right.GATEWAY})
 """Rights to steer requests. A connection can name its own requests only, and a gateway's may be those of other keys."""
 _ADMIN = frozenset({Right.ADMIN})
-_SEES = frozenset({Right.STATUS, Right.ADMIN})
+SEES_ALL: Final = frozenset({Right.STATUS, Right.ADMIN})
+"""Rights to see what concerns other keys, too. One of them is enough."""
 
 _OF_VERB = {
     "models": _ANY,
-    "status": _SEES,
+    "status": SEES_ALL,
     "requests": _ANY,
-    "events": _SEES,
+    "story": _ANY,
+    "events": SEES_ALL,
     "usage": _ANY,
-    "metrics": _SEES,
+    "metrics": SEES_ALL,
     "tokenize": _INFER,
     "detokenize": _INFER,
     "start": _ADMIN,
     "stop": _ADMIN,
+    "sleep": _ADMIN,
+    "wake": _ADMIN,
     "restart": _ADMIN,
     "reload": _ADMIN,
     "logs": _ADMIN,
@@ -64,8 +68,8 @@ _OF_VERB = {
 }
 """Verb of CALL → the rights, one of which is enough. Any other verb needs admin.
 
-For ``requests`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each request. The answer to
-``usage`` has only what the key may see."""
+For ``requests``, ``story`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each request. The answer
+to ``usage`` has only what the key may see."""
 _OF_KIND = {
     Hello.kind: _ANY,
     Ping.kind: _ANY,
@@ -185,7 +189,7 @@ def _forbidden(identity: Identity, what: str, enough: frozenset[Right], field: s
 
 def may_see(identity: Identity, owner: Identity) -> bool:
     """Return whether an identity may see a request of ``owner``: every one with status or admin, else only its own."""
-    return bool(identity.rights & _SEES) or _is_same(identity, owner)
+    return bool(identity.rights & SEES_ALL) or _is_same(identity, owner)
 
 
 def may_cancel(identity: Identity, owner: Identity) -> bool:

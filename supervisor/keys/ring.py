@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Any
 
+from supervisor.event_history import EventKind, noted
 from supervisor.keys.allowance import Allowance
 from supervisor.keys.handshakes import Handshakes
 from supervisor.keys.records import KeysProblem, format_time
@@ -60,6 +61,8 @@ class KeyRing:
         """When the next key expires, in seconds since 1970."""
         self._allowances: dict[str, Allowance] = {}
         self._handshakes = Handshakes()
+        self.trouble: str | None = None
+        """Why no key is admitted, for people. None while the list can be read."""
 
     def find(self, key_id: str) -> Identity | None:
         """Return the owner of a key, by the list as last read; None if the key is not on it, or has expired."""
@@ -93,7 +96,10 @@ class KeyRing:
         self.version += 1
         came = [key.name for key_id, key in admitted.items() if (old := before.get(key_id)) is not key and old != key]
         left = [key.name for key_id, key in before.items() if key_id not in admitted]
-        self._log.info("keys: %d are admitted; new or changed: %s; gone: %s", len(admitted), _few(came), _few(left))
+        self._log.info(
+            "keys: %d are admitted; new or changed: %s; gone: %s", len(admitted), _few(came), _few(left),
+            extra=noted(EventKind.KEYS),
+        )  # fmt: skip
         if self._listed:  # a list that cannot be read, and is repaired, does not give keys their tokens again
             for key_id in self._allowances.keys() - admitted.keys():
                 del self._allowances[key_id]
@@ -108,10 +114,10 @@ class KeyRing:
         if never and stamp == (errno.ENOENT,):  # nobody has made a key yet
             return False
         try:
-            self._listed = self._store.clients()
+            self._listed, self.trouble = self._store.clients(), None
         except KeysProblem as e:
-            self._listed = {}
-            self._log.error("no key is admitted: %s", e)
+            self._listed, self.trouble = {}, f"no key is admitted: {e}"
+            self._log.error("%s", self.trouble, extra=noted(EventKind.KEYS))
         return True
 
     def allowance(self, identity: Identity, now: float) -> Allowance:

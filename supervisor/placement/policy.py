@@ -254,7 +254,7 @@ def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str
     if isinstance(verdict, Placed) or needs is None:
         return verdict
     wanted = needs[1].total(1)
-    text = f"{needs[1].text(1)}, no GPU has that much: {_has(best)}, {gib(wanted - best.bytes)} missing"
+    text = f"{needs[1].text(1)}, no GPU has that much: {room_text(best)}, {gib(wanted - best.bytes)} missing"
     if len(order) > 1 and 2 in needs:
         pair = sorted(order[:2], key=lambda room: room.gpu.index)
         if isinstance(_on(pair, needs[2], Split(), ""), Placed):
@@ -269,8 +269,8 @@ def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str)
     if limited and split.engine_chooses:
         number = limited[0].gpu.index
         return PlacementRefused(
-            f"{_has(limited[0])}; the engine's own split would fill GPU {number} beyond that: add gpu_split, or raise "
-            "vram_limit"
+            f"{room_text(limited[0])}; the engine's own split would fill GPU {number} beyond that: add gpu_split, or "
+            "raise vram_limit"
         )
     if needs is None:
         return Placed(gpus, {}, devices)
@@ -278,7 +278,7 @@ def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str)
     missing = {room.gpu.index: share - room.bytes for room, share in zip(chosen, shares, strict=True)}
     if all(short <= 0 for short in missing.values()):
         return Placed(gpus, dict(zip((gpu.index for gpu in gpus), shares, strict=True)), devices)
-    text = f"{needs.text(len(chosen))}, {'; '.join(map(_has, chosen))}"
+    text = f"{needs.text(len(chosen))}, {'; '.join(map(room_text, chosen))}"
     if len(chosen) > 1:
         parts = ", ".join(
             f"{gib(share)} on GPU {gpu.index}" for gpu, share in zip(gpus, shares, strict=True)
@@ -294,7 +294,7 @@ def _ours(room: Room) -> dict[str, int]:
     return {name: room.ours.get(name, 0) + room.coming.get(name, 0) for name in names}
 
 
-def _has(room: Room) -> str:
+def room_text(room: Room) -> str:
     """Return a text such as ``GPU 1 has 8.9 of 24.0 free: qwen 12.0, other processes 3.1``."""
     limit = room.under_limit
     if limit is not None and limit < room.free:

@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.process.worker_spec import EngineSpec
 from supervisor.placement.affinity import ranges
-from supervisor.placement.gpu_shares import Needs
+from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.policy import Holding, Placed
 
@@ -22,6 +22,7 @@ class WorkerMemory:
     cpus      the CPUs that its process is kept to; empty for all
     holding   the memory with which the present process was admitted; None if there is no process, or it is on the CPU
     measured  GPU → bytes that the process held when it was ready, by NVML
+    slept     GPU → bytes that the process held when it slept last, by NVML; empty if that is not known
     """
 
     needs: Mapping[int, Needs] | None = None
@@ -31,6 +32,7 @@ class WorkerMemory:
     cpus: tuple[int, ...] = ()
     holding: Holding | None = None
     measured: Mapping[int, int] = field(default_factory=dict)
+    slept: Mapping[int, int] = field(default_factory=dict)
 
     def loaded(self, by_gpu: Mapping[str, int | None]) -> tuple[int, int]:
         """Take note that the model is loaded. Return (bytes that it holds, bytes that it was expected to hold).
@@ -41,6 +43,23 @@ class WorkerMemory:
         self.holding = replace(self.holding, loading=False)
         self.measured = {int(gpu): size for gpu, size in by_gpu.items() if size is not None}
         return sum(self.measured.values()), sum(self.holding.placed.values())
+
+    @property
+    def left_asleep(self) -> Mapping[int, int]:
+        """Return the bytes of each GPU that the process keeps while it sleeps: measured, or else a CUDA context."""
+        gpus = self.placed.bytes if self.placed is not None else {}
+        return {gpu: self.slept.get(gpu, CONTEXT_BYTES) for gpu in gpus}
+
+    def fell_asleep(self, by_gpu: Mapping[str, int | None]) -> None:
+        """Take note that the worker sleeps. ``by_gpu`` as for ``loaded``."""
+        self.slept = {int(gpu): size for gpu, size in by_gpu.items() if size is not None}
+        if self.holding is not None:
+            self.holding = replace(self.holding, placed=self.left_asleep, loading=False)
+
+    def woke(self) -> None:
+        """Take note that the worker is awake, and holds all its memory."""
+        if self.holding is not None:
+            self.holding = replace(self.holding, loading=False)
 
     def comes_back(self, reading: Sequence[Gpu]) -> Mapping[int, int]:
         """Return the bytes of each GPU that come back when the worker's process ends: measured, or else estimated."""

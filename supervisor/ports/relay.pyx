@@ -9,6 +9,7 @@ from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.string cimport memcmp
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import zmq
 
@@ -100,7 +101,7 @@ cdef class Relay:
         # even if there is no memory to note its events: after a first part alone, the next frame would go to this
         # client.
         try:
-            tokens[0] += self._fast_path.passed()
+            tokens[0] += self._fast_path.passed(_monotonic() if self._fast_path.begins else 0.0)
         finally:
             if failed := send_message(frame, front):
                 raise zmq.ZMQError(failed)
@@ -116,6 +117,13 @@ cdef bint _receive(Message *message, void *socket, bint may_be_none) except -1:
             return False
         raise zmq.ZMQError(errno)
     return True
+
+
+cdef double _monotonic() noexcept:
+    """Return the time as time.monotonic() does."""
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec + 1e-9 * now.tv_nsec
 
 
 cdef bint _equals(Message *message, bytes other) noexcept:

@@ -14,6 +14,7 @@ class RequestProgress:
     delivered_tokens: int
     unpaid: int
     has_tokens: bool
+    first_token: float
     holds: bool
     @property
     def counters(self) -> memoryview | None: ...
@@ -21,7 +22,7 @@ class RequestProgress:
     def count_in(self, counters: memoryview) -> None: ...
 
 class FastPath:
-    def take(self, frame: bytes, worker_slot: WorkerSlot | Any) -> int | None:
+    def take(self, frame: bytes, worker_slot: WorkerSlot | Any, now: float = 0.0) -> int | None:
         """Return the channel that a whole frame goes to, and note its events as sent to this worker slot's requests.
 
         Return None for a frame that does not take the fast path. Then nothing has changed.

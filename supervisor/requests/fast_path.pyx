@@ -34,6 +34,7 @@ cdef class RequestProgress:
         self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
         self.sent = self.delivered_tokens = self.unpaid = self.last_frame = 0
         self.has_tokens = self.holds = False
+        self.first_token = 0.0
         self.counters, self.completion = None, NULL
 
     def count_in(self, counters not None):
@@ -139,6 +140,7 @@ cdef class FastPath:
         if not _read(data, size, &self.frame) or self.frame.generation != self.generation:
             return False
         _frame_number += 1
+        self.begins = False
         channel = self.frame.channel
         for i in range(self.frame.count):
             entry = &self.frame.entries[i]
@@ -155,13 +157,17 @@ cdef class FastPath:
             ):
                 return False
             stream.last_frame = _frame_number
+            if entry.tokens and not stream.has_tokens:
+                self.begins = True
             self.streams[i] = found  # a reference that ``running`` owns: nothing changes ``running`` before ``passed``
         return True
 
-    cdef unsigned long long passed(self) except? 0xFFFFFFFFFFFFFFFF:
+    cdef unsigned long long passed(self, double now) except? 0xFFFFFFFFFFFFFFFF:
         """Note the events of the last frame that fitted, which is on its way to its client.
 
         Return how many tokens are in them. The caller adds these to the worker slot's count.
+
+        now  monotonic seconds. It is needed only if ``begins``, so that no other frame costs a look at the clock
         """
         cdef const unsigned char *at = self.frame.body
         cdef unsigned long long tokens = 0
@@ -173,7 +179,8 @@ cdef class FastPath:
             stream.credit -= 1
             if entry.tokens:
                 tokens += entry.tokens
-                stream.has_tokens = True
+                if not stream.has_tokens:
+                    stream.has_tokens, stream.first_token = True, now
                 stream.unpaid += entry.tokens
                 stream.delivered_tokens += entry.tokens
                 if stream.completion is not NULL:
@@ -183,12 +190,12 @@ cdef class FastPath:
             at += entry.length
         return tokens
 
-    def take(self, bytes frame not None, worker_slot):
+    def take(self, bytes frame not None, worker_slot, double now=0.0):
         """Do with a frame what ``relay`` does, but without sockets. Only tests call this. See fast_path.pyi."""
         self.of(worker_slot)
         if not self.fits(frame, len(frame)):
             return None
-        worker_slot.tokens += self.passed()
+        worker_slot.tokens += self.passed(now)
         return self.frame.channel
 
 

@@ -8,6 +8,7 @@ from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_progress import RequestProgress
 from supervisor.requests.route import Route
 from supervisor.requests.send_buffer import SendBuffer
+from supervisor.requests.stories import MOST_STEPS, Outcome, Step, Story
 
 PROBATION = 4
 """Events after which a request has shown that it did not kill its worker. The supervisor may have seen fewer events
@@ -74,6 +75,8 @@ class InFlight(RequestProgress):
     prompt_tokens      the length of its prompt; None until a worker has reported it
     paid               tokens of the answer that its account has paid for
     advance            credit beyond the window, see ``advance.py``
+    steps              what has happened to it, see ``stories.py``
+    outcome            how its worker has ended it; None until then
     """
 
     channel: int
@@ -103,6 +106,8 @@ class InFlight(RequestProgress):
     defaults: bytes = field(default=b"", repr=False)
     usage_place: int = 0
     prompt_tokens: int | None = None
+    outcome: Outcome | None = None
+    steps: list[Step] = field(default_factory=list, repr=False)
     reported: int = -1
     """The queue position last reported."""
 
@@ -112,6 +117,24 @@ class InFlight(RequestProgress):
     @property
     def key(self) -> tuple[int, int]:
         return self.channel, self.request
+
+    @property
+    def id(self) -> str:
+        """The text by which the verbs name the request. No other request of this supervisor ever has the same text."""
+        return f"{self.channel}-{self.request}"
+
+    def note(self, now: float, step: str, **facts: object) -> None:
+        """Note a step of the request's story."""
+        if len(self.steps) < MOST_STEPS:
+            self.steps.append(Step(now, step, facts))
+
+    def story(self, outcome: Outcome | None = None, ended: float | None = None) -> Story:
+        """Return the request's story: so far, or the whole one if it has ended."""
+        return Story(
+            self.id, self.route.trace_ids, self.model, self.owner, self.route.priority, self.prompt_tokens, self.cost,
+            self.delivered_tokens, self.resumes, self.accepted, self.started, self.first_token, tuple(self.steps),
+            outcome, ended,
+        )  # fmt: skip
 
     def settle(self) -> None:
         """Charge the account for the tokens that it has not been charged for yet."""

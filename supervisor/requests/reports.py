@@ -19,7 +19,7 @@ def report(request: InFlight, fields: dict[str, object]) -> ToClient:
 
 def loading(queue: ModelQueue, part: str, done: int, total: int) -> list[Effect]:
     """Report how far the load of a model is to the clients that wait for it."""
-    if any(worker_slot.capacity for worker_slot in queue.worker_slots.values()):
+    if queue.is_ready:
         return []  # another worker is up: the clients wait for room there
     fields = {"phase": "loading", "part": part, "done": done, "total": total}
     return [report(request, fields) for request in _interested(queue)]

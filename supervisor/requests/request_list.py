@@ -41,6 +41,20 @@ class RequestList:
             "total": len(visible),
         }
 
+    def story(self, name: str, identity: Identity, unix: float) -> list[dict[str, Any]]:
+        """Return what became of the requests that a name means, see ``Stories.find``: the result of ``story``.
+
+        unix  what has to be added to monotonic seconds to get seconds since 1970
+
+        Raises RequestError if there is none that ``identity`` may see.
+        """
+        live = {request.id: request for request in self._unfinished()}
+        told = self._table.stories.find(name, identity, (request.story() for request in live.values()))
+        return [
+            story.describe("ended" if story.ended is not None else self._state(live[story.id])[0], unix)
+            for story in told
+        ]
+
     def find(self, identity: Identity, name: str) -> InFlight:
         """Return the unfinished request that a text such as ``12-3`` names.
 
@@ -70,19 +84,11 @@ class RequestList:
         return (request for request in self._table.live.values() if request.phase is not RequestPhase.ENDED)
 
     def _describe_one(self, request: InFlight, shown: Callable[[str], str | None], now: float) -> dict[str, Any]:
-        queue = self._table.queues[request.model]
-        position = worker = None
-        if request.key in queue.parked:
-            state = "parked"
-        elif request.phase is RequestPhase.WAITING:
-            state, position = "queued", queue.position(request)
-        elif request.phase is RequestPhase.HELD:
-            state = "delivering"
-        else:
-            state = "cancelling" if request.cancelled else "running"
-            worker = shown(request.worker)
+        state, has_worker = self._state(request)
+        position = self._table.queues[request.model].position(request) if state == "queued" else None
+        worker = shown(request.worker) if has_worker else None
         return {
-            "id": request_id(request),
+            "id": request.id,
             "model": request.model,
             "worker": worker,
             "key": request.owner.name,
@@ -95,12 +101,17 @@ class RequestList:
             "priority": request.route.priority,
         }
 
+    def _state(self, request: InFlight) -> tuple[str, bool]:
+        """Return (the state of an unfinished request, whether a worker has it)."""
+        if request.key in self._table.queues[request.model].parked:
+            return "parked", False
+        if request.phase is RequestPhase.WAITING:
+            return "queued", False
+        if request.phase is RequestPhase.HELD:
+            return "delivering", False
+        return "cancelling" if request.cancelled else "running", True
+
 
 def _is_visible(identity: Identity, request: InFlight) -> bool:
     """Return whether an identity may know of a request: of its owner, and of its model."""
     return may_see(identity, request.owner) and identity.may_use(request.model)
-
-
-def request_id(request: InFlight) -> str:
-    """Return the text by which the verbs name a request. No other request of this supervisor ever has the same text."""
-    return f"{request.channel}-{request.request}"

@@ -10,6 +10,7 @@ sent              events that have gone to the client
 delivered_tokens  tokens in those events
 unpaid            tokens that the client's account has not been charged for yet
 has_tokens        whether any token has come
+first_token       when the first token came, in monotonic seconds; 0 before it
 holds             whether events wait for the client's credit. Read for every event
 ids               token ids of the answer so far, those of held events included (u32, little endian)
 counters          the numbers of the ledger to which tokens are added as they go to the client, see ``usage.counters``.
@@ -26,13 +27,14 @@ from supervisor.usage.counters import Counters
 class PlainRequestProgress:
     __slots__ = (
         *("counters", "credit", "delivered_tokens", "has_tokens", "holds", "ids", "phase", "resumable", "sent"),
-        "unpaid",
+        *("first_token", "unpaid"),
     )
 
     def __init__(self, credit: int, resumable: bool) -> None:
         self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
         self.sent = self.delivered_tokens = self.unpaid = 0
         self.has_tokens = self.holds = False
+        self.first_token = 0.0
         self.counters: Counters | None = None
 
     def count_in(self, counters: Counters) -> None:

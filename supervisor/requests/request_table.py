@@ -13,8 +13,9 @@ from supervisor.requests.deadlines import Deadlines
 from supervisor.requests.in_flight import Effect, InFlight, ToWorker, Wake
 from supervisor.requests.model_queue import ModelQueue
 from supervisor.requests.poison import PoisonTracker
-from supervisor.requests.request_figures import RequestFigures
+from supervisor.requests.request_figures import DISCONNECTED, RequestFigures
 from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.stories import Outcome, Stories
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.usage.counters import REQUESTS
 from supervisor.usage.ledger import UsageLedger
@@ -33,16 +34,20 @@ class RequestTable:
     queue_of_worker  the queue of each worker's model, by the worker's name
     live             the requests, by (channel, request)
     leaving          the error for new requests once the supervisor is shutting down
+    stories          the last requests that have ended
     ledger           gives requests the counters for their tokens; None to count nothing
     """
 
-    def __init__(self, credit: CreditControl, poison: PoisonTracker, ledger: UsageLedger | None = None) -> None:
+    def __init__(
+        self, credit: CreditControl, poison: PoisonTracker, ledger: UsageLedger | None, stories: Stories
+    ) -> None:
         self.ledger = ledger
         self.credit, self.poison = credit, poison
         self.queues: dict[str, ModelQueue] = {}
         self.queue_of_worker: dict[str, ModelQueue] = {}
         self.live: dict[tuple[int, int], InFlight] = {}
         self.leaving: WireError | None = None
+        self.stories = stories
         self.deadlines = Deadlines(lambda request: self.live.get(request.key) is request)
 
     def slot_of(self, worker: str) -> WorkerSlot:
@@ -57,6 +62,8 @@ class RequestTable:
             counters[REQUESTS] += 1
             request.count_in(counters)
         queue.push(request)
+        request.reported = queue.position(request)
+        request.note(request.accepted, "accepted", queue_position=request.reported, ready=queue.is_ready)
         self.deadlines.add_limits(request)
 
     # --- into a worker's slot, and out of it ----------------------------------------------------------------------
@@ -71,7 +78,7 @@ class RequestTable:
             # A request with the same payload may have been computed, or blamed for a death, while this one waited.
             suspicion = self.poison.find(request.model, request.body, now)
             if self.poison.poisons(suspicion):
-                effects += self.end(request, self.poison.error())
+                effects += self.end(request, self.poison.error(), now)
                 continue
             if self.poison.update(request, suspicion):
                 queue.push(request)
@@ -81,6 +88,7 @@ class RequestTable:
             request.compiler = None
             request.phase, request.worker = RequestPhase.RUNNING, worker_slot.worker
             worker_slot.give(request)
+            request.note(now, "placed", **worker_slot.place)
             if request.started is None:
                 request.started = now
             job = JobMessage(request.channel, request.request, _carry(request), request.body)
@@ -123,6 +131,7 @@ class RequestTable:
         """
         self.note_served(request, flags, now)
         self._count_end(request, flags)
+        self.tell(request, now, request.outcome)
         self.leave_slot(worker_slot, request)
         self.leave(request)
 
@@ -133,41 +142,43 @@ class RequestTable:
         self.queues[request.model].totals.served(now - request.started)
         self.poison.clear(request.model, request.body)
 
-    def give_up(self, request: InFlight, error: WireError) -> list[Effect]:
+    def give_up(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
         """End a request with an error, whether it waits, runs, or holds its last events."""
         if request.phase is RequestPhase.RUNNING:
-            return self.abandon(request) + self.end_running(request, error)
+            return self.abandon(request) + self.end_running(request, error, now)
         withdrawn: list[Effect] = []
         if request.phase is RequestPhase.WAITING:
             withdrawn = self.withdraw(self.queues[request.model], request)
-        return withdrawn + self.end(request, error)
+        return withdrawn + self.end(request, error, now)
 
-    def end_running(self, request: InFlight, error: WireError) -> list[Effect]:
+    def end_running(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
         """Send the terminal event of a request whose worker still has its job."""
         self.count_failed(request, error.code.wire_name)
+        self.tell(request, now, Outcome(None, error.code.wire_name))
         self.queues[request.model].totals.errors += 1
         request.phase = RequestPhase.ENDED
         return [self.credit.end_with_error(request, error)]
 
-    def end_unconfirmed(self, request: InFlight) -> list[Effect]:
+    def end_unconfirmed(self, request: InFlight, now: float) -> list[Effect]:
         """Send the terminal event of a cancelled request whose worker has not confirmed the cancel in time."""
-        self.count_ended(request, FinishReason.CANCELLED)
+        self.count_ended(request, FinishReason.CANCELLED, now)
         self.queues[request.model].totals.finished += 1
         request.phase = RequestPhase.ENDED
         return [self.credit.end_cancelled(request)]
 
-    def end(self, request: InFlight, error: WireError) -> list[Effect]:
+    def end(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
         """Send the terminal event of a request that is in no queue, and that no worker has."""
         if not request.held_terminal:  # the worker had finished that one
             self.count_failed(request, error.code.wire_name)
+        self.tell(request, now, Outcome(None, error.code.wire_name))
         self.queues[request.model].totals.errors += 1
         end = self.credit.end_with_error(request, error)
         self.leave(request)
         return [end]
 
-    def end_cancelled(self, request: InFlight) -> list[Effect]:
+    def end_cancelled(self, request: InFlight, now: float) -> list[Effect]:
         """Send the terminal event of a cancelled request that is in no queue, and that no worker has."""
-        self.count_ended(request, FinishReason.CANCELLED)
+        self.count_ended(request, FinishReason.CANCELLED, now)
         self.queues[request.model].totals.finished += 1
         end = self.credit.end_cancelled(request)
         self.leave(request)
@@ -178,6 +189,7 @@ class RequestTable:
         effects, last = self.credit.release(request, now, all_of_it=all_of_it)
         if last & TERMINAL:
             self._count_end(request, last)
+            self.tell(request, now, request.outcome)
             self.leave(request)
         return list(effects)
 
@@ -198,10 +210,22 @@ class RequestTable:
         prompt = request.prompt_tokens or 0
         self.figures_of(request).failed(request.owner.name, error, prompt, request.delivered_tokens)
 
-    def count_ended(self, request: InFlight, reason: str) -> None:
-        """Count the end of a request that no worker has ended."""
+    def count_ended(self, request: InFlight, reason: str, now: float) -> None:
+        """Count the end of a request that no worker has ended, and tell its story."""
+        self.tell(request, now, Outcome(reason, None))
         prompt = request.prompt_tokens or 0
         self.figures_of(request).ended(request.owner.name, reason, prompt, request.delivered_tokens)
+
+    def left(self, request: InFlight, now: float) -> None:
+        """Take note that the client of a request has gone."""
+        if request.phase in (RequestPhase.WAITING, RequestPhase.RUNNING):
+            self.count_ended(request, DISCONNECTED, now)
+        elif request.phase is RequestPhase.HELD:  # it was counted when the worker finished it
+            self.tell(request, now, Outcome(DISCONNECTED, None))
+
+    def tell(self, request: InFlight, now: float, outcome: Outcome | None) -> None:
+        """Remember a request that has ended, when its client has been sent its terminal event, or is gone."""
+        self.stories.add(request.story(outcome or Outcome(None, None), now))
 
     def _count_end(self, request: InFlight, flags: int) -> None:
         totals = self.queues[request.model].totals

@@ -13,6 +13,8 @@ PRIORITIES = ("interactive", "normal", "batch")
 MAX_MS = 86_400_000
 """One day. No client waits for longer."""
 MAX_AFFINITY = 256
+MOST_TRACE_IDS = 4
+MAX_TRACE_ID = 128
 MAX_STAY_S = 366 * 86_400
 """One year. For a longer time a client asks for ever, with a negative number."""
 _DURATION = re.compile(r"(-?)(0|(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ms|s|m|h))+)")
@@ -50,6 +52,10 @@ class Route:
     key's rights, models, limits and place in the queue apply. Only connections over ipc, and keys with the right
     ``gateway``, may give it."""
 
+    trace_ids: tuple[str, ...] = ()
+    """Names of the request, such as the id of the HTTP request that it belongs to. The verb ``story`` finds the request
+    by them."""
+
 
 _EMPTY = Route()
 
@@ -71,6 +77,8 @@ def read_route(given: dict[str, Any]) -> Route:
             raise RequestError(f"{key} is {spelled(value)}: must be {rule}", field=f"route.{key}")
     if "keep_alive" in given and "ttl" in given:
         raise RequestError("ttl says what keep_alive says: leave out one of them", field="route.ttl")
+    if "trace_ids" in given:
+        given = given | {"trace_ids": tuple(given["trace_ids"])}
     return Route(**given)
 
 
@@ -125,6 +133,12 @@ def _is_token_id(value: Any) -> bool:
     return type(value) is str and TOKEN_ID.fullmatch(value) is not None
 
 
+def _are_trace_ids(value: Any) -> bool:
+    if type(value) is not list or not 1 <= len(value) <= MOST_TRACE_IDS:
+        return False
+    return all(type(each) is str and 1 <= len(each) <= MAX_TRACE_ID for each in value)
+
+
 _BOOL = (_is_bool, "true or false")
 _MS = (_is_ms, f"milliseconds, an integer from 1 to {MAX_MS}")
 CHECKS = {
@@ -138,5 +152,6 @@ CHECKS = {
     "keep_alive": (_is_stay, f"seconds up to {MAX_STAY_S}, or a duration such as 5m; 0: at once, negative: never"),
     "ttl": (_is_ttl, f"seconds, an integer from 1 to {MAX_STAY_S}"),
     "on_behalf_of": (_is_token_id, TOKEN_ID_RULE),
+    "trace_ids": (_are_trace_ids, f"a list of 1 to {MOST_TRACE_IDS} strings of 1 to {MAX_TRACE_ID} characters each"),
 }
 """For each key: a check of its value, and the allowed values in words."""

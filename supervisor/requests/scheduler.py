@@ -26,12 +26,12 @@ from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.requests.poison import PoisonPolicy, PoisonTracker
 from supervisor.requests.refusals import refusal
-from supervisor.requests.request_figures import DISCONNECTED
 from supervisor.requests.request_list import RequestList
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
 from supervisor.requests.route import read_route
 from supervisor.requests.send_buffer import SendBuffer
+from supervisor.requests.stories import Stories
 from supervisor.requests.worker_ends import WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
 from supervisor.requests.worker_slots import Affinity, WorkerSlot
@@ -61,10 +61,11 @@ class Scheduler:
         holds: SendBufferLimits | None = None,
         strikes: PoisonPolicy | None = None,
         ledger: UsageLedger | None = None,
+        stories: Stories | None = None,
     ) -> None:
         self._credit = CreditControl(window, holds)
         self._poison = PoisonTracker(strikes or PoisonPolicy())
-        self._table = RequestTable(self._credit, self._poison, ledger)
+        self._table = RequestTable(self._credit, self._poison, ledger, stories or Stories())
         self._worker_events = WorkerEvents(self._table)
         # Callers reach the classes for the messages and the ends of workers without a detour through methods here.
         self.events = self._worker_events.events
@@ -202,16 +203,17 @@ class Scheduler:
         return self._table.dispatch(self._table.queue_of_worker[worker], now)
 
     def open(
-        self, worker: str, generation: int, capacity: int, now: float, *, batch_size: int | None = None
+        self, worker: str, generation: int, capacity: int, now: float, *, batch_size: int | None = None, gpu: str = ""
     ) -> list[Effect]:
         """Give requests that wait to a worker that is ready.
 
         generation  the number of the worker's process
         capacity    jobs that the worker takes at once
         batch_size  jobs that it computes at once; the others wait in the worker. None: all of them
+        gpu         the GPUs that it is on, for people
         """
         queue = self._table.queue_of_worker[worker]
-        queue.worker_slots[worker].open(generation, capacity, capacity if batch_size is None else batch_size)
+        queue.worker_slots[worker].open(generation, capacity, capacity if batch_size is None else batch_size, gpu)
         return self._table.dispatch(queue, now)
 
     # --- clients --------------------------------------------------------------------------------------------------
@@ -239,7 +241,6 @@ class Scheduler:
             runs = self.holds(channel, message.request)
             return [ToClient(channel, encode(refusal(e, message.kind, message.request, runs=runs)))]
         self._table.add(queue, request)
-        request.reported = queue.position(request)
         body = pack_body({"model": message.model, "queue_position": request.reported})
         return [ToClient(channel, encode(Accepted(message.request, body))), *self._table.dispatch(queue, now)]
 
@@ -292,9 +293,10 @@ class Scheduler:
             queue = self._table.queues[request.model]
             withdrawn = self._table.withdraw(queue, request)
             # Other requests may have waited for this one, which had to be tried alone.
-            return withdrawn + self._table.end_cancelled(request) + self._table.dispatch(queue, now)
+            return withdrawn + self._table.end_cancelled(request, now) + self._table.dispatch(queue, now)
         # A client that cancels need not grant more credit. Held events and the terminal event are sent all the same.
         request.cancelled = True
+        request.note(now, "cancelled")
         self._table.deadlines.add(now + CONFIRM_S, CANCEL, request)
         request.credit += UNLIMITED
         abandon = self._table.abandon(request) if request.phase is RequestPhase.RUNNING else []
@@ -332,7 +334,7 @@ class Scheduler:
         effects: list[Effect] = []
         for request in requests:
             if request.phase is not RequestPhase.ENDED:
-                effects += self._table.give_up(request, error)
+                effects += self._table.give_up(request, error, now)
         for queue in self._table.queues.values():
             effects += self._table.dispatch(queue, now)
         return effects
@@ -344,8 +346,7 @@ class Scheduler:
         touched = set()
         for request in [r for r in self._table.live.values() if r.channel == channel]:
             touched.add(request.model)
-            if request.phase in (RequestPhase.WAITING, RequestPhase.RUNNING):
-                self._table.count_ended(request, DISCONNECTED)
+            self._table.left(request, now)
             if request.phase is RequestPhase.RUNNING:
                 effects += self._table.abandon(request)
                 request.phase = RequestPhase.ENDED
@@ -374,7 +375,7 @@ class Scheduler:
             if request.phase not in (RequestPhase.WAITING, RequestPhase.RUNNING):
                 continue
             if request.cancelled:
-                effects += self._table.end_unconfirmed(request)
+                effects += self._table.end_unconfirmed(request, now)
             elif not is_met(limit, request):
                 effects += self._give_up(request, too_late(limit, request), now)
         return effects
@@ -388,7 +389,7 @@ class Scheduler:
 
     def _give_up(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
         queue = self._table.queues[request.model]
-        return self._table.give_up(request, error) + self._table.dispatch(queue, now)
+        return self._table.give_up(request, error, now) + self._table.dispatch(queue, now)
 
     def report_loading(self, model: str, part: str, done: int, total: int) -> list[Effect]:
         """Report how far the load of a model is to the clients that asked for it and wait."""

@@ -27,6 +27,7 @@ class WorkerEnds:
         for request in running:
             request.settle()
             if request.phase is RequestPhase.RUNNING:
+                request.note(now, "worker_ended", worker=worker.partition("~")[0], reason=error.message)
                 effects += self._after_death(request, error, now, struck=struck)
             else:
                 table.leave(request)
@@ -37,14 +38,14 @@ class WorkerEnds:
         """Put a request of a dead worker back into the queue, or end it."""
         table, queue = self._table, self._table.queues[request.model]
         if request.cancelled:  # the worker had yet to confirm the cancel, which makes no difference to the client
-            return table.end_cancelled(request)
+            return table.end_cancelled(request, now)
         if struck:
             suspicion = table.poison.find(request.model, request.body, now)
             if table.poison.poisons(suspicion):
-                return table.end(request, table.poison.error())
+                return table.end(request, table.poison.error(), now)
             request.place, request.alone = request.next_seq, table.poison.next_is_last(suspicion)
         if not request.resumable or not queue.accepts:
-            return table.end(request, error)
+            return table.end(request, error, now)
         request.phase, request.worker = RequestPhase.WAITING, ""
         request.resumes += 1
         queue.totals.resumed += 1
@@ -59,24 +60,24 @@ class WorkerEnds:
         queue = self._table.queue_of_worker[worker]
         return self._table.poison.finds_culprit(queue.name, queue.worker_slots[worker].running.values(), now)
 
-    def end_running(self, worker: str) -> list[Effect]:
+    def end_running(self, worker: str, now: float) -> list[Effect]:
         """End the requests of a worker whose time to drain is over, unless they can go on in another worker."""
         queue = self._table.queue_of_worker[worker]
         effects: list[Effect] = []
         message = f"model {queue.name!r} is being stopped; the request was ended before its time"
         for request in queue.worker_slots[worker].running.values():
             if request.phase is RequestPhase.RUNNING and not (queue.accepts and request.resumable):
-                effects += self._table.give_up(request, WireError(ErrorCode.DRAINING, message))
+                effects += self._table.give_up(request, WireError(ErrorCode.DRAINING, message), now)
         return effects
 
-    def end_waiting(self, worker: str, error: WireError) -> list[Effect]:
+    def end_waiting(self, worker: str, error: WireError, now: float) -> list[Effect]:
         """End all requests that wait for the model of a worker that will not serve, unless another worker will."""
         queue = self._table.queue_of_worker[worker]
         if queue.accepts:
             return []
         effects: list[Effect] = []
         for request in list(queue.all_waiting()):
-            effects += self._table.give_up(request, self._table.leaving or error)
+            effects += self._table.give_up(request, self._table.leaving or error, now)
         return effects
 
     def release_held(self, worker: str | None, now: float) -> list[Effect]:

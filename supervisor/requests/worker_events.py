@@ -17,6 +17,7 @@ from supervisor.requests.reports import report
 from supervisor.requests.request_figures import OTHER
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
+from supervisor.requests.stories import Outcome
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.usage.counters import CACHED, COMPLETION, PROMPT
 
@@ -30,6 +31,8 @@ LONGEST_MS = 3_600_000
 _ERROR_NAMES = frozenset(code.wire_name for code in ErrorCode)
 MOST_TOKENS = 1 << 31
 """The longest prompt that the supervisor believes."""
+LONGEST_REASON = 64
+"""Characters of a finish reason that are kept."""
 _USAGE = ("prompt_tokens", "cached_tokens")
 
 
@@ -73,10 +76,11 @@ class WorkerEvents:
         if request.phase is RequestPhase.ENDED:
             table.leave(request)
         elif request.cancelled:
-            effects += table.end_cancelled(request)
+            effects += table.end_cancelled(request, now)
         else:
             request.phase, request.started = RequestPhase.WAITING, None
             request.parkings += 1
+            request.note(now, "parked", **worker_slot.place)
             request.compiler = worker_slot.process
             queue.parked[key] = request
             request.reported = 0
@@ -102,6 +106,7 @@ class WorkerEvents:
         if request is None or request.compiler != queue.worker_slots[worker].process:
             return []
         del queue.parked[key]
+        request.note(now, "compiled", worker=worker.partition("~")[0])
         queue.push(request)
         return self._table.dispatch(queue, now)
 
@@ -140,7 +145,8 @@ class WorkerEvents:
         body, at, tokens_in_all, ended = message.body, 0, 0, False
         for request, (_, seq, flags, tokens, length) in zip(requests, message.index, strict=True):
             if tokens:
-                request.has_tokens = True
+                if not request.has_tokens:
+                    request.has_tokens, request.first_token = True, now
                 tokens_in_all += tokens
                 request.unpaid += tokens
                 request.delivered_tokens += tokens
@@ -178,7 +184,8 @@ class WorkerEvents:
                 continue
             if entry.tokens:
                 worker_slot.tokens += entry.tokens
-                request.has_tokens = True
+                if not request.has_tokens:
+                    request.has_tokens, request.first_token = True, now
                 request.unpaid += entry.tokens
                 if request.resumable:
                     request.ids += event[: 4 * entry.tokens]
@@ -208,7 +215,7 @@ class WorkerEvents:
             self._table.note_served(request, entry.flags, now)
         if excess := self._table.credit.excess(request):
             ended, error = excess
-            return self._table.give_up(ended, error) + self._table.dispatch(self._table.queues[ended.model], now)
+            return self._table.give_up(ended, error, now) + self._table.dispatch(self._table.queues[ended.model], now)
         return []
 
     def _note_end(self, request: InFlight, flags: int, body: dict[str, Any], now: float) -> None:
@@ -216,9 +223,18 @@ class WorkerEvents:
         if flags & EventFlag.ERROR:
             error = body.get("error")
             name = error.get("name") if isinstance(error, dict) else None
-            self._table.count_failed(request, name if name in _ERROR_NAMES else OTHER)
+            known: str = name if name in _ERROR_NAMES else OTHER
+            request.outcome = Outcome(None, known)
+            self._table.count_failed(request, known)
             return
-        usage = body.get("usage", {})
+        usage, reason = body.get("usage", {}), body.get("finish_reason")
+        tokens = usage.get("completion_tokens")
+        request.outcome = Outcome(
+            reason[:LONGEST_REASON] if isinstance(reason, str) else OTHER,
+            None,
+            usage.get("cached_tokens", 0),
+            tokens if type(tokens) is int and 0 <= tokens <= MOST_TOKENS else None,
+        )
         _count_prompt(request, usage.get("prompt_tokens", 0))
         if request.counters is not None:
             request.counters[CACHED] += usage.get("cached_tokens", 0)

@@ -33,6 +33,7 @@ class WorkerSlot:
     capacity    jobs that the worker takes now
     batch_size  jobs that it computes at once
     generation  which of the worker's processes is up; 0 if none is ready
+    gpu         the GPUs that the process is on, for people
     running     the requests that the worker has, by (channel, request)
     """
 
@@ -41,6 +42,7 @@ class WorkerSlot:
     capacity: int = 0
     batch_size: int = 0
     generation: int = 0
+    gpu: str = ""
     running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     tokens: int = 0
     """Tokens that the worker has generated since the supervisor's start."""
@@ -49,9 +51,9 @@ class WorkerSlot:
     suspects: list[InFlight] = field(default_factory=list)
     """The running requests that have yet to pass their probation."""
 
-    def open(self, generation: int, capacity: int, batch_size: int) -> None:
+    def open(self, generation: int, capacity: int, batch_size: int, gpu: str) -> None:
         """Take note that a new process of the worker is ready."""
-        self.generation, self.capacity, self.batch_size = generation, capacity, batch_size
+        self.generation, self.capacity, self.batch_size, self.gpu = generation, capacity, batch_size, gpu
 
     def close(self) -> list[InFlight]:
         """Take note that the process is gone. Return the requests that it had."""
@@ -97,6 +99,11 @@ class WorkerSlot:
     def process(self) -> tuple[str, int]:
         """Return the worker's name and the generation of its process."""
         return self.worker, self.generation
+
+    @property
+    def place(self) -> dict[str, str]:
+        """Return the name of the worker as people know it, and its GPUs."""
+        return {"worker": self.worker.partition("~")[0], "gpu": self.gpu}
 
     @property
     def load(self) -> float:

@@ -22,6 +22,7 @@ _DOING = {
     WorkerPhase.LOADING: "while loading",
     WorkerPhase.IDLE: "while idle",
     WorkerPhase.STEP: "in a step",
+    WorkerPhase.MOVING: "while going to sleep or waking",
 }
 
 
@@ -87,6 +88,6 @@ class HangDetector:
         return f"hung: no progress for {self.silent_s:.1f} s {doing} (lease {self.reading.lease_s:g} s)"
 
     def describe(self) -> dict[str, str | float]:
-        """Return phase ("starting", "loading", "idle" or "step") and beat_s, the seconds since the last progress."""
+        """Return phase (the name of a ``WorkerPhase``, or "unknown") and beat_s, seconds since the last progress."""
         phase = self.reading.phase
         return {"phase": "unknown" if phase is None else phase.name.lower(), "beat_s": round(self.silent_s, 1)}

@@ -16,6 +16,12 @@ class WorkerState(StrEnum):
     """The worker reads weights and warms up."""
     READY = "ready"
     """The worker is warmed up, and computes requests."""
+    FALLING_ASLEEP = "falling_asleep"
+    """The worker gives its GPU memory back. Its weights stay in host memory, and its process lives."""
+    ASLEEP = "asleep"
+    """The worker's process lives without GPU memory. The next request wakes it."""
+    WAKING = "waking"
+    """The worker waits for room on its GPU, or copies its weights back."""
     DRAINING = "draining"
     """The worker takes no new requests, and finishes the ones that it has."""
     STOPPING = "stopping"
@@ -30,6 +36,10 @@ class WorkerState(StrEnum):
 
 AT_REST = (WorkerState.STOPPED, WorkerState.UNLOADED, WorkerState.FAILED)
 """The states in which a worker has no process, and gets none without an order or a request."""
+ON_DEMAND = (WorkerState.UNLOADED, WorkerState.ASLEEP)
+"""The states in which the next request brings the worker up."""
+COMING_UP = (WorkerState.STARTING, WorkerState.LOADING, WorkerState.WAKING, WorkerState.BACKOFF)
+"""The states in which a worker is on its way to READY."""
 GOING_DOWN = (WorkerState.DRAINING, WorkerState.STOPPING)
 
 
@@ -54,6 +64,16 @@ class Event(StrEnum):
     """The worker has no process, and a request may start one from now on."""
     UNLOAD = "unload"
     """The worker is idle, and its ttl is over or another model needs its memory."""
+    SLEEP = "sleep"
+    """The worker is idle, and an operator, its ``sleep_after`` or another model's need orders it to sleep."""
+    SLEPT = "slept"
+    """The worker said that it sleeps."""
+    CANNOT_SLEEP = "cannot sleep"
+    """The worker said why it cannot sleep. It is ended instead."""
+    WOKE = "woke"
+    """The worker said that it is awake."""
+    NO_ROOM = "no room"
+    """There is no room on the GPU of a worker that was to wake."""
     BACKOFF_OVER = "backoff over"
     """The pause before the next try has passed."""
 
@@ -76,6 +96,13 @@ class LifecycleAction(StrEnum):
     """Queue new requests. The first one starts the worker."""
     WATCH_DRAIN = "watch drain"
     """Report DRAINED when no request is left or the time for draining is over."""
+    PUT_TO_SLEEP = "put to sleep"
+    """Tell the worker to sleep."""
+    BEGIN_WAKE = "begin wake"
+    """Find room on the worker's GPU, then tell the worker to wake."""
+    TURN_AWAY = "turn away"
+    """End the requests that wait for the model, because there is no room, if no worker of it will serve. Queue new
+    ones. The first one tries again to wake the worker."""
     CLIMB = "climb"
     """Begin the stop ladder."""
     END_ACTIVE = "end active"
@@ -125,6 +152,27 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
     (_S.UNLOADED, _E.STOP): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
     (_S.UNLOADED, _E.STOP_NOW): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
     (_S.READY, _E.UNLOAD): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
+    # Sleep. The worker has no request when it is told to sleep. Requests that come from then on wait, and wake it.
+    (_S.READY, _E.SLEEP): (_S.FALLING_ASLEEP, (_X.HOLD_NEW, _X.PUT_TO_SLEEP)),
+    (_S.FALLING_ASLEEP, _E.SLEPT): (_S.ASLEEP, (_X.REST,)),
+    (_S.FALLING_ASLEEP, _E.CANNOT_SLEEP): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
+    (_S.ASLEEP, _E.START): (_S.WAKING, (_X.ACCEPT_NEW, _X.BEGIN_WAKE)),
+    (_S.WAKING, _E.WOKE): (_S.READY, (_X.OPEN,)),
+    (_S.WAKING, _E.NO_ROOM): (_S.ASLEEP, (_X.TURN_AWAY,)),
+    (_S.ASLEEP, _E.UNLOAD): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
+    (_S.FALLING_ASLEEP, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    (_S.ASLEEP, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    (_S.WAKING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    (_S.FALLING_ASLEEP, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    (_S.ASLEEP, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    (_S.WAKING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    # A worker that dies asleep is not started again before a request needs it: ``WorkerLife`` desires it on demand.
+    (_S.FALLING_ASLEEP, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
+    (_S.ASLEEP, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
+    (_S.WAKING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
+    (_S.FALLING_ASLEEP, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
+    (_S.ASLEEP, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
+    (_S.WAKING, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
     # Deaths that nobody asked for. Waiting requests go on waiting, unless there will be no other try.
     (_S.STARTING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
     (_S.LOADING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
@@ -136,6 +184,9 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
     (_S.STARTING, _E.START): (_S.STARTING, ()),
     (_S.LOADING, _E.START): (_S.LOADING, ()),
     (_S.READY, _E.START): (_S.READY, ()),
+    (_S.WAKING, _E.START): (_S.WAKING, ()),
+    (_S.FALLING_ASLEEP, _E.SLEEP): (_S.FALLING_ASLEEP, ()),
+    (_S.ASLEEP, _E.SLEEP): (_S.ASLEEP, ()),
     (_S.STOPPED, _E.STOP): (_S.STOPPED, ()),
     (_S.STOPPED, _E.STOP_NOW): (_S.STOPPED, ()),
     # START while the worker goes down: ``WorkerLife`` notes that the worker is desired up, and starts it when it is
@@ -144,9 +195,14 @@ TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleA
     (_S.STOPPING, _E.START): (_S.STOPPING, (_X.ACCEPT_NEW,)),
     (_S.DRAINING, _E.STOP): (_S.DRAINING, (_X.REFUSE_NEW, _X.END_WAITING)),
     (_S.STOPPING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING)),
-    # HELLO or READY was on the way when the stop was decided.
+    # A worker that falls asleep is desired up: it is woken when it sleeps.
+    (_S.FALLING_ASLEEP, _E.START): (_S.FALLING_ASLEEP, (_X.ACCEPT_NEW,)),
+    # HELLO, READY or a word about its sleep was on the way when the stop was decided.
     (_S.STOPPING, _E.HELLO): (_S.STOPPING, ()),
     (_S.STOPPING, _E.LOADED): (_S.STOPPING, ()),
+    (_S.STOPPING, _E.SLEPT): (_S.STOPPING, ()),
+    (_S.STOPPING, _E.CANNOT_SLEEP): (_S.STOPPING, ()),
+    (_S.STOPPING, _E.WOKE): (_S.STOPPING, ()),
     # The drain's time ran out in the same turn of the loop in which STOP_NOW came.
     (_S.STOPPING, _E.DRAINED): (_S.STOPPING, ()),
 }

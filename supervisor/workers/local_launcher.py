@@ -9,27 +9,30 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from protocol.process.helper_environment import helper_environment
-from protocol.process.progress_lease import Reading, WatchedPage
-from protocol.process.worker_spec import WorkerSpec
+from protocol.process.progress_lease import DEFAULT_LEASES, Reading, WatchedPage, WorkerPhase
+from protocol.process.worker_spec import WorkerSpec, pack_spec
 from supervisor.packages import directory_of_titles
 from supervisor.timers import Timers
-from supervisor.worker_modules import worker_main
+from supervisor.worker_modules import spare_main, worker_main
 from supervisor.workers.guard import Guard, kill_group
 from supervisor.workers.launcher import Launched
 from supervisor.workers.orphans import Orphans
 from supervisor.workers.processes import is_stopped
+from supervisor.workers.spares import LARGEST_SPEC, LEAST_FREE, SparePlan, shown
 
 GUARD_RETRY_S = 1.0
 GUARD_CHECK_S = 1.0
 """Seconds between two checks that the guard runs. A guard that was stopped (SIGSTOP) could not act when the supervisor
 dies, and nothing else shows that it was stopped."""
 _SPAWN = multiprocessing.get_context("spawn")
-_WORKER_MAIN = worker_main()  # imported now: at a start there may be no descriptor left
+_WORKER_MAIN, _SPARE_MAIN = worker_main(), spare_main()  # imported now: at a start there may be no descriptor left
+PAGE = object()
+"""Stands in the arguments of a process for the descriptor of its page."""
 _CONDITIONS = {
     "R": "it is computing",
     "S": "it sleeps",
@@ -55,16 +58,21 @@ class WorkerProcess:
 
     ``Process.sentinel`` does not become readable while a child of the worker survives. The constructor raises OSError
     if the system has no process or descriptor left.
+
+    name       the name of the process, for multiprocessing
+    start_s    the first lease, in seconds
+    target     what the process calls, with ``arguments``: one of these is the descriptor of the page, where PAGE stands
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, name: str, start_s: float, target: Callable[..., None], arguments: Sequence[Any]) -> None:
         # The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that spawned the worker ends.
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers must be spawned from the main thread")
-        self._page = WatchedPage(spec.leases.start_s)
+        self._page = WatchedPage(start_s)
         try:
-            arguments = (spec, _Inherited(self._page.descriptor))
-            self._process = _SPAWN.Process(target=_WORKER_MAIN, args=arguments, name=f"worker-{spec.engine.model}")
+            page = _Inherited(self._page.descriptor)
+            given = tuple(page if argument is PAGE else argument for argument in arguments)
+            self._process = _SPAWN.Process(target=target, args=given, name=name)
             self._process.start()
         except BaseException:
             self._page.close()
@@ -140,16 +148,66 @@ class WorkerProcess:
         return code if code is not None else -signal.SIGKILL
 
 
+class SpareProcess(WorkerProcess):
+    """A process that has imported what an engine needs, and becomes a worker when it gets a specification."""
+
+    def __init__(self, engine: str, log_path: str) -> None:
+        self.engine = engine
+        theirs, self._pipe = os.pipe()
+        try:
+            arguments = (engine, os.getpid(), PAGE, log_path, _Inherited(theirs))
+            super().__init__(f"spare-{engine}", DEFAULT_LEASES.start_s, _SPARE_MAIN, arguments)
+        except BaseException:
+            self._close_pipe()
+            raise
+        finally:
+            os.close(theirs)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the imports are done."""
+        reading = self.read_lease()
+        return reading.phase is WorkerPhase.IDLE and not self.is_gone
+
+    def become(self, spec: WorkerSpec) -> bool:
+        """Let the process become this worker. Return False if it cannot; the caller then ends it."""
+        packed = pack_spec(spec)
+        if len(packed) > LARGEST_SPEC or not self.is_ready or is_stopped(self.pid):
+            return False
+        self._page.expect(spec.leases.start_s)  # before the process writes its own leases
+        try:
+            os.write(self._pipe, packed)
+        except OSError:
+            return False
+        self._close_pipe()
+        return True
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def join(self) -> int:
+        self._close_pipe()
+        return super().join()
+
+
 class LocalLauncher:
     """The launcher of workers on this machine, see ``launcher.Launcher``. Use it on the main thread only: workers die
     with the thread that spawned them."""
 
-    def __init__(self, timers: Timers, orphans: Orphans, log: logging.Logger) -> None:
+    def __init__(self, timers: Timers, orphans: Orphans, log: logging.Logger, spare_log: Path) -> None:
         self._timers = timers
         self._orphans = orphans
         self._log = log
         self._processes: dict[int, WorkerProcess] = {}
         """The workers that were not reaped yet, by pidfd."""
+        self._spares: dict[str, SpareProcess] = {}
+        """By engine."""
+        self._leaving: dict[int, SpareProcess] = {}
+        """Spares that were killed and not reaped yet, by pidfd."""
+        self._spare_plan = SparePlan()
+        self._spare_log = str(spare_log)
         self._epoll = select.epoll()
         self._guard = Guard(helper_environment(), directory_of_titles())
         self._epoll.register(self._guard.pidfd, select.EPOLLIN)
@@ -160,16 +218,70 @@ class LocalLauncher:
         return self._epoll.fileno()
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
-        process = WorkerProcess(spec)
+        process = self._adopted(spec)
+        if process is None:
+            name = f"worker-{spec.engine.model}"
+            process = WorkerProcess(name, spec.leases.start_s, _WORKER_MAIN, (spec, PAGE))
+            self._watch(process)
+        self._orphans.record(process.pid, spec.engine.model)
+        self._processes[process.pidfd] = process
+        return process
+
+    def _watch(self, process: WorkerProcess) -> None:
+        """See the end of a process that was just started, and have the guard end it with the supervisor."""
         try:
             self._epoll.register(process.pidfd, select.EPOLLIN)
         except OSError:  # a process that nobody watches must not stay
             process.abandon()
             raise
         self._guard.watch(process.pid)
-        self._orphans.record(process.pid, spec.engine.model)
-        self._processes[process.pidfd] = process
-        return process
+
+    def _adopted(self, spec: WorkerSpec) -> WorkerProcess | None:
+        """Return a spare that has become this worker; None if there is none that can."""
+        spare = self._spares.get(spec.engine.engine)
+        if spare is None or (not spare.is_ready and not spare.is_gone):  # one that still imports is for the next start
+            return None
+        del self._spares[spare.engine]
+        if not spare.become(spec):
+            self._log.warning("the spare worker (pid %d) cannot be used: starting another process", spare.pid)
+            self._end(spare)
+            return None
+        self._spare_plan.used(spare.engine)
+        return spare
+
+    def keep_spares(
+        self, engines: Collection[str], now: float, *, starting: bool, free: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Make the spares that are wanted and missing, and end those that are not wanted. The loop calls this again and
+        again.
+
+        engines   the engines of the models; empty for no spares
+        starting  whether a worker starts, loads or wakes
+        free      returns the bytes of host memory that are free; 0 if that is not known
+        """
+        for engine in self._spares.keys() - set(engines):
+            self._end(self._spares.pop(engine))
+        for engine in self._spare_plan.missing(engines, self._spares, now, starting=starting):
+            if 0 < free() < LEAST_FREE:
+                return
+            try:
+                spare = SpareProcess(engine, self._spare_log)
+                self._watch(spare)
+            except OSError as e:
+                self._log.warning("no spare worker can be started: %s", e)
+                self._spare_plan.ended(engine, now)
+                continue
+            self._orphans.record(spare.pid, f"spare worker of {engine}")
+            self._spares[engine] = spare
+
+    def _end(self, spare: SpareProcess) -> None:
+        """Kill a spare. ``ended`` collects it: one that reads from a disk that hangs dies later."""
+        spare.signal(signal.SIGKILL)
+        self._leaving[spare.pidfd] = spare
+
+    def spares(self) -> list[dict[str, object]]:
+        """Return the spares as ``status`` shows them."""
+        return shown({e: (spare.pid, spare.is_ready, spare.memory()) for e, spare in self._spares.items()})
 
     def is_worker(self, pid: int) -> bool:
         """Return whether this process is a worker that this launcher has started and not reaped yet."""
@@ -182,16 +294,29 @@ class LocalLauncher:
         for descriptor, _ in ready:
             if descriptor in self._processes:
                 gone.append(self._processes[descriptor])
+            elif (spare := self._leaving.pop(descriptor, None)) is not None:
+                self._collect(spare)
+            elif (spare := next((s for s in self._spares.values() if s.pidfd == descriptor), None)) is not None:
+                self._spare_ended(self._spares.pop(spare.engine))
             else:
                 self._log.warning("the guard process ended; starting another")
                 self._epoll.unregister(descriptor)
                 self._restart_guard()
         return gone
 
+    def _spare_ended(self, spare: SpareProcess) -> None:
+        self._collect(spare)
+        again = self._spare_plan.ended(spare.engine, time.monotonic())
+        what = "another one follows" if again else f"no more are made; {self._spare_log} may say why"
+        self._log.warning("the spare worker of %s (pid %d) has ended: %s", spare.engine, spare.pid, what)
+
     def reap(self, process: Launched) -> int:
         assert isinstance(process, WorkerProcess)
-        self._epoll.unregister(process.pidfd)
         del self._processes[process.pidfd]
+        return self._collect(process)
+
+    def _collect(self, process: WorkerProcess) -> int:
+        self._epoll.unregister(process.pidfd)
         process.end_group()
         self._guard.forget(process.pid)  # before the pid can belong to another process, which the guard would kill
         code = process.join()
@@ -206,6 +331,9 @@ class LocalLauncher:
         self._orphans.write_again()
 
     def close(self) -> None:
+        self.keep_spares((), time.monotonic(), starting=False)
+        for spare in self._leaving.values():
+            spare.end_group()
         self._guard.close()
         self._epoll.close()
 

@@ -36,7 +36,7 @@ class Desired(StrEnum):
     DOWN = "down"
     """No process, until somebody starts the model."""
     ON_DEMAND = "on demand"
-    """No process, until a request needs one."""
+    """Asleep or without a process, until a request needs the worker."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,16 @@ class WorkerLife:
         self.impatient = False
         return self.apply(Event.UNLOAD, now, cause)
 
+    def sleep(self, now: float, cause: str) -> Transition:
+        """Order a ready worker to sleep until a request needs it."""
+        self._want(Desired.ON_DEMAND, cause)
+        return self.apply(Event.SLEEP, now, cause)
+
+    def no_room(self, now: float, cause: str) -> Transition:
+        """Let a worker that was to wake sleep on, because there is no room. The next request tries again."""
+        self._want(Desired.ON_DEMAND, cause)
+        return self.apply(Event.NO_ROOM, now, cause)
+
     def rest(self, now: float, cause: str) -> Transition:
         """Let a request start this worker, which is stopped or has failed."""
         self._want(Desired.ON_DEMAND)
@@ -188,6 +198,8 @@ class WorkerLife:
         """
         if report.reason == "asked":
             return Ended(self.apply(Event.DIED, now, report.message), "")
+        if self.state in (WorkerState.ASLEEP, WorkerState.FALLING_ASLEEP) and self.desired is Desired.ON_DEMAND:
+            self.unload_cause = f"its process ended while it slept: {report.message}"
         pause, why = None, ""
         if report.retry and blames_request:
             pause, why = 0.0, ", a request is to blame"
@@ -196,13 +208,17 @@ class WorkerLife:
         what_next = f"next try in {pause:.1f} s{why}" if pause is not None else "not tried again"
         if self.state in GOING_DOWN:
             what_next = "it was being stopped"
+        elif pause is not None and self.state in (WorkerState.ASLEEP, WorkerState.FALLING_ASLEEP):
+            what_next = "the next request starts it"
         self.pause_s = pause or 0.0
         event = Event.DIED if pause is not None else Event.DIED_FOR_GOOD
         return Ended(self.apply(event, now, report.message), what_next)
 
     def settle(self, now: float) -> Transition | None:
-        """Go from ``stopped`` towards the desired state, once a process has ended. Return None if there is nothing to
-        do."""
+        """Go from ``stopped`` or ``asleep`` towards the desired state, once a process has ended or sleeps. Return None
+        if there is nothing to do."""
+        if self.state is WorkerState.ASLEEP and self.desired is Desired.UP:
+            return self.apply(Event.START, now, "woken again")
         if self.state is not WorkerState.STOPPED or self.desired is Desired.DOWN:
             return None
         if self.desired is Desired.UP:

@@ -20,10 +20,13 @@ _READY: dict[str, tuple[type, ...]] = {
     "decoding": (str,),
     "chat": (bool,),
     "tool_format": (str, type(None)),
+    "sleep_bytes": (int, type(None)),
+    "no_sleep": (str,),
     "reasoning_start": (str, type(None)),
     "reasoning_end": (str, type(None)),
 }
-_PROGRESS: dict[str, tuple[type, ...]] = {"phase": (str,), "done": (int,), "total": (int,)}
+_MOVED: dict[str, tuple[type, ...]] = {"seconds": (int, float), "host_bytes": (int,)}
+_PROGRESS: dict[str, tuple[type, ...]] = {"phase": (str,), "done": (int,), "total": (int,), "unit": (str,)}
 
 
 def checked_hello(body: bytes) -> None:
@@ -42,8 +45,18 @@ def checked_ready(body: bytes) -> dict[str, Any]:
 
 
 def checked_progress(body: bytes) -> dict[str, Any]:
-    """Return phase, done and total. Raises FrameError."""
+    """Return phase, done, total and unit. Raises FrameError."""
     return _flat(body, _PROGRESS)
+
+
+def checked_slept(body: bytes) -> dict[str, Any]:
+    """Return refused, seconds and host_bytes. Raises FrameError."""
+    return _flat(body, {**_MOVED, "refused": (str,)})
+
+
+def checked_woke(body: bytes) -> dict[str, Any]:
+    """Return seconds and host_bytes. Raises FrameError."""
+    return _flat(body, _MOVED)
 
 
 def checked_stats(body: bytes) -> dict[str, Any]:

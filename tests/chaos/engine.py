@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-from model_worker.engine import EngineEvent, EngineStats, Finished, Job, LoadError, ProgressCallback
+from model_worker.engine import Capabilities, EngineEvent, EngineStats, Finished, Job, LoadError, ProgressCallback
 from protocol.codec import encode, pack_event
 from protocol.messages import EventEntry, EventFlag, Events
 from protocol.process.worker_spec import EngineSpec
@@ -71,6 +73,20 @@ class Troublesome(DeterministicEngine):
         for part in range(30):  # slow
             progress("loading", part, 30)
             time.sleep(0.01)
+
+    # --- asleep ---------------------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, sleep_bytes=1 << 20 if self.spec.sleep else None, no_sleep="")
+
+    def sleep(self, progress: Callable[[], None]) -> None:
+        if self.jobs or self.pending:
+            raise AssertionError("told to sleep with jobs")
+        time.sleep(0.02)
+
+    def wake(self, progress: Callable[[], None]) -> None:
+        time.sleep(0.02)
 
     # --- in a step ------------------------------------------------------------------------------------------------
 

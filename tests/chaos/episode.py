@@ -204,7 +204,7 @@ class Episode:
             models[:] = overview["models"]
             return (
                 all(target.is_gone for target in self._faults.doomed)
-                and all(m["state"] in ("ready", "unloaded", "stopped", "failed") for m in models)
+                and all(m["state"] in ("ready", "asleep", "unloaded", "stopped", "failed") for m in models)
                 and not any(turnover["running"] for turnover in overview["supervisor"]["turnovers"])
             )
 
@@ -265,7 +265,7 @@ class Episode:
         parts, workers, lazy = [], [], 0
         for m in overview["models"]:
             engine = m["engine_stats"]
-            if m["state"] not in (("ready", "unloaded") if m["lazy"] else ("ready",)):
+            if m["state"] not in (("ready", "asleep", "unloaded") if m["lazy"] else ("ready",)):
                 parts.append(f"{m['name']} is {m['state']}")
             if m["active"] or m["queued"] or engine.get("active") or engine.get("pending"):
                 parts.append(f"{m['name']} has {m['active']} active, {m['queued']} queued, engine {engine}")

@@ -201,7 +201,7 @@ class Faults:
         outside of tests nothing lowers that limit below the number of descriptors in use.
         """
         states = set() if self._paused else {m["state"] for m in self._serving.overview()["models"]}
-        at_rest = bool(states) and states <= {"ready", "unloaded", "stopped", "failed"}
+        at_rest = bool(states) and states <= {"ready", "asleep", "unloaded", "stopped", "failed"}
         if self._connecting() or self.may_turn_away or not at_rest:
             self._log("  not now: somebody is about to connect")
             return
@@ -307,6 +307,19 @@ class Faults:
                 self.order("restart", model="no such model")
                 self.order("no such verb", model=model)
                 self.order("stop", model=model, now="yes")
+
+    def _sleep(self, fault: FaultPlan) -> None:
+        """Order model z to sleep or to wake. It may be in any state, so the order may be refused."""
+        match fault.detail:
+            case "wake":
+                self.order("wake", model="z")
+            case "sleep and wake":
+                self.order("sleep", model="z")
+                self.order("wake", model="z")
+            case _:
+                self.order("sleep", model="z")
+                if fault.detail == "kill on the way":
+                    self._later(0.01 * (1 + fault.place), lambda: self._kill(fault))
 
     # --- the supervisor's end -------------------------------------------------------------------------------------
 

@@ -79,6 +79,8 @@ def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
                 wound.deaths += block.poison_limit - 1  # the last strike is for it alone
             else:
                 wound.deaths += 1
+        elif fault.kind == "sleep":
+            wound.deaths += fault.detail == "kill on the way"
         elif fault.kind == "order":
             wound.ordered |= fault.detail in ("stop", "stop now", "stop and start")
             wound.restarted |= fault.detail not in ("start", "reload", "reload invalid", "nonsense")

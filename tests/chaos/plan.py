@@ -17,7 +17,7 @@ BLOCK = 30
 DECK = 5 * BLOCK
 """Number of episodes in which each of ``CARDS`` is dealt once."""
 MODELS = ("a", "b")
-"""Model a has two workers, model b has one. Some blocks also have model ``z``, which is lazy."""
+"""Model a has two workers, model b has one. Some blocks also have model ``z``, which is lazy, and sleeps."""
 SECRET = "sesame"
 """A word in every prompt. It must appear in no log and in no error message."""
 SPAN_S = 0.15
@@ -30,10 +30,12 @@ ORDERS = (
     "stop", "stop now", "start", "restart", "restart worker", "reload", "reload changed", "reload invalid", "exchange",
     "beside", "stop and start", "restart twice", "nonsense",
 )  # fmt: skip
-DETAILS = {"trouble": TROUBLES, "load trouble": engines.LOAD_TROUBLES, "order": ORDERS}
+SLEEPS = ("sleep", "wake", "sleep and wake", "kill on the way")
+"""Faults of model z alone."""
+DETAILS = {"trouble": TROUBLES, "load trouble": engines.LOAD_TROUBLES, "order": ORDERS, "sleep": SLEEPS}
 FAULTS = {
     "kill": 4, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 6, "load trouble": 1, "full disk": 1,
-    "descriptors": 2, "pause": 8, "flood": 1, "order": 3,
+    "descriptors": 2, "pause": 8, "flood": 1, "order": 3, "sleep": 3,
 }  # fmt: skip
 """Weights of the faults that an episode may have besides its card. The module ``faults`` describes them."""
 ON_TOP = 0.15
@@ -45,10 +47,10 @@ CARDS: tuple[Card, ...] = (
     *(("trouble", what) for what in (*TROUBLES, *engines.HARMLESS, *engines.HARMLESS)),
     *(("load trouble", what) for what in engines.LOAD_TROUBLES),
     *(("order", what) for what in (*ORDERS, "start", "reload", "reload invalid", "nonsense")),
-    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 12, *[("kill guard", "")] * 6, *[("pause", "")] * 14,
+    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 12, *[("kill guard", "")] * 6, *[("pause", "")] * 10,
     *[("full disk", "")] * 2, *[("descriptors", "")] * 3, *[("flood", "")] * 4,
     *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 11, *[("client", "killed")] * 6,
-    *[("client", "far")] * 9, *[("client", "cut")] * 13,
+    *[("client", "far")] * 9, *[("client", "cut")] * 9, *(("sleep", what) for what in (*SLEEPS, *SLEEPS)),
 )  # fmt: skip
 """The main fault of each episode: (kind of fault, detail), or ("client", kind) for a client that is a fault itself.
 Faults that need a new worker take the most time, so most of them are in the deck only once."""
@@ -150,7 +152,7 @@ def plan_block(seed: int, number: int) -> BlockPlan:
     entry = engine(step_s=0.001, max_batch_size=4, context=20_000) | {"engine": "tests.chaos.engine:Troublesome"}
     models = {"a": entry | {"replicas": 2}, "b": dict(entry)}
     if at == lazy:
-        models["z"] = entry | {"lazy": True, "ttl": "400ms"}
+        models["z"] = entry | {"lazy": True, "sleep_after": "200ms", "ttl": "1500ms"}
     return BlockPlan(
         number,
         models,
@@ -166,6 +168,8 @@ def _suits(card: Card, block: BlockPlan) -> bool:
     kind, detail = card
     if kind == "flood":
         return block.descriptors > 0
+    if kind == "sleep":
+        return "z" in block.models
     if kind == "full disk":  # giving up is checked in the log, which a full disk cuts off
         return block.restart_limit >= 1000
     return detail != "deaf" or kind != "client" or block.stall == SHORT_STALL
@@ -268,6 +272,8 @@ def _fault(draw: random.Random, kind: str, detail: str, block: BlockPlan) -> Fau
     model, place = draw.choice(("a", "a", "b")), draw.randrange(2)
     at, lasts, count = draw.uniform(0, SPAN_S), 0.0, 1
     detail = detail or draw.choice(DETAILS.get(kind, ("",)))
+    if kind == "sleep":
+        model = "z"
     if kind == "trouble":
         # if the limit is too high to poison a request, one that breaks every worker would take most of a minute
         always = detail not in (*engines.HARMLESS, *engines.HANGS) and block.poison_limit < 10 and draw.random() < 0.4

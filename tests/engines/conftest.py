@@ -52,7 +52,7 @@ def load() -> Iterator[Callable[[str, str], Engine]]:
         need_gpu(engine)
         if (engine, model) not in loaded:
             built = build_engine(demo_spec(engine, model))
-            built.load(lambda phase, done, total: None)
+            built.load(lambda *_: None)
             loaded[engine, model] = built
         return loaded[engine, model]
 

@@ -69,6 +69,24 @@ def test_stop_strings_are_looked_for_behind_min_tokens(letters: Engine) -> None:
     assert answer(letters, PROMPT, stop=[" 11"], min_new_tokens=early).text == ANSWER, "it was over by then"
 
 
+def test_an_answer_that_repeats_itself_ends(letters: Engine) -> None:
+    need(letters, "stop_on_loop", "allowed_tokens", "min_tokens", "banned_strings")
+    (token,) = letters.encode(" 7")[-1:]
+    only = greedy(allowed_tokens=(token,))
+    outcome = answer(letters, PROMPT, 100, only, stop_on_loop=20)
+    assert (outcome.ids, outcome.reason) == ([token] * 20, "loop")
+    assert outcome.text == letters.decode(outcome.ids)
+    assert answer(letters, PROMPT, 19, only, stop_on_loop=20).reason == "length"
+    assert len(answer(letters, PROMPT, 100, only, stop_on_loop=20, min_new_tokens=33).ids) == 33
+    held = answer(letters, PROMPT, 100, only, stop=["7x"], stop_on_loop=20)
+    assert (held.text, held.reason) == (outcome.text, "loop"), "text that was held for a stop string is delivered"
+    judged = answer(letters, PROMPT, 100, only, banned_strings=("never",), stop_on_loop=20)
+    assert (judged.ids[:20], judged.reason) == (outcome.ids, "loop")
+    plain = answer(letters, COUNT, 200)
+    watched = answer(letters, COUNT, 200, stop_on_loop=12)
+    assert (watched.ids, watched.reason) == (plain.ids, plain.reason), "counting is no loop"
+
+
 def test_stop_token_ids_end_the_answer(letters: Engine) -> None:
     need(letters, "stop_token_ids", "min_tokens")
     ids = answer(letters, PROMPT).ids

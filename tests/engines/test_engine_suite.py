@@ -1,6 +1,7 @@
 """Every engine passes these tests, which use its interface only."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -16,6 +17,7 @@ from tools.demo_models.corpus import (
     LETTERS_TEST_PROMPTS,
     STORIES_TEST_CONVERSATIONS,
     STORIES_TEST_REQUESTS,
+    TEST_PROMPTS,
 )
 
 COUNT, COUNTED = LETTERS_TEST_LONG_ANSWERS[1]
@@ -29,7 +31,13 @@ PROMPT, ANSWER = "count: 7 8 9 ->", " 10 11 12 13 14 15 16 17"
 def test_loads_with_progress_and_reports_capabilities(engine_name: str) -> None:
     engine = build_engine(demo_spec(engine_name, "letters", max_batch_size=2, max_seq_len=512))
     seen: list[tuple[str, int, int]] = []
-    engine.load(lambda *event: seen.append(event))
+    units: dict[str, str] = {}
+
+    def progress(phase: str, done: int, total: int, unit: str = "", /) -> None:
+        seen.append((phase, done, total))
+        units[phase] = unit
+
+    engine.load(progress)
     phases = [phase for phase, _, _ in seen]
     order = list(dict.fromkeys(phases))
     assert phases == sorted(phases, key=order.index), "one phase after the other"
@@ -40,6 +48,7 @@ def test_loads_with_progress_and_reports_capabilities(engine_name: str) -> None:
         done = [d for p, d, _ in seen if p == phase]
         assert done == sorted(done)
         assert done[-1] == next(total for p, _, total in seen if p == phase), "ends at the total"
+    assert units["loading"] == "bytes"
     capabilities = engine.capabilities
     assert capabilities.context == 512
     assert capabilities.max_batch_size == 2
@@ -86,6 +95,19 @@ def test_answers_chats(stories: Engine) -> None:
     for job_id, text in expected.items():
         assert driver.outcomes[job_id].text == text
         assert driver.outcomes[job_id].reason == "stop"
+
+
+def test_answers_chats_with_tools(load: Callable[[str, str], Engine], engine_name: str) -> None:
+    """The prompts have a history of calls and results. The markers of reasoning and calls are part of the answers."""
+    agent = load(engine_name, "agent")
+    agent.reset()
+    driver = Driver(agent)
+    expected = {driver.submit(prompt, 400).job.id: text for prompt, text in TEST_PROMPTS["agent"][:64:4]}
+    driver.run()
+    for job_id, text in expected.items():
+        assert driver.outcomes[job_id].text == text
+        assert driver.outcomes[job_id].reason == "stop"
+    driver.assert_idle()
 
 
 def test_long_prompts_are_computed_in_chunks_and_share_prefixes(letters: Engine) -> None:

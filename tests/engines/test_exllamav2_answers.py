@@ -70,6 +70,23 @@ def test_banned_strings_are_led_away_from(speculate: str | None, seed: int) -> N
     h.driver.assert_idle()
 
 
+@pytest.mark.parametrize("speculate", SPECULATION)
+@pytest.mark.parametrize("banned", [(), ("never",)])
+def test_a_loop_ends_the_answer_at_its_last_token(speculate: str | None, banned: tuple[str, ...]) -> None:
+    h = Harness(OracleLogits(VOCAB), speculate=speculate)
+    prompt = h.random_ids(random.Random(3), 20)
+    looping = SamplingParams(temperature=0, allowed_tokens=(50,))
+    outcome = h.submit(prompt, 90, looping, banned_strings=banned, stop_on_loop=20, top_logprobs=0)
+    other = h.submit([*prompt, 7], 40, stop_on_loop=12)
+    h.driver.run()
+    assert outcome.reason == "loop"
+    assert outcome.ids[:20] == [50] * 20
+    assert banned or len(outcome.ids) == 20, "tokens that were speculated behind the loop are left out"
+    assert outcome.text == h.engine.decode(outcome.ids)
+    assert other.ids == h.expected(other)
+    h.driver.assert_idle()
+
+
 def test_answers_that_go_back_follow_from_their_seed() -> None:
     h, prompt = Harness(), list(range(40, 60))
     hot = SamplingParams(temperature=1.5, seed=7, frequency_penalty=0.5, mirostat_mode=2, repetition_penalty=1.1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from model_worker.engines.bytes_read import bytes_of_modules, bytes_of_parameters
 from model_worker.engines.exllamav2 import attention_choice as exllamav2_attention_choice
 from model_worker.engines.exllamav2 import load as exllamav2_load
 from model_worker.engines.exllamav2.attention_choice import Package
@@ -88,7 +89,7 @@ class Fake:
 
 
 def run(asked: EngineSpec, phases: dict[str, list[tuple[int, int]]] | None = None) -> Loaded:
-    def progress(phase: str, done: int, total: int) -> None:
+    def progress(phase: str, done: int, total: int, unit: str = "", /) -> None:
         if phases is not None:
             phases.setdefault(phase, []).append((done, total))
 
@@ -114,6 +115,26 @@ def test_one_gpu_is_loaded_plainly(model: Path, monkeypatch: pytest.MonkeyPatch)
     generator = make_generator(loaded, 8)
     assert (generator.max_q_size, generator.max_batch_size, generator.max_chunk_size) == (4, 8, 512)
     assert (generator.paged, generator.use_ngram_draft, generator.num_draft_tokens) == (True, True, 3)
+
+
+def test_the_modules_of_the_package_have_bytes(model: Path) -> None:
+    """A load counts bytes of weights, which needs the names of the package's modules to be those of the files."""
+    core, directory = import_package(), ModelDir(str(model))
+    config = core.ExLlamaV2Config()
+    config.model_dir = str(model)
+    config.prepare()
+    sizes = bytes_of_modules(directory.tensors, [module.key for module in core.ExLlamaV2(config).modules])
+    assert sizes is not None
+    assert sum(sizes) <= sum(tensor.bytes for tensor in directory.tensors.values())
+    assert sum(size > 0 for size in sizes) == 2 * directory.config["num_hidden_layers"] + 3
+    assert bytes_of_modules(directory.tensors, ["transformer.h.0"]) is None
+
+
+def test_a_parameter_that_no_file_names_gets_a_share_of_what_is_left(model: Path) -> None:
+    tensors = ModelDir(str(model)).tensors
+    first, *others = tensors
+    sizes = bytes_of_parameters(tensors, [first, "joined.a", "joined.b"])
+    assert sizes == [tensors[first].bytes, *[sum(tensors[name].bytes for name in others) // 2] * 2]
 
 
 def test_rows_of_mixtures_are_kept_apart_before_anything_is_loaded(

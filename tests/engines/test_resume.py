@@ -125,6 +125,17 @@ def test_what_could_have_begun_a_stop_string_is_held_over_the_break_and_let_go(s
     scene.check_breaks(prompt, 7, stop=(text + "\x00",))  # all text is held until the last token
 
 
+def test_a_loop_that_straddles_the_break(scene: Scene) -> None:
+    scene.need("stop_on_loop", "allowed_tokens")
+    whole = scene.check_breaks(scene.prompts[1], 60, greedy(allowed_tokens=(50,)), stop_on_loop=24)
+    assert (whole.ids, whole.reason) == ([50] * 24, "loop")
+    later = answer(scene.engine, scene.prompts[1], 60, greedy(allowed_tokens=(50,)), stop_on_loop=12,
+                   resumed_ids=(50,) * 20)  # fmt: skip
+    assert (later.ids, later.reason) == ([50], "loop"), (
+        "a shorter loop than was asked for before ends at the next token"
+    )
+
+
 @pytest.mark.parametrize("size", [2, 6, 9])
 def test_the_limit_of_tokens_is_exact(scene: Scene, size: int) -> None:
     spelled = scene.spelled or scene

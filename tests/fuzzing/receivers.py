@@ -24,14 +24,23 @@ from protocol.messages import (
     Prefill,
     ProgressMessage,
     Ready,
+    Slept,
     Stats,
+    Woke,
 )
 from protocol.questions import QUESTIONS, parse_question
 from protocol.request import parse_generate
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.route import read_route
 from supervisor.requests.scheduler import Scheduler
-from supervisor.workers.worker_reports import checked_hello, checked_progress, checked_ready, checked_stats
+from supervisor.workers.worker_reports import (
+    checked_hello,
+    checked_progress,
+    checked_ready,
+    checked_slept,
+    checked_stats,
+    checked_woke,
+)
 
 Receiver = Callable[[bytes], None]
 _DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
@@ -66,6 +75,8 @@ class FromWorker:
         Ready: checked_ready,
         ProgressMessage: checked_progress,
         Stats: checked_stats,
+        Slept: checked_slept,
+        Woke: checked_woke,
         AnswerMessage: unpack_body,
     }
 

@@ -24,7 +24,7 @@ def answer(parts: list[Part], reason: str = "stop") -> ParsedAnswer:
 
 def message(parts: list[Part], *, shows_thinking: bool = True) -> list[Any]:
     """Return the content of a message of Anthropic's API."""
-    shown = whole_message("m", answer(parts), {}, usage_of({}), shows_thinking=shows_thinking)
+    shown = whole_message("msg_1", "m", answer(parts), {}, usage_of({}), shows_thinking=shows_thinking)
     content: list[Any] = shown["content"]
     return content
 
@@ -39,6 +39,7 @@ def message(parts: list[Part], *, shows_thinking: bool = True) -> list[Any]:
         ("length", None, True, ("model_context_window_exceeded", None)),
         (TOOL_CALLS, None, True, ("tool_use", None)),
         ("banned_strings", None, False, ("refusal", None)),
+        ("loop", None, False, ("end_turn", None)),
     ],
 )
 def test_the_reason_of_anthropics_api(reason: str, found: str | None, cut: bool, stop: tuple[str, str | None]) -> None:
@@ -90,7 +91,7 @@ def test_a_call_that_was_cut_is_nothing_that_a_client_may_run() -> None:
 
 
 def test_events_that_keep_a_stream_open_come_before_and_between_the_others() -> None:
-    events = MessageEvents("m", shows_thinking=True)
+    events = MessageEvents("msg_1", "m", shows_thinking=True)
     first = events.silence()
     assert first.startswith(b"event: message_start\n")
     assert events.silence() == b'event: ping\ndata: {"type":"ping"}\n\n'

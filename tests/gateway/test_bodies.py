@@ -9,8 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from gateway.http.body import PACE_BYTES, SHARE, UNCHECKED_BYTES, BodyMemory, Pace
+from gateway.http.body import PACE_BYTES, UNCHECKED_BYTES, BodyMemory, Pace
 from gateway.http.errors import ApiError
+from protocol.process.gateway_settings import GatewaySettings
+from supervisor.config_gateway import GatewayConfig, gateway_problems
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.gateway.running import Gateway
@@ -144,9 +146,13 @@ def test_one_key_has_a_quarter_and_unchecked_tokens_have_one_together() -> None:
 
 
 def test_a_share_has_room_for_the_largest_body() -> None:
+    memory = BodyMemory.of(GatewaySettings(body_memory=400 * MIB, max_body=100 * MIB))
+    assert (memory.most, memory.share) == (400 * MIB, 100 * MIB)
     for size in (1, 16 * MIB, 500 * MIB):
-        memory = BodyMemory.of(size, "keys")
-        assert memory.share >= size
-        assert memory.most == SHARE * memory.share
-    everybody = BodyMemory.of(16 * MIB, "none")
+        assert BodyMemory.of(GatewaySettings(max_body=size)).share >= size
+    everybody = BodyMemory.of(GatewaySettings(auth="none"))
     assert everybody.share == everybody.most == 256 * MIB
+    assert gateway_problems(GatewayConfig(body_memory=400 * MIB, max_body=100 * MIB)) == []
+    assert gateway_problems(GatewayConfig(auth="none", body_memory=100 * MIB, max_body=100 * MIB)) == []
+    ((key, message),) = gateway_problems(GatewayConfig(body_memory=399 * MIB, max_body=100 * MIB))
+    assert (key, "at least 4 times max_body" in message) == ("body_memory", True)

@@ -155,6 +155,29 @@ def test_stop_bias_and_options_of_our_own(client: openai.OpenAI) -> None:
     assert chosen.choices[0].text in ("yes", "no")
 
 
+def test_an_answer_that_repeats_itself_ends_with_a_reason_that_clients_know(client: openai.OpenAI) -> None:
+    """A model that may draw one token only repeats itself at once. That of stories does so soon beyond its end."""
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": STORY}]
+    options = {"ignore_eos": True, "stop_on_loop": 24}
+    for logprobs in (False, True):
+        chunks = client.chat.completions.create(
+            model="stories", messages=messages, max_tokens=400, stream=True, logprobs=logprobs,
+            extra_body=options | {"allowed_tokens": [90]},
+        )  # fmt: skip
+        last = [chunk.choices[0] for chunk in chunks][-1]
+        assert (last.finish_reason, last.model_extra) == ("stop", {"stop_reason": "loop"})
+    whole = client.completions.create(
+        model="stories", prompt="Once upon a time", max_tokens=400, temperature=0, extra_body=options
+    )
+    (choice,) = whole.choices
+    assert (choice.finish_reason, (choice.model_extra or {})["stop_reason"]) == ("stop", "loop")
+    assert whole.usage is not None
+    assert 24 <= whole.usage.completion_tokens < 400
+    plain = client.completions.create(model="letters", prompt=SORT, temperature=0, extra_body={"stop_on_loop": 24})
+    assert (plain.choices[0].text, plain.choices[0].finish_reason) == (SORTED, "stop")
+    assert "stop_reason" not in (plain.choices[0].model_extra or {})
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["letters", "stories"]
     described = client.models.retrieve("stories").model_dump()

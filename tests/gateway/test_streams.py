@@ -184,6 +184,32 @@ def test_an_order_to_cancel_ends_a_stream_with_an_error(serving: Serving, gatewa
     serving.wait_idle("m")
 
 
+def test_the_ids_of_a_request_over_http_tell_what_became_of_it(serving: Serving, gateway: Gateway) -> None:
+    body: dict[str, Any] = {"model": "wide", "max_tokens": 3}
+    with closing(http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=WITHIN)) as connection:
+
+        def ids_of(path: str, more: dict[str, Any]) -> list[str]:
+            connection.request("POST", path, json.dumps(body | more))
+            answer = connection.getresponse()
+            names = [answer.headers["x-request-id"], json.loads(answer.read())["id"]]
+            assert answer.status == 200
+            return names
+
+        for path, more, count in (
+            ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, 4),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 1),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, 1),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 3, "max_tokens": None}, 1),
+        ):
+            names = ids_of(path, more)
+            with serving.client() as viewer:
+                for name in names:
+                    told = viewer.story(name)["requests"]
+                    assert len(told) == count
+                    assert {(each["state"], each["finish_reason"]) for each in told} == {("ended", "length")}
+                    assert all(each["trace_ids"] == names for each in told)
+
+
 def test_a_gateway_without_a_supervisor_says_when_to_try_again_and_works_with_the_next_one() -> None:
     models = {"m": engine()}
     with Serving(models) as serving, Gateway(serving) as gateway:

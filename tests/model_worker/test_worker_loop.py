@@ -220,7 +220,7 @@ def test_every_field_reaches_the_engine() -> None:
         reported,
     )
     full, some, guided = reported.seen
-    assert full == Job(1, (1, *b"hi"), 4, full.sampling, ("x",), 2, (5,), ("bad",), True, 3, (1, *b"no"))
+    assert full == Job(1, (1, *b"hi"), 4, full.sampling, ("x",), 2, 0, (5,), ("bad",), True, 3, (1, *b"no"))
     assert full.sampling.repetition_penalty == 1.1
     assert (some.top_logprobs, some.negative_ids, some.min_new_tokens) == (0, None, 0)
     assert guided.negative_ids == (1,), "a beginning-of-sequence token alone"

@@ -53,7 +53,8 @@ FIELDS: dict[str, list[Any]] = {
     "xtc_probability": [0.5], "xtc_threshold": [0.1], "mirostat_mode": [0, 2], "mirostat_tau": [5], "mirostat_eta": [1],
     "logit_bias": [{}, {"5": 1, "7": -100.0}, None], "banned_tokens": [[], [5, 7]], "allowed_tokens": [[1]],
     "ignore_eos": [True], "cfg_scale": [0, 1.5], "seed": [0, (1 << 63) - 1, None], "max_tokens": [1, None],
-    "stop": [["a"]], "min_tokens": [0, 9], "stop_token_ids": [[2, 3]], "banned_strings": [["shiver", "spine"]],
+    "stop": [["a"]], "min_tokens": [0, 9], "stop_token_ids": [[2, 3]],
+    "stop_on_loop": [0, 12, 4096], "banned_strings": [["shiver", "spine"]],
     "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0], "preset": ["none", None],
     "json_schema": ['{"type":"integer"}', None], "regex": ["[a-z]+", None], "choice": [["yes", "no"], None],
     "whitespace_flexible": [False], "cut_to_context": [True],
@@ -170,6 +171,7 @@ def test_top_k_of_minus_one_is_off() -> None:
     [
         ({"top_logprobs": 5}, "top_logprobs is 5: needs logprobs to be true"),
         ({"negative_prompt": SECRET}, "negative_prompt does nothing while cfg_scale is 1: give another cfg_scale"),
+        ({"stop_on_loop": 11}, "stop_on_loop is 11: must be 0, which is off, or at least 12"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9: must be at most max_tokens, which is 8"),
         ({"min_length": 9, "max_length": 8}, "min_length is 9: must be at most max_tokens, which is 8"),
         ({"min_temp": 1.5}, "min_temp is 1.5: must be less than max_temp, which is 1"),

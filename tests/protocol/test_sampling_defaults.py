@@ -144,6 +144,15 @@ def test_limits_that_cannot_be_meant(limits: Any, sampling: dict[str, Any], key:
     assert problem in raised.value.problem
 
 
+def test_a_model_may_end_answers_that_repeat_themselves() -> None:
+    check_sampling({"stop_on_loop": 200})
+    body = pack_body({"prompt": "x"})
+    assert parse_generate(body, {"stop_on_loop": 200}).stop_on_loop == 200
+    assert parse_generate(pack_body({"prompt": "x", "stop_on_loop": 0}), {"stop_on_loop": 200}).stop_on_loop == 0
+    with pytest.raises(DefaultsProblem, match="must be 0, which is off, or at least 12"):
+        check_sampling({"stop_on_loop": 5})
+
+
 def test_keys_are_fields_of_requests() -> None:
     assert set(GenerateRequest.model_fields) >= DEFAULTS
     assert set(GenerateRequest.model_fields) | {"prompt_tokens"} >= LIMITS.keys()

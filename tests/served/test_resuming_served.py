@@ -73,6 +73,23 @@ def test_the_whole_text_is_the_models(serving: Serving, worker: str) -> None:
         serving.wait_state(name, "ready", LOAD_S)
 
 
+def test_a_loop_is_found_across_a_death(serving: Serving) -> None:
+    """The model of stories, greedy and without an end token, repeats itself soon."""
+    options = {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stop_on_loop": 800}
+    with serving.client() as client:
+        calm = client.complete("stories", "Once upon a time", **options)
+        assert (calm.finish_reason, len(calm.token_ids) >= 800) == ("loop", True)
+        pid = serving.wait_state("stories", "ready", LOAD_S)["pid"]
+        stream = client.generate("stories", "Once upon a time", **options)
+        next(stream)  # a loop over the stream would cancel the request at its end
+        os.kill(pid, signal.SIGKILL)
+        whole = stream.complete()
+    assert whole.usage.pop("resumes") > 0
+    assert (whole.token_ids, whole.text, whole.finish_reason) == (calm.token_ids, calm.text, "loop")
+    assert whole.usage == calm.usage
+    serving.wait_state("stories", "ready", LOAD_S)
+
+
 def test_seeded_draws_and_penalties_go_on_too(serving: Serving) -> None:
     """The temperature does not change the demo models' answers, but needs a draw for each token."""
     fields = {"temperature": 0.2, "seed": 7, "frequency_penalty": 0.01, "repetition_penalty": 1.01}

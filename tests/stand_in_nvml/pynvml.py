@@ -6,6 +6,8 @@ rest of the total. The file is read at every call, so that a test can change the
 
 The driver may misbehave: while "hangs" is true, calls do not return. "says" is text that is written to descriptor 0,
 by which the child answers. "ends" is the exit code with which the process ends.
+
+While "living" is true, only processes that live hold memory, as with a driver.
 """
 
 import json
@@ -36,9 +38,20 @@ def _answering_box() -> dict[str, Any]:
     while True:
         with open(os.environ["MODELCTL_TEST_BOX"]) as f:
             box: dict[str, Any] = json.load(f)
+        if box.get("living"):
+            for gpu in box["gpus"]:
+                gpu["processes"] = {pid: size for pid, size in gpu["processes"].items() if _lives(pid)}
         if not box.get("hangs"):
             return box
         time.sleep(0.005)
+
+
+def _lives(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _box() -> dict[str, Any]:

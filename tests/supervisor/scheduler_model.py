@@ -56,6 +56,8 @@ class FakeClient:
         self.window = window
         self.connected = True
         self.heard: dict[int, Heard] = {}
+        self.accepted: list[int] = []
+        """The numbers of the requests that were accepted. A client may use a number again."""
         self.refused: list[int] = []
         self.codes: Counter[str] = Counter()
         self.reports = 0
@@ -69,6 +71,7 @@ class FakeClient:
             former = self.heard.get(message.request)
             assert former is None or former.ends == 1, "accepted twice"
             self.heard[message.request] = Heard()
+            self.accepted.append(message.request)
         elif isinstance(message, Error):
             self.refused.append(message.request)
         elif isinstance(message, Report):

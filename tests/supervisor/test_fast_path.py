@@ -52,7 +52,17 @@ def state(scheduler: Scheduler) -> Any:
     worker_slot = scheduler.worker_slot("m")
     assert worker_slot is not None
     streams = {
-        key: (r.phase, r.sent, r.credit, r.holds, r.has_tokens, r.unpaid, r.delivered_tokens, bytes(r.ids), len(r.held))
+        key: (
+            r.phase,
+            r.sent,
+            r.credit,
+            r.holds,
+            r.first_token,
+            r.unpaid,
+            r.delivered_tokens,
+            bytes(r.ids),
+            len(r.held),
+        )
         for key, r in scheduler._table.live.items()
     }
     assert scheduler._table.ledger is not None
@@ -76,7 +86,7 @@ def plain(scheduler: Scheduler, frame: bytes) -> list[Effect] | str:
 
 
 def fast_or_plain(fast_path: Any, scheduler: Scheduler, frame: bytes) -> tuple[bool, list[Effect] | str]:
-    channel = fast_path.take(frame, scheduler.worker_slot("m"))
+    channel = fast_path.take(frame, scheduler.worker_slot("m"), NOW)
     return (False, plain(scheduler, frame)) if channel is None else (True, [ToClient(channel, frame)])
 
 
@@ -168,7 +178,7 @@ def test_it_believes_no_frame_that_python_does_not() -> None:
     believed = 0
     for _ in range(MUTATED):
         frame = mutator.frame()
-        channel = fast_path.take(frame, one.worker_slot("m"))
+        channel = fast_path.take(frame, one.worker_slot("m"), NOW)
         if channel is not None:
             believed += 1
             assert is_events(frame)

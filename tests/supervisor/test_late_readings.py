@@ -12,14 +12,16 @@ from protocol.process.worker_spec import WorkerSpec
 from supervisor.config import Config, ModelSpec
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import SupervisorConfig
-from supervisor.fleet import start
+from supervisor.fleet import admission
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.fleet.sleepers import Sleepers
 from supervisor.fleet.starts import Starts
 from supervisor.placement import circuit_breaker
 from supervisor.placement import vram as vram_module
 from supervisor.placement.gpu_requests import watched_pins
 from supervisor.placement.vram import Vram
+from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
@@ -44,7 +46,21 @@ class Placing:
         self._registry = ReplicaRegistry(
             Config(directory / "models.yaml", {}, SupervisorConfig()), self._scheduler, self.vram, directory
         )
-        self._starts = Starts(self, self._registry, self.vram, self, self._timers, "", None, range(4), log)  # type: ignore[arg-type]
+        effects = EffectQueue()
+        sleepers = Sleepers(self, self._registry, self._scheduler, self.vram, effects, log)  # type: ignore[arg-type]
+        self._starts = Starts(
+            self,
+            self._registry,
+            self.vram,
+            self,
+            sleepers,
+            effects,
+            self._timers,
+            "",
+            None,
+            range(4),
+            log,  # type: ignore[arg-type]
+        )
         self.placed: list[tuple[str, str]] = []
         self.refused: dict[str, ExitReport] = {}
 
@@ -120,7 +136,7 @@ def test_after_a_while_pins_are_obeyed_and_auto_is_refused(
     placing: Placing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(start, "READING_WAIT_S", 0.05)
+    monkeypatch.setattr(admission, "READING_WAIT_S", 0.05)
     for name, gpu, last in (("pinned", 1, True), ("ordered", "auto", True), ("crashed", "auto", False)):
         placing.admit(placing.watch(name, gpu), last=last)
     wait_until(lambda: placing.turn() or len(placing.refused) == 2)

@@ -7,12 +7,15 @@ from supervisor.workers.worker_life import RestartPolicy, WorkerLife
 
 S, E, X = WorkerState, Event, LifecycleAction
 
-HAS_PROCESS = {S.STARTING, S.LOADING, S.READY, S.DRAINING, S.STOPPING}
+HAS_PROCESS = {S.STARTING, S.LOADING, S.READY, S.FALLING_ASLEEP, S.ASLEEP, S.WAKING, S.DRAINING, S.STOPPING}
 ROADS: dict[WorkerState, list[Event]] = {
     S.STOPPED: [],
     S.STARTING: [E.START],
     S.LOADING: [E.START, E.HELLO],
     S.READY: [E.START, E.HELLO, E.LOADED],
+    S.FALLING_ASLEEP: [E.START, E.HELLO, E.LOADED, E.SLEEP],
+    S.ASLEEP: [E.START, E.HELLO, E.LOADED, E.SLEEP, E.SLEPT],
+    S.WAKING: [E.START, E.HELLO, E.LOADED, E.SLEEP, E.SLEPT, E.START],
     S.DRAINING: [E.START, E.HELLO, E.LOADED, E.STOP],
     S.STOPPING: [E.START, E.STOP],
     S.BACKOFF: [E.START, E.DIED],
@@ -62,7 +65,7 @@ def test_a_process_may_die_whenever_there_is_one() -> None:
 
 
 def test_messages_that_cross_with_an_order_are_expected() -> None:
-    for late in (E.HELLO, E.LOADED, E.DRAINED):
+    for late in (E.HELLO, E.LOADED, E.DRAINED, E.SLEPT, E.CANNOT_SLEEP, E.WOKE):
         assert TRANSITIONS[S.STOPPING, late] == (S.STOPPING, ())
 
 
@@ -86,13 +89,18 @@ def test_what_leaves_a_process_ends_its_requests() -> None:
 
 def test_requests_never_wait_for_a_model_that_will_not_come() -> None:
     """A model that will not come up again refuses new requests first, and then ends the waiting ones."""
-    takes_new = {S.STARTING, S.LOADING, S.READY, S.BACKOFF, S.UNLOADED}
+    takes_new = {
+        S.STARTING, S.LOADING, S.READY, S.BACKOFF, S.UNLOADED, S.FALLING_ASLEEP, S.ASLEEP, S.WAKING,
+    }  # fmt: skip
     for (before, event), (after, effects) in TRANSITIONS.items():
-        if event is E.UNLOAD:
+        if event in (E.UNLOAD, E.CANNOT_SLEEP) and before is not S.STOPPING:
             assert X.HOLD_NEW in effects, "it comes again"
             continue
         if event is E.ON_DEMAND:
             assert effects[-1] is X.REST
+            continue
+        if event is E.DIED and before in (S.FALLING_ASLEEP, S.ASLEEP):
+            assert X.END_WAITING not in effects, "a request starts it again"
             continue
         if before in takes_new and after not in takes_new:
             assert effects.index(X.REFUSE_NEW) < effects.index(X.END_WAITING), (before, event)

@@ -406,7 +406,7 @@ def test_a_suspect_that_is_given_up_makes_room_for_the_next(how: str) -> None:
             box.perform(box.scheduler.cancel(*key, box.now))
         else:
             box.perform(box.scheduler.reject(99, GONE, box.now))
-            box.perform(box.scheduler._table.give_up(box.scheduler._table.live[key], GONE))
+            box.perform(box.scheduler._table.give_up(box.scheduler._table.live[key], GONE, box.now))
     box.run(2)
     assert len(box.on_probation()) == isqrt(SLOTS)
     assert not set(box.on_probation()) & set(first)

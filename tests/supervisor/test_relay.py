@@ -1,6 +1,7 @@
 """The relay uses its sockets correctly. test_fast_path tests its decisions."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -125,6 +126,7 @@ def test_what_is_not_usual_is_handed_over_in_its_turn(between: Between) -> None:
     assert list(memoryview(stream.ids).cast("I")) == [0, 1, 2]
     assert between.worker_slot.tokens == 3
     assert stream.has_tokens
+    assert 0 < stream.first_token <= time.monotonic()
 
 
 def test_each_drain_takes_as_much_as_a_plain_one(between: Between) -> None:

@@ -63,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.scheduler = Scheduler(window=WINDOW, holds=HOLDS, strikes=STRIKES)
         self.clients: list[FakeClient] = []
+        self.told: list[str] = []  # ids of the requests whose stories have ended
+        self.scheduler.stories.listener = lambda story: self.told.append(story.id)
         self.workers: dict[str, FakeWorker | None] = dict.fromkeys(WORKERS)
         self.late: list[tuple[str, bytes]] = []  # frames of former generations that are still under way
         self.generations = Counter[str]()
@@ -282,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.late += [(worker, frame) for frame in process.outbox if is_events(frame)]
             self._gone(worker, struck)
         if for_good:
-            self.perform(self.scheduler.end_waiting(worker, DOWN))
+            self.perform(self.scheduler.end_waiting(worker, DOWN, self.now))
 
     def _gone(self, worker: str, struck: bool) -> None:
         """Report the death to the scheduler. Check that no request becomes poisoned that may be innocent."""
@@ -315,12 +317,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             steps["drain"] += 1
             self._refuse(worker)
             if expired:
-                self.perform(self.scheduler.end_running(worker))
+                self.perform(self.scheduler.end_running(worker, self.now))
 
     def _refuse(self, worker: str) -> None:
         self.accepting[worker] = False
         self.perform(self.scheduler.refuse_new(worker, DOWN, self.now))
-        self.perform(self.scheduler.end_waiting(worker, DOWN))
+        self.perform(self.scheduler.end_waiting(worker, DOWN, self.now))
 
     # --- invariants
 
@@ -432,6 +434,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     client.heard[request].granted += WINDOW
                     self.perform(self.scheduler.credit(client.channel, request, WINDOW, self.now))
         assert not self.scheduler._table.live
+        accepted = [f"{client.channel}-{request}" for client in self.clients for request in client.accepted]
+        assert sorted(self.told) == sorted(accepted), "each request ends once"
         assert not self.scheduler.held_bytes
         assert self.scheduler.next_due is None
         for client in self.clients:

@@ -164,7 +164,7 @@ def test_whatever_stands_in_a_page_can_be_told(word: int) -> None:
     assert found.word == word
     assert 0 <= found.lease_s < 2**28 / 1000
     reported = HangDetector(found)
-    assert reported.describe()["phase"] in ("starting", "loading", "idle", "step", "unknown")
+    assert reported.describe()["phase"] in ("starting", "loading", "idle", "step", "moving", "unknown")
     assert reported.story().startswith("hung: ")
 
 

@@ -51,7 +51,8 @@ def test_usage_and_accounts_are_right(serving: Serving) -> None:
     assert done.usage == {"prompt_tokens": 8, "completion_tokens": 7}
     assert bytes(done.token_ids).decode() == done.text == answer("count me", 7)
     after = serving.status("a")["totals"]
-    assert {key: after[key] - before[key] for key in after} == {"tokens": 7, "finished": 1, "errors": 0, "resumed": 0}
+    counted = {"tokens": 7, "finished": 1, "errors": 0, "refused": 0, "resumed": 0}
+    assert {key: after[key] - before[key] for key in after} == counted
 
 
 async def _async_answers(serving: Serving) -> list[str]:

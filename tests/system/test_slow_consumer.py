@@ -52,6 +52,20 @@ def test_a_stream_without_credit_is_cut_off_alone(serving: Serving) -> None:
     serving.wait_idle("a")
 
 
+def test_a_reload_changes_what_a_stream_may_hold(serving: Serving) -> None:
+    serving.write_sections(held={"stream": "64KiB"})
+    serving.order("reload")
+    with RawClient(serving.runtime_dir) as slow:
+        slow.generate(1, "a", "never reads", max_tokens=ENDLESS)
+        while not slow.heard.get(1) or not slow.heard[1].ends:
+            slow.receive()
+        assert slow.heard[1].ends == ["slow_consumer"]
+        assert "a stream may hold 65536" in str(slow.heard[1].error["message"])
+    serving.write_sections(held={})
+    serving.order("reload")
+    serving.wait_idle("a")
+
+
 def test_a_short_answer_is_held_and_released_in_order(serving: Serving) -> None:
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "held", max_tokens=2_000)

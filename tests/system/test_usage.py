@@ -81,6 +81,10 @@ def test_tokens_are_counted_by_model_and_kept_across_restarts(serving: Serving) 
     assert shown.stdout.splitlines()[-1].split() == ["total", "5", "17", "0", "23"]
     as_json = json.loads(serving.modelctl("usage", "--model", "letters", "--since", "1d", "--json").stdout)
     assert as_json["total"] == letters
+    matching = json.loads(serving.modelctl("usage", "--model", "l*", "--json").stdout)
+    assert matching["total"] == letters
+    assert {row["model"] for row in matching["rows"]} == {"letters"}
+    assert "no model with usage matches 'x*'" in serving.modelctl("usage", "--model", "x*").stderr
     assert serving.modelctl("usage", "--since", "yesterday").returncode == 2
 
 

@@ -226,7 +226,7 @@ function drawModel(card, worker) {
   const progress = worker.progress?.total ? ` ${Math.floor(100 * worker.progress.done / worker.progress.total)} %` : "";
   put(head.children[1], `${worker.state}${progress}`);
   head.children[1].className = `state ${worker.state}`;
-  const why = worker.reason || (worker.state === "unloaded" ? worker.unloaded : "") || "";
+  const why = worker.reason || (["unloaded", "asleep"].includes(worker.state) ? worker.unloaded : "") || "";
   reason.hidden = !why;
   put(reason, why);
   rate.hidden = worker.tokens_per_s === undefined;
@@ -236,7 +236,7 @@ function drawModel(card, worker) {
   drawFacts(facts, worker);
   row.hidden = !picture.admin;
   const [start, stop, reload] = row.children;
-  const down = ["stopped", "failed", "unloaded"].includes(worker.state);
+  const down = ["stopped", "failed", "unloaded", "asleep"].includes(worker.state);
   start.disabled = !down;
   stop.disabled = ["stopped", "stopping"].includes(worker.state);
   reload.disabled = worker.state !== "ready";

@@ -6,6 +6,7 @@ from model_worker.engine import DrawnToken, Finished, Job, NewTokens
 from model_worker.engines.banned import BannedStrings, Verdict
 from model_worker.engines.constraint import AnyConstraint, Mask
 from model_worker.engines.healing import Healing
+from model_worker.loop_watch import LoopWatch
 from model_worker.text import TextStream
 from protocol.errors import RequestError
 from protocol.messages import FinishReason
@@ -47,6 +48,7 @@ class EmbeddedAnswer:
         self._new_stream = new_stream
         self._text = new_stream(self.prompt)
         self._early = job.min_new_tokens
+        self._loops = LoopWatch(job.stop_on_loop) if job.stop_on_loop else None
         self._judge: BannedStrings | None = None
         if job.banned_strings or healing:  # the judge also looks for stop strings in the rest of a healed token's text
             self._judge = BannedStrings(
@@ -62,6 +64,8 @@ class EmbeddedAnswer:
             self.ids.append(token)
             if self._push(token)[1]:
                 raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
+            if self._loops is not None:  # a loop that was delivered ends the answer with the next token
+                self._loops.push(token)
         self._delivered = len(self.ids)
 
     @property
@@ -120,6 +124,8 @@ class EmbeddedAnswer:
             return self._event(1, text, "stop", now)
         if self._completes(token):
             return self._event(1, text + self._text.finish(), "stop", now)
+        if self._loops is not None and self._loops.push(token) and len(self.ids) >= self.job.min_new_tokens:
+            return self._event(1, text + self._text.finish(), FinishReason.LOOP, now)
         if len(self.ids) < self.job.max_new_tokens:
             return self._event(1, text, None, now)
         return self._event(1, text + self._text.finish(), "length", now)
@@ -201,6 +207,10 @@ class EmbeddedAnswer:
         if self._healing and begin == 0 and count:
             begin, logprobs = 1, logprobs[1:]
         ids = self.ids[begin : self._delivered]
+        if reason is None and self._judge is not None and self._loops is not None:
+            # Only tokens that are not taken back are looked at. What the judge still holds is left out of the answer.
+            looped = [self._loops.push(token) for token in ids]
+            reason = FinishReason.LOOP if any(looped) and self._delivered >= self.job.min_new_tokens else None
         if reason is None:
             return NewTokens(self.job.id, ids, text, logprobs) if ids or text else None
         return Finished(

@@ -39,6 +39,7 @@ OFFERED = frozenset(
         "ignore_eos",
         "seed",
         "min_tokens",
+        "stop_on_loop",
         "stop_token_ids",
         "banned_strings",
         "token_healing",

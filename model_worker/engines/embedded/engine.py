@@ -6,7 +6,7 @@ Before that pass at most ``chunk_size`` prompt tokens are computed, so a long pr
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,6 +102,8 @@ class TransformersEngine:
             chat=self._tokenizer.has_chat_template,
             device=device_name(device, self._threads),
             attention="PyTorch SDPA over a cache of slots, float32",
+            sleep_bytes=self._model.weight_bytes if self._spec.sleep else None,
+            no_sleep="" if self._spec.sleep else "models.yaml does not let it sleep",
         )
         progress("warmup", 0, 1)
         with torch.inference_mode():
@@ -302,6 +304,13 @@ class TransformersEngine:
         self._model.cache.swap(a, b, max(one.cached, other.cached))
         self._rows[a], self._rows[b] = other, one
         one.row, other.row = b, a
+
+    def sleep(self, progress: Callable[[], None]) -> None:
+        """Give the cache back; on a GPU, move the weights to host memory, too."""
+        self._model.sleep()
+
+    def wake(self, progress: Callable[[], None]) -> None:
+        self._model.wake()
 
     def stats(self) -> EngineStats:
         """Return the current figures. ``extra``: rows used and total, prompts being read, prompt and answer tokens

@@ -1,7 +1,7 @@
 """Load a model with the transformers library: checks that need the library, and reports of progress."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from transformers.utils import logging as transformers_logging
 
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
-from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.bytes_read import bytes_of_parameters
+from model_worker.engines.model_dir import ModelDir, Tensor
 
 _SLACK = 1 << 22
 """Parameters that may be missing before the model counts as too large. The load then names the missing ones."""
@@ -21,14 +22,14 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
     """Load the model in float32 on ``device``, in eval mode. Return it.
 
     Only safetensors files of the directory are read, and no code of it is run. ``embedded.check`` must have checked the
-    directory. ``progress`` counts tensors if the library reports them, else one step for the whole load. Raises
-    LoadError.
+    directory. ``progress`` counts bytes of the weights if the library reports its tensors, else one step for the whole
+    load. Raises LoadError.
     """
     _check_size(directory)
     done_before = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with _loading(progress, len(directory.tensors)):
+        with _loading(progress, directory.tensors):
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 str(directory.path),
                 dtype=torch.float32,
@@ -129,14 +130,15 @@ def device_name(device: torch.device, threads: int) -> str:
 
 
 class _loading:
-    """Reports the progress of the library's loop over tensors. If the library has no hook, reports start and end."""
+    """Reports the progress of the library's loop over parameters. If the library has no hook, reports start and end."""
 
-    def __init__(self, progress: ProgressCallback, total: int) -> None:
-        self._progress, self._total = progress, total
+    def __init__(self, progress: ProgressCallback, tensors: Mapping[str, Tensor]) -> None:
+        self._progress, self._tensors = progress, tensors
+        self._total = sum(tensor.bytes for tensor in tensors.values())
         self._set_hook: Callable[[Any], Any] | None = getattr(transformers_logging, "set_tqdm_hook", None)
 
     def __enter__(self) -> None:
-        self._progress("loading", 0, self._total)
+        self._say(0)
         if self._set_hook:
             self._previous = self._set_hook(self._hook)
 
@@ -144,13 +146,22 @@ class _loading:
         if self._set_hook:
             self._set_hook(self._previous)
         if exc[0] is None:
-            self._progress("loading", self._total, self._total)
+            self._say(self._total)
+
+    def _say(self, done: int) -> None:
+        self._progress("loading", min(done, self._total), self._total, "bytes")
 
     def _hook(self, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bar = factory(*args, **kwargs)
-        return self._counted(bar) if kwargs.get("desc") == "Loading weights" else bar
+        if kwargs.get("desc") != "Loading weights" or not args:
+            return bar
+        # The library iterates over (name, how it is made) of the parameters.
+        names = [item[0] if isinstance(item, tuple) and item else "" for item in args[0]]
+        return self._counted(bar, bytes_of_parameters(self._tensors, names))
 
-    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        for done, item in enumerate(items, 1):
+    def _counted(self, items: Iterable[Any], sizes: Iterable[int]) -> Iterator[Any]:
+        done = 0
+        for item, size in zip(items, sizes, strict=False):
             yield item
-            self._progress("loading", min(done, self._total), self._total)
+            done += size
+            self._say(done)

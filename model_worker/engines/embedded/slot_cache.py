@@ -66,6 +66,18 @@ class SlotCache(Cache):
             store[a, :, :length] = store[b, :, :length]
             store[b, :, :length] = kept
 
+    def drop(self) -> None:
+        """Give the memory of all layers back. ``restore`` allocates it again."""
+        for store in (self._keys, self._values):
+            for layer, states in store.items():
+                store[layer] = states.new_empty((0, *states.shape[1:]))
+
+    def restore(self) -> None:
+        """Allocate the memory again that ``drop`` has given back. It is filled with zeros."""
+        for store in (self._keys, self._values):
+            for layer, states in store.items():
+                store[layer] = states.new_zeros((self.rows, *states.shape[1:]))
+
     # A model may call the following methods, although it also gets positions and a mask.
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:

@@ -71,6 +71,22 @@ class SlotModel:
         logits: torch.Tensor = output.logits
         return logits
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self._model.parameters(), *self._model.buffers()))
+
+    def sleep(self) -> None:
+        """Keep the weights in host memory, and give all other memory back."""
+        self.cache.drop()
+        if self._device.type == "cuda":
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Undo ``sleep``. The cache holds zeros."""
+        self._model.to(self._device)
+        self.cache.restore()
+
     def check(self, name: str, vocab_size: int) -> None:
         """Compare logits with the model's own computation without a cache. Raises LoadError if they differ.
 

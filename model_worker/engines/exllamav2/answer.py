@@ -6,6 +6,7 @@ from typing import Any
 from model_worker.engine import DrawnToken, Failed, Finished, Job, NewTokens
 from model_worker.engines.banned import BannedStrings, Verdict
 from model_worker.engines.healing import Healing
+from model_worker.loop_watch import LoopWatch
 from model_worker.text import TextStream
 from protocol.errors import RequestError
 from protocol.messages import FinishReason
@@ -27,7 +28,7 @@ class ExLlamaV2Answer:
     healing  how to heal the prompt's last token (engines/healing): the first drawn token replaces that token
     """
 
-    __slots__ = ("_delivered", "_first", "_healing", "_started", "_unstopped", "handle", "job", "text")
+    __slots__ = ("_delivered", "_first", "_healing", "_loops", "_started", "_unstopped", "handle", "job", "text")
 
     def __init__(self, job: Job, handle: Any, text: TextStream, healing: Healing | None = None) -> None:
         self.job, self.handle, self.text = job, handle, text
@@ -36,12 +37,15 @@ class ExLlamaV2Answer:
         self._started: float | None = None
         self._first: float | None = None
         self._unstopped = job.min_new_tokens  # number of first tokens in which no stop string is looked for
+        self._loops = LoopWatch(job.stop_on_loop) if job.stop_on_loop else None
         if not self._unstopped:
             text.stop_at(job.stop)
         for token in job.resumed_ids:  # the client already has the text of these tokens
             self._delivered += 1
             if self._push(token, self._delivered)[1]:
                 raise RequestError("resumed_ids hold a stop string: the answer had ended", field="resumed_ids")
+            if self._loops is not None:  # a loop that was delivered ends the answer with the next token
+                self._loops.push(token)
 
     def begin(self, now: float) -> None:
         """Note that the computation begins. ``now`` is in seconds of the monotonic clock."""
@@ -58,7 +62,8 @@ class ExLlamaV2Answer:
             handle.fresh_logprobs = []
         if self._first is None:
             self._first = now
-        if len(ids) == 1 and handle.ended is None and not self._unstopped and self._healing is None:
+        plain = not self._unstopped and self._healing is None and self._loops is None
+        if plain and len(ids) == 1 and handle.ended is None:
             self._delivered += 1  # nearly all events are of this kind
             text, found = self.text.push(ids[0])
             if found:
@@ -71,7 +76,7 @@ class ExLlamaV2Answer:
     def _take(
         self, ids: list[int], logprobs: list[DrawnToken], ended: str | None, now: float
     ) -> NewTokens | Finished | None:
-        text, found = "", False
+        text, found, looped = "", False, False
         if self._healing is not None:
             text, found = self.text.push(ids[0])
             text = self._healing.rest(text)
@@ -81,11 +86,16 @@ class ExLlamaV2Answer:
                 break  # the end token has no text
             new, found = self._push(token, self._delivered + number)
             text += new
-            if found:  # tokens that were speculated behind the stop string are not part of the answer
+            looped = not found and self._ends_loop(token, self._delivered + number)
+            if found or looped:  # tokens that were speculated behind the end are not part of the answer
+                looped = looped and not (ended == COMPLETE and number == len(ids))
                 ids, logprobs = ids[:number], logprobs[:number]
+                break
         self._delivered += len(ids)
         if found:
             return self._finished(ids, text, "stop", now, logprobs)
+        if looped:
+            return self._finished(ids, text + self.text.finish(), FinishReason.LOOP, now, logprobs)
         if ended is None:
             return NewTokens(self.job.id, ids, text, logprobs) if ids or text else None
         return self._finished(ids, text + self.text.finish(), ended, now, logprobs)
@@ -96,6 +106,10 @@ class ExLlamaV2Answer:
             self.text.stop_at(self.job.stop)
             self._unstopped = 0
         return self.text.push(token)
+
+    def _ends_loop(self, token: int, number: int) -> bool:
+        """Take the answer's ``number``-th token. Return whether the answer ends with it, because it repeats itself."""
+        return self._loops is not None and self._loops.push(token) and number >= self.job.min_new_tokens
 
     def _finished(self, ids: list[int], text: str, reason: str, now: float, logprobs: list[DrawnToken]) -> Finished:
         handle = self.handle
@@ -227,6 +241,10 @@ class GuardedAnswer(ExLlamaV2Answer):
     ) -> NewTokens | Finished | None:
         ids = [token for token, _ in final]
         logprobs = [logprob for _, logprob in final if logprob is not None]
+        if ended is None and self._loops is not None:
+            # Only tokens that are not taken back are looked at. What the judge still holds is left out of the answer.
+            looped = [self._ends_loop(token, self._delivered) for token in ids]
+            ended = FinishReason.LOOP if any(looped) else None
         if ended is None:
             return NewTokens(self.job.id, ids, text, logprobs) if ids or text else None
         event = self._finished(ids, text, ended, now, logprobs)

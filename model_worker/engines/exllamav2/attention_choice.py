@@ -65,23 +65,11 @@ def _load_extension(progress: ProgressCallback) -> None:
     compiles."""
     phases = {"waiting": "waiting for a compiler", "build": "compiling ExLlamaV2"}
     try:
-        extension.ensure(lambda phase, done, total: progress(phases[phase], done, total))
-        file = extension.location() if importlib.util.find_spec("exllamav2") else None
+        extension.ensure(lambda phase, done, total: progress(phases[phase], done, total, "steps"))
+        if importlib.util.find_spec("exllamav2"):
+            extension.import_built()
     except extension.ExtensionError as e:
         raise LoadError(str(e)) from None
-    if file is None:
-        return
-    spec = importlib.util.spec_from_file_location(extension.NAME, file)
-    assert spec is not None
-    assert spec.loader is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as e:
-        raise LoadError(
-            f"{file} cannot be loaded ({one_line(e)}): remove its directory to have it built again"
-        ) from None
-    sys.modules[extension.NAME] = module
 
 
 def _choose_attention() -> str:

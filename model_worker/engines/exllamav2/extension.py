@@ -11,7 +11,8 @@ at once, silently, and with a lock file that a killed build leaves for ever. Thi
   The exit code is 0, or 1 with one line on stderr that says what is wrong and where the whole log is. If the process id
   of the parent is given as an argument, the process ends when the parent's thread that started it ends.
 * ``ensure()`` compiles in the calling process, for a worker that was started without running this program before.
-* ``location()`` returns the compiled file. A worker imports that file itself, so PyTorch's own builder never runs.
+* ``location()`` returns the compiled file. A worker imports that file with ``import_built()``, so PyTorch's own builder
+  never runs.
 
 The lock is a flock, which every process of a build holds. The kernel frees it when the last of them is gone. While
 holding it, a build removes PyTorch's lock file, unless a living process has that file open.
@@ -79,9 +80,29 @@ def build_directory() -> Path:
     if root:
         return Path(root) / NAME
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
-    cuda = _torch_version()[1]
+    cuda = torch_version()[1]
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return cache / f"{python}_{'cu' + cuda.replace('.', '') if cuda else 'cpu'}" / NAME
+
+
+def import_built() -> None:
+    """Import the compiled extension under the name where the package looks first, so that the package never compiles.
+    Do nothing if it is installed as a module.
+
+    Raises ExtensionError if it is not built yet, or cannot be imported.
+    """
+    if (file := location()) is None:
+        return
+    spec = importlib.util.spec_from_file_location(NAME, file)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as e:
+        why = " ".join(str(e).split())
+        raise ExtensionError(f"{file} cannot be loaded ({why}): remove its directory to have it built again") from None
+    sys.modules[NAME] = module
 
 
 def ensure(report: Report) -> None:
@@ -105,7 +126,7 @@ def ensure(report: Report) -> None:
 
 def _stamp() -> dict[str, str]:
     """Return the versions and settings that a build depends on. If one of them changes, the build is made again."""
-    version, cuda = _torch_version()
+    version, cuda = torch_version()
     return {
         "torch": version,
         "cuda": cuda,
@@ -115,7 +136,7 @@ def _stamp() -> dict[str, str]:
     }
 
 
-def _torch_version() -> tuple[str, str]:
+def torch_version() -> tuple[str, str]:
     """Return (version, CUDA version or "") of the torch that would be imported, from its version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
@@ -239,7 +260,7 @@ def _environment() -> dict[str, str]:
     compiler = environment.get("CXX", "c++" if shutil.which("c++", path=path) else "g++")
     if shutil.which(compiler, path=path) is None:
         raise ExtensionError(f"exllamav2 cannot be compiled: there is no C++ compiler ({compiler}): install g++")
-    version, cuda = _torch_version()
+    version, cuda = torch_version()
     if cuda:
         environment["CUDA_HOME"] = str(_cuda_home(environment, path, f"{cuda}, which torch {version} was built with"))
     environment.setdefault("MAX_JOBS", str(_jobs()))

@@ -7,6 +7,7 @@
 import contextlib
 import copy
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
+from model_worker.engines.bytes_read import bytes_of_modules
 from model_worker.engines.exllamav2 import vram
 from model_worker.engines.exllamav2.attention_choice import Package, check_attention, import_package
 from model_worker.engines.exllamav2.check import CheckedExLlamaV2Model, check_parallel
@@ -87,7 +89,7 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
     """Load a model onto the visible GPUs. Several GPUs share it by layers or, if the options say so, by tensors.
 
     Raises LoadError. ``progress`` gets the phases "compiling ExLlamaV2" (steps) if that is needed, "compiling
-    attention" (GPUs), "loading draft" and "loading" (modules), and "loading lora" (adapters).
+    attention" (GPUs), "loading draft" and "loading" (bytes of weights), and "loading lora" (adapters).
     """
     options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
     package = import_package(progress)
@@ -116,12 +118,13 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
             with _assertions_named(draft):
                 scales = options.draft_rope_scale, options.draft_rope_alpha
                 draft_model = core.ExLlamaV2(_config(package, draft, *scales, sizes, graphs))
-                draft_model.load(callback=_counted(progress, "loading draft"))
+                draft_model.load(callback=_counted(progress, "loading draft", draft_model, draft))
                 mode = options.draft_cache_mode or options.cache_mode
                 draft_cache = getattr(core, _CACHES[mode])(draft_model, batch_size=1, max_seq_len=cache_tokens)
         with _assertions_named(directory):
             model = core.ExLlamaV2(config)
-            cache = _load_model(core, model, options, cache_tokens, gpus, _counted(progress, "loading"))
+            count = _counted(progress, "loading", model, directory)
+            cache = _load_model(core, model, options, cache_tokens, gpus, count)
             if options.loras:
                 progress("loading lora", 0, len(options.loras))
             loras = load_adapters(core, model, options.loras, directory)
@@ -284,8 +287,16 @@ def _devices(model: Any, cache: Any) -> list[int]:
     return sorted((layers | {tensor.device.index for tensor in cache.all_tensors()}) - {-1})
 
 
-def _counted(progress: ProgressCallback, phase: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(phase, done, total)
+def _counted(progress: ProgressCallback, phase: str, model: Any, directory: ModelDir) -> Callable[[int, int], None]:
+    """Return the callback of the package's load, which gets (modules loaded, modules).
+
+    It reports bytes of the weights. If the names of the modules are not those of the files, it reports modules.
+    """
+    sizes = bytes_of_modules(directory.tensors, [getattr(module, "key", "") for module in model.modules])
+    if sizes is None:
+        return lambda done, total: progress(phase, done, total, "modules")
+    read, whole = list(itertools.accumulate(sizes, initial=0)), sum(t.bytes for t in directory.tensors.values())
+    return lambda done, total: progress(phase, whole if done >= total else read[done], whole, "bytes")
 
 
 @contextlib.contextmanager

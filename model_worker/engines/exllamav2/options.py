@@ -19,6 +19,7 @@ DEFAULT_MAX_GAP_MS = 30
 
 OFFERED = frozenset(SamplingParams.model_fields) | {
     "min_tokens",
+    "stop_on_loop",
     "stop_token_ids",
     "banned_strings",
     "token_healing",

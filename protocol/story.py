@@ -1,0 +1,90 @@
+"""The parameters and the result of the verb ``story``. See ``protocol.verbs``."""
+
+from typing import Annotated, NotRequired, TypedDict
+
+from protocol.activity import HistoryEvent
+from protocol.bodies import Tokens
+
+Duration = Annotated[float, "ms"]
+
+
+class StoryParams(TypedDict):
+    id: str
+    """A request, as `requests` names it, or one of the `trace_ids` of its [GENERATE](#generate). The gateway gives each
+    request the id of the HTTP request (header `x-request-id`) and the id of the answer (`chatcmpl-...`)."""
+
+
+class StoryStep(TypedDict):
+    """Something that happened to a request. Ignore a `step` that you do not know."""
+
+    ms: Duration
+    """The time since the request was accepted."""
+    step: str
+    """`accepted`, `placed` (a worker was given the request), `first_token`, `parked` (a worker compiles its constraint
+    first), `compiled`, `worker_ended` (the process of its worker ended before the answer did), `cancelled` (somebody
+    cancelled it) or `ended`."""
+    queue_position: NotRequired[int]
+    """With `accepted`: the approximate number of requests that were to be started before this one."""
+    ready: NotRequired[bool]
+    """With `accepted`: true if a worker of the model was ready, false if the request had to wait until one is loaded,
+    or woken."""
+    worker: NotRequired[str]
+    """The name of the worker."""
+    gpu: NotRequired[str]
+    """The GPUs of the worker, such as `0, 1`, or `cpu`."""
+    reason: NotRequired[str]
+    """With `worker_ended`: why the process ended, in words for people."""
+
+
+class Story(TypedDict):
+    """What became of one request. It never has the text of a prompt or of an answer."""
+
+    id: str
+    """The name of the request, as `requests` has it."""
+    trace_ids: list[str]
+    """The names that the client gave the request."""
+    model: str
+    """The model's name."""
+    key: str | None
+    """The name of the key that asked for it, null for the supervisor's own user."""
+    priority: str
+    """The request's priority."""
+    state: str
+    """`ended`, or the state of an unfinished request, as `requests` has it."""
+    finish_reason: str | None
+    """Why the answer ended; `disconnected` if its client has gone. Null for a request that has not ended, or ended with
+    an error."""
+    error: str | None
+    """The name of the error with which the request ended. Null for any other request."""
+    prompt_tokens: Tokens | None
+    """The length of the prompt. Null until a worker begins to read it."""
+    prompt_tokens_estimate: Tokens
+    """The length of the prompt as the supervisor estimates it from its bytes."""
+    cached_tokens: Tokens | None
+    """Tokens of the prompt that the engine had in its cache. Null until a worker has finished the answer."""
+    tokens: Tokens
+    """Tokens of the answer that were sent to the client."""
+    resumes: int
+    """How often the answer went on in another worker, or in a new process."""
+    accepted: Annotated[float, "s"]
+    """When the request was accepted, in seconds since 1970 (UTC)."""
+    queue_ms: Duration | None
+    """The time until a worker was given the request; null if none was."""
+    first_token_ms: Duration | None
+    """The time until the first token came; null if none did."""
+    total_ms: Duration | None
+    """The time until the end; null for an unfinished request."""
+    steps: list[StoryStep]
+    """What happened, in order. At most 50 steps, the first token, and the end."""
+    events: list[HistoryEvent]
+    """The events of the model while the request was unfinished, such as a load or the death of a worker. At most 50.
+    They take the right `status` or `admin`; without it the list is empty."""
+
+
+class StoryResult(TypedDict):
+    """The supervisor remembers the last 2000 requests that have ended. It refuses a name that it does not know, or of
+    which the client may not know: without the right `status` or `admin`, only requests of its own key are shown."""
+
+    requests: list[Story]
+    """The requests of that name, the oldest first. There are several if one HTTP request asks for several answers. At
+    most 100."""

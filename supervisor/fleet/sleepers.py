@@ -1,0 +1,151 @@
+"""Put workers to sleep in host memory, and take note when they sleep and when they are awake again."""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from protocol.codec import encode
+from protocol.errors import WireError
+from protocol.messages import Sleep
+from supervisor.event_history import EventKind, noted
+from supervisor.fleet.replica import Replica
+from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.placement import host_memory
+from supervisor.placement.host_memory import HostCopy
+from supervisor.placement.policy import gib
+from supervisor.placement.vram import Vram
+from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.in_flight import ToWorker
+from supervisor.requests.scheduler import Scheduler
+from supervisor.workers.lifecycle import Event, WorkerState
+from supervisor.workers.worker_life import Transition
+
+ASSUMED_RATE = 10e9
+"""Bytes per second at which a model is assumed to wake, until this machine has been measured."""
+
+
+class SleepControl(Protocol):
+    """The methods of the fleet that sleep uses."""
+
+    def carry_out(self, replica: Replica, transition: Transition) -> None: ...
+    def start(self, worker: str, cause: str) -> None: ...
+    def unload(self, worker: str, cause: str) -> None: ...
+
+
+class Sleepers:
+    """The workers that sleep or may sleep. Runs on the supervisor's one thread."""
+
+    def __init__(
+        self,
+        control: SleepControl,
+        registry: ReplicaRegistry,
+        scheduler: Scheduler,
+        vram: Vram,
+        effects: EffectQueue,
+        log: logging.Logger,
+    ) -> None:
+        self._control = control
+        self._registry = registry
+        self._scheduler = scheduler
+        self._vram = vram
+        self._effects = effects
+        self._log = log
+        self._default_bound = int(host_memory.free_bytes() * host_memory.SHARE)
+        self._rate = ASSUMED_RATE
+
+    @property
+    def bound(self) -> int:
+        """The most bytes of host memory for models that sleep."""
+        configured = self._registry.config.supervisor.host_memory
+        return self._default_bound if configured is None else configured
+
+    def room(self, replicas: Iterable[Replica]) -> int:
+        """Return the bytes of host memory for workers that fall asleep now."""
+        return host_memory.room(_copies(replicas), self.bound)
+
+    def seconds(self, replica: Replica) -> float:
+        """Return the seconds that waking a worker takes, as far as this machine has been measured."""
+        return replica.wake_s if replica.wake_s is not None else replica.sleep_bytes / self._rate
+
+    # --- going to sleep -----------------------------------------------------------------------------------------
+
+    def put_to_sleep(self, worker: str, cause: str) -> None:
+        """Order a worker to sleep that is ready, idle and able to sleep. It is unloaded if host memory has no room."""
+        replica = self._registry.replicas[worker]
+        replica.stay_s = replica.sleep_wanted = None
+        copies = [copy for copy in _copies(self._registry.replicas.values()) if copy.worker != worker]
+        leave = host_memory.to_unload(replica.sleep_bytes, copies, self.bound)
+        if leave is None:
+            size, bound = gib(replica.sleep_bytes), gib(self.bound)
+            why = f"it would take {size} GiB of host memory to sleep, and models may take {bound} (host_memory)"
+            self._say(replica, f"is unloaded: {why}")
+            self._control.unload(worker, f"{cause}; {why}")
+            return
+        for other in leave:
+            self._control.unload(other, f"made room in host memory for {replica.label}")
+        self._control.carry_out(replica, replica.life.sleep(time.monotonic(), cause))
+
+    def tell(self, replica: Replica) -> None:
+        """Send SLEEP."""
+        self._effects.add([ToWorker(replica.name, replica.generation, encode(Sleep()))])
+
+    def slept(self, replica: Replica, facts: dict[str, Any]) -> None:
+        """Take note that a worker sleeps, or end it because it cannot sleep."""
+        life, now = replica.life, time.monotonic()
+        if refused := facts["refused"]:
+            self._say(replica, f"cannot sleep, and is unloaded: {refused}")
+            life.unload_cause = f"{life.unload_cause}; it cannot sleep: {refused}" if life.unload_cause else refused
+            self._control.carry_out(replica, life.apply(Event.CANNOT_SLEEP, now, refused))
+            return
+        replica.host_bytes = facts["host_bytes"]
+        if replica.process is not None:
+            self._vram.reading()  # `describe` shows the last reading
+            held = self._vram.describe(replica.name, replica.process.pid)["vram_by_gpu"] or {}
+            replica.memory.fell_asleep(held)
+        cause = f"{gib(facts['host_bytes'])} GiB of host memory, in {facts['seconds']:.2f} s"
+        self._control.carry_out(replica, life.apply(Event.SLEPT, now, cause))
+        if (woken := life.settle(now)) is not None:
+            self._control.carry_out(replica, woken)
+        elif replica.state is WorkerState.ASLEEP and replica.desired_spec is not replica.spec:
+            self._control.unload(replica.name, "its configuration has changed")
+
+    # --- waking -------------------------------------------------------------------------------------------------
+
+    def woke(self, replica: Replica, facts: dict[str, Any]) -> None:
+        """Take note that a worker is awake."""
+        replica.wake_s, replica.host_bytes = facts["seconds"], facts["host_bytes"]
+        replica.woken += 1
+        if replica.wake_s > 0 and replica.sleep_bytes:
+            self._rate = replica.sleep_bytes / replica.wake_s
+        replica.memory.woke()
+        cause = f"awake in {facts['seconds']:.2f} s"
+        self._control.carry_out(replica, replica.life.apply(Event.WOKE, time.monotonic(), cause))
+
+    def not_woken(self, replica: Replica, why: str) -> None:
+        """Let a worker sleep on that finds no room. The requests that wait for it end with the reason."""
+        self._log.warning(
+            "%s: stays asleep: %s", replica.shown, why, extra=noted(EventKind.REFUSAL, replica.log_name)
+        )  # fmt: skip
+        self._control.carry_out(replica, replica.life.no_room(time.monotonic(), f"no room to wake: {why}"))
+
+    def turn_away(self, replica: Replica, error: WireError, now: float) -> None:
+        """End the requests that wait, if no worker of the model serves. The next request wakes this one."""
+        self._effects.add(self._scheduler.refuse_new(replica.name, error, now))
+        self._effects.add(self._scheduler.end_waiting(replica.name, error, now))
+        self._effects.add(self._scheduler.rest(replica.name, now))
+
+    def _say(self, replica: Replica, text: str) -> None:
+        self._log.warning("%s: %s", replica.shown, text, extra=noted(EventKind.EVICTION, replica.log_name))
+
+
+def _copies(replicas: Iterable[Replica]) -> list[HostCopy]:
+    return [
+        HostCopy(
+            replica.name,
+            replica.sleep_bytes if replica.state is WorkerState.FALLING_ASLEEP else replica.host_bytes,
+            replica.life.since if replica.state is WorkerState.ASLEEP else None,
+        )
+        for replica in replicas
+        if replica.process is not None
+    ]

@@ -1,0 +1,59 @@
+"""The program that writes the request log. It may wait for the disk.
+
+    python -P -m supervisor.request_log_writer FILE
+
+FILE    the log
+stdin   a pipe with the lines
+stdout  a pipe to the supervisor: a line of JSON, why the file cannot be written, and null when it can be written again
+
+When the supervisor ends, however it ends, the pipe ends. Then the program writes the lines that are left, and leaves.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from protocol.process.process_title import set_title
+from supervisor.log_file import LogFile
+
+MAX_BYTES: Final = 64 << 20
+"""A larger log is renamed to NAME.1, and the one that had this name is lost: some 150,000 lines are kept."""
+
+
+class RequestLogFile(LogFile):
+    """The file of the request log."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, MAX_BYTES, lambda line: None)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return str(record.msg)
+
+    def lost_lines(self, missing: int, why: str) -> str:
+        """Return the line that says how many lines are missing."""
+        return json.dumps({"time": round(time.time(), 3), "lost": missing, "reason": why})
+
+
+def main(arguments: list[str]) -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_IGN)  # the end of the pipe ends this process
+    os.umask(0o077)
+    set_title("request log writer")
+    file, told = RequestLogFile(Path(arguments[0])), False
+    for line in sys.stdin.buffer:
+        file.emit(logging.makeLogRecord({"msg": line.decode(errors="replace").rstrip("\n")}))
+        trouble = file.trouble
+        if (trouble is not None) != told:
+            told = trouble is not None
+            with suppress(OSError):
+                os.write(1, json.dumps(trouble).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,143 @@
+"""What became of each request, and when: the last requests that have ended, and the unfinished ones. Pure.
+
+A request notes a step when it is accepted, given to a worker, taken back from a worker, cancelled or ended. That is a
+handful of steps for each request, and none for a token. No step holds a text of a prompt or of an answer.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from protocol.errors import RequestError
+from supervisor.keys.rights import Identity, may_see
+
+KEPT: Final = 2000
+"""Ended requests that are remembered."""
+MOST_STEPS: Final = 50
+"""Steps that are noted of one request. Further ones are left out, except for its end."""
+MOST_FOUND: Final = 100
+"""The most requests that one id finds: an HTTP request for many answers is many requests."""
+
+
+class Step(NamedTuple):
+    """Something that happened to a request.
+
+    at     monotonic seconds
+    step   what happened, see protocol.story.StoryStep
+    facts  what else is known, ready for the wire
+    """
+
+    at: float
+    step: str
+    facts: Mapping[str, Any]
+
+
+class Outcome(NamedTuple):
+    """How an answer ended. One of ``finish_reason`` and ``error`` is None.
+
+    finish_reason      why the answer ended without an error
+    error              the name of the error
+    cached_tokens      tokens of the prompt that the engine had in its cache; None if no worker has said so
+    completion_tokens  tokens of the answer; None for those that its client got
+    """
+
+    finish_reason: str | None
+    error: str | None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What is known of one request. Times are monotonic seconds.
+
+    id           CONNECTION-REQUEST, as the verb ``requests`` names it
+    trace_ids    the names that its client gave it
+    first_token  when its first token came; 0 if none did
+    ended        when it ended; None if it has not
+    """
+
+    id: str
+    trace_ids: tuple[str, ...]
+    model: str
+    owner: Identity
+    priority: str
+    prompt_tokens: int | None
+    prompt_tokens_estimate: int
+    tokens: int
+    resumes: int
+    accepted: float
+    started: float | None
+    first_token: float
+    steps: tuple[Step, ...]
+    outcome: Outcome | None = None
+    ended: float | None = None
+
+    def is_named(self, name: str) -> bool:
+        """Return whether the id, or one of the names, is ``name``."""
+        return self.id == name or name in self.trace_ids
+
+    def describe(self, state: str, unix: float) -> dict[str, Any]:
+        """Return the story as the verb ``story`` shows it, without the events of workers.
+
+        state  the state of the request
+        unix   what has to be added to monotonic seconds to get seconds since 1970
+        """
+        steps = [*self.steps]
+        if self.first_token:
+            steps.append(Step(self.first_token, "first_token", {}))
+        steps.sort(key=lambda step: step.at)
+        if self.ended is not None and self.outcome is not None:
+            steps.append(Step(self.ended, "ended", {}))
+        outcome = self.outcome or Outcome(None, None)
+        return {
+            "id": self.id,
+            "trace_ids": list(self.trace_ids),
+            "model": self.model,
+            "key": self.owner.name,
+            "priority": self.priority,
+            "state": state,
+            "finish_reason": outcome.finish_reason,
+            "error": outcome.error,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_estimate": self.prompt_tokens_estimate,
+            "cached_tokens": outcome.cached_tokens,
+            "tokens": self.tokens if outcome.completion_tokens is None else outcome.completion_tokens,
+            "resumes": self.resumes,
+            "accepted": round(self.accepted + unix, 3),
+            "queue_ms": self._since(self.started),
+            "first_token_ms": self._since(self.first_token or None),
+            "total_ms": self._since(self.ended),
+            "steps": [{"ms": self._since(step.at), "step": step.step, **step.facts} for step in steps],
+        }
+
+    def _since(self, at: float | None) -> float | None:
+        return None if at is None else round(1000 * max(0.0, at - self.accepted), 1)
+
+
+class Stories:
+    """The last requests that have ended. ``listener``, if it is set, is called with each one that ends."""
+
+    def __init__(self, listener: Callable[[Story], None] | None = None) -> None:
+        """listener  told of each request that has ended"""
+        self._ended: deque[Story] = deque(maxlen=KEPT)
+        self._listener = listener
+
+    def add(self, story: Story) -> None:
+        """Remember a request that has ended."""
+        self._ended.append(story)
+        if self._listener is not None:
+            self._listener(story)
+
+    def find(self, name: str, identity: Identity, unfinished: Iterable[Story]) -> list[Story]:
+        """Return the requests that a name means, the oldest first, as far as ``identity`` may know of them.
+
+        Raises RequestError if there is none.
+        """
+        found = [story for known in (self._ended, unfinished) for story in known if story.is_named(name)]
+        seen = [story for story in found if may_see(identity, story.owner) and identity.may_use(story.model)]
+        if not seen:
+            why = f"it was refused, or it is older than the last {KEPT} that have ended, or it never was"
+            raise RequestError(f"no request {name[:128]!r} is known: {why}", field="id")
+        return seen[-MOST_FOUND:]
