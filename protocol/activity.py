@@ -155,10 +155,13 @@ class LogsParams(TypedDict):
     """The greatest number of lines in the result, from 1 to 1000; 200 by default."""
     after: NotRequired[str]
     """A `position`: the result holds the lines after it, the oldest first. Unset: the result holds the last lines."""
+    since: NotRequired[Annotated[float, "s"]]
+    """A time, in seconds since 1970, in place of `after`: the result holds the lines from that time on, the oldest
+    first. Lines of a file that was moved away are not among them."""
 
 
 class LogsResult(TypedDict):
-    """One call reads at most 128 KiB. A log that does not exist yet is empty."""
+    """One call returns at most 128 KiB of a log. A log that does not exist yet is empty."""
 
     lines: list[str]
     """The lines, the oldest first. Bytes that are not UTF-8 become U+FFFD. Control characters are left as they are."""

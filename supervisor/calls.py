@@ -301,14 +301,17 @@ def _metrics(context: AdminContext, params: Params, identity: Identity) -> Resul
 
 
 def _logs(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, model=str, lines=int, after=str)
+    given = _take(params, model=str, lines=int, after=str, since=float)
+    after, since = given.get("after"), given.get("since")
+    if after is not None and since is not None:
+        raise RequestError("after and since are two places to begin at: give one of them", field="since")
     lines, name = _whole(given, "lines", 200, 1, MOST_LINES), given.get("model", limits.SUPERVISOR_NAME)
     own = context.status.own_logs.get(name)
     if own is not None and identity.models is not None:
         message = f"the log of the {name} names all models, and key {identity.name!r} may not know them all"
         raise WireError(ErrorCode.FORBIDDEN, message, field="model")
     # The name is looked up in tables, and never becomes part of a path.
-    return read_log(_replicas(context, name, identity)[0].log_path if own is None else own, lines, given.get("after"))
+    return read_log(_replicas(context, name, identity)[0].log_path if own is None else own, lines, after, since)
 
 
 _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {
@@ -330,7 +333,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
 }
 
 
-_TYPE_NAMES = {str: "a string", bool: "true or false", int: "an integer"}
+_TYPE_NAMES = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
 
 
 def _take(params: Params, **known: type) -> Params:
@@ -340,7 +343,7 @@ def _take(params: Params, **known: type) -> Params:
             hint = f"known are {', '.join(known)}" if known else "this verb takes none"
             field = key[:64] if isinstance(key, str) else None
             raise RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=field)
-        if type(value) is not known[key]:
+        if type(value) is not known[key] and (type(value), known[key]) != (int, float):
             raise RequestError(f"{key} must be {_TYPE_NAMES[known[key]]}", field=key)
     return params
 

@@ -270,14 +270,23 @@ class Client:
         params = given(key=key, model=model, since=since)
         return self.call("usage", reply_timeout=USAGE_S, **params)
 
-    def logs(self, model: str | None = None, lines: int | None = None, after: str | None = None) -> dict[str, Any]:
+    def logs(
+        self,
+        model: str | None = None,
+        lines: int | None = None,
+        after: str | None = None,
+        since: float | None = None,
+    ) -> dict[str, Any]:
         """Return the last lines of a log, or the lines after a position: the reply to the verb "logs".
 
         model  a model, or one of its workers (``letters:2``), or "gateway". Unset: the supervisor's own log
         lines  the greatest number of lines, from 1 to 1000; 200 by default
         after  the ``position`` of an earlier reply: return the lines behind it
+        since  seconds since 1970, in place of ``after``: return the lines from that time on, the oldest first
         """
-        return self.call("logs", reply_timeout=self.timeout, **given(model=model, lines=lines, after=after))
+        return self.call(
+            "logs", reply_timeout=self.timeout, **given(model=model, lines=lines, after=after, since=since)
+        )
 
     def close(self) -> None:
         """End the connection, and with it every unfinished request. A second call does nothing."""

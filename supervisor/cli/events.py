@@ -15,10 +15,10 @@ from protocol.errors import ConnectionLost
 from supervisor.cli import chosen_models
 from supervisor.cli.colours import painted
 from supervisor.cli.command import Command
+from supervisor.cli.durations import Duration
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.tables import terminal_width
 from supervisor.cli.text_width import clean, wrapped
-from supervisor.config_values import parse_duration
 from supervisor.event_file import read_events
 from supervisor.event_history import KEPT
 from supervisor.logs import log_dir
@@ -27,21 +27,6 @@ POLL_S = 0.5
 EVENT_INDENT = 4
 """Columns by which the further lines of an event's message are indented on a narrow terminal."""
 Event = dict[str, Any]
-
-
-class Duration(click.ParamType[float]):
-    """Seconds, given as ``90s``, ``15m``, ``1h`` or ``2d``."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds of a text."""
-        try:
-            if isinstance(value, str) and value.endswith("d"):
-                return parse_duration(float(value[:-1]) * 86400)
-            return parse_duration(value)
-        except ValueError:
-            self.fail(f"{value!r} is no duration: give one such as 90s, 15m, 1h or 2d, a week at most", param, ctx)
 
 
 @click.command(

@@ -1,23 +1,35 @@
 """The command logs: show the log of a model's worker, or of the supervisor. It works without a running supervisor,
-too."""
+too. With --connect the supervisor of another machine reads the log."""
 
 import json
 import os
 import re
 import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from supervisor.cli import completion, exit_codes
 from supervisor.cli.command import Command
+from supervisor.cli.durations import Duration
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.options import as_json, runtime_dir_option
+from supervisor.cli.hints import say
+from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
+from supervisor.cli.tables import terminal_width
+from supervisor.cli.text_width import clean
+from supervisor.log_reading import MOST_LINES, read_log
 from supervisor.logs import log_dir, log_path, tail
 
 POLL_S = 0.1
+REMOTE_POLL_S = 0.5
 BYTES_PER_LINE = 400
+Read = Callable[..., dict[str, Any]]
+"""Reads a log: ``read_log`` without its path, or ``Client.logs`` without its model."""
 
 
 @click.command(
@@ -25,18 +37,30 @@ BYTES_PER_LINE = 400
     examples={
         "modelctl logs": "Show the last lines of the supervisor's log",
         "modelctl logs -f llama-8b": "Follow a model's log",
+        "modelctl logs gateway --since 1h": "Show what the gateway has said in the last hour",
     },
 )
 @click.argument("model", default=SUPERVISOR_NAME, shell_complete=completion.models)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
-@click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines to show.")
+@click.option("--since", type=Duration(), metavar="DURATION", help="Show the lines of the last 90s, 15m, 1h, 2d.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=None, help="The most lines to show, the last ones."
+    "  [default: 50, or all with --since]",
+)  # fmt: skip
 @as_json
-@runtime_dir_option
-def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path) -> None:
-    """Show a model's log, or the supervisor's own.
+@supervisor_options
+def logs(model: str, follow: bool, since: float | None, lines: int | None, as_json: bool, runtime_dir: Path) -> None:
+    """Show a model's log, or the supervisor's own; MODEL may be `gateway`, too.
 
-    Where MODEL has several workers, MODEL:2 is the second.
+    Where MODEL has several workers, MODEL:2 is the second. With --connect, at most the last 1000 lines are shown
+    without --since, and the key needs the right `admin`.
     """
+    begin = None if since is None else time.time() - since
+    most = (50 if since is None else None) if lines is None else lines
+    if is_remote():
+        with connect(runtime_dir, admin=True) as client:
+            _show_remote(partial(client.logs, model), begin, most, follow, as_json)
+        return
     name, colon, number = model.partition(":")  # NAME:2, the second of several workers
     if not re.fullmatch(MODEL_NAME_PATTERN, name) or (colon and not re.fullmatch("[1-9][0-9]?", number)):
         # An unchecked name must never become part of a path.
@@ -44,13 +68,71 @@ def logs(model: str, follow: bool, lines: int, as_json: bool, runtime_dir: Path)
     path = log_path(runtime_dir, model)
     if not path.exists():
         raise CommandFailure(exit_codes.FAILED, "no_log", f"no log at {path}: {_there_are(runtime_dir)}")
-    position = path.stat().st_size
-    for line in tail(path, max(8192, lines * BYTES_PER_LINE))[-lines:] if lines > 0 else []:
-        click.echo(_as_object(line) if as_json else line)
+    if begin is None:
+        position = path.stat().st_size
+        count = most or 0
+        for line in tail(path, max(8192, count * BYTES_PER_LINE))[-count:] if count else []:
+            _print(line, as_json)
+    else:
+        last = _show_since(partial(read_log, path), begin, most, as_json)
+        position = int(last["position"].partition("-")[2])
+        if not follow and last["unfinished"]:
+            _print(last["unfinished"], as_json)
     if os.statvfs(path).f_bavail == 0:
         click.echo(f"modelctl: the disk of {path} is full: lines may be lost", err=True)
     if follow:
         _follow(path, position, as_json)
+
+
+def _show_remote(read: Read, begin: float | None, most: int | None, follow: bool, as_json: bool) -> None:
+    """Print lines of a log that a supervisor reads, and with ``follow`` those that are added to it.
+
+    begin  the time of the first line, in seconds since 1970; None for the last lines
+    most   the number of lines; None for all from ``begin`` on
+    """
+    if begin is None:
+        if most is not None and most > MOST_LINES:
+            say(f"modelctl: the last {MOST_LINES} lines; --since shows more")
+        last = read(lines=min(max(most or 0, 1), MOST_LINES), after=None, since=None)
+        for line in last["lines"] if most else []:
+            _print(line, as_json, remote=True)
+    else:
+        last = _show_since(read, begin, most, as_json, remote=True)
+    if last["unfinished"] and most != 0 and not follow:
+        _print(last["unfinished"], as_json, remote=True)
+    while follow:
+        if not last["more"]:
+            time.sleep(REMOTE_POLL_S)
+        last = read(lines=MOST_LINES, after=last["position"], since=None)
+        for line in last["lines"]:
+            _print(line, as_json, remote=True)
+
+
+def _show_since(read: Read, begin: float, most: int | None, as_json: bool, *, remote: bool = False) -> dict[str, Any]:
+    """Print the lines from a time on: all, or the last ``most``. Return the last reply."""
+    kept: deque[str] = deque(maxlen=most)
+    last = read(lines=MOST_LINES, after=None, since=begin)
+    while True:
+        if most is None:
+            for line in last["lines"]:
+                _print(line, as_json, remote=remote)
+        else:
+            kept.extend(last["lines"])
+        if not last["more"]:
+            break
+        last = read(lines=MOST_LINES, after=last["position"], since=None)
+    for line in kept:
+        _print(line, as_json, remote=remote)
+    return last
+
+
+def _print(line: str, as_json: bool, *, remote: bool = False) -> None:
+    """Print a line of a log. One of another machine must not steer this terminal."""
+    if as_json:
+        line = _as_object(line)
+    elif remote and terminal_width() is not None:
+        line = clean(line)
+    click.echo(line)
 
 
 def _there_are(runtime_dir: Path) -> str:

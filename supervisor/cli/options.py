@@ -114,7 +114,7 @@ def is_remote() -> bool:
 
 def connect(runtime_dir: Path, *, admin: bool = False) -> "Client":
     """Return a client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
-    from protocol.client.sync_client import Client  # not imported for `check` and `logs`: a third of their time
+    from protocol.client.sync_client import Client  # not imported for `check`: a third of its time
 
     # Do not reconnect: a new connection might lead to another supervisor than the one that the command began with.
     return Client(**way_to(runtime_dir), admin=admin, reconnect=False)

@@ -22,7 +22,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.colours import in_colour
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.options import connect, is_remote, supervisor_options
+from supervisor.cli.options import connect, is_remote, supervisor_options, way_to
 from supervisor.cli.top_screen import SORTS, Readings, View, moved, screen
 
 MOST_REQUESTS: Final = 200
@@ -149,9 +149,12 @@ class _Top:
             self._view.message = str(e)
 
     def _show_log(self, worker: str | None) -> None:
-        if worker is None or is_remote():
-            self._view.message = "logs of another machine are shown there, by `modelctl logs`"
+        if worker is None:
             return
+        way = way_to(self._runtime_dir)
+        to = ["--runtime-dir", str(self._runtime_dir)]
+        if is_remote():
+            to = ["--connect", str(way["endpoint"]), "--key-file", str(way["key"])]
         with _first_screen():
             command = [
                 sys.executable,
@@ -160,13 +163,20 @@ class _Top:
                 "logs",
                 "-f",
                 worker,
-                "--runtime-dir",
-                str(self._runtime_dir),
+                *to,
             ]
             click.echo(f"modelctl: the log of {worker}; Ctrl-C goes back to top", err=True)
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the log
             try:
-                subprocess.run(command, check=False, preexec_fn=lambda: signal.signal(signal.SIGINT, before))
+                shown = subprocess.run(
+                    command,
+                    check=False,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, before),
+                )
+                if shown.returncode not in (exit_codes.OK, exit_codes.INTERRUPTED):
+                    self._view.message = shown.stderr.strip().rpartition("\n")[2]
             finally:
                 signal.signal(signal.SIGINT, before)
 

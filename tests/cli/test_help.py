@@ -52,7 +52,7 @@ def test_no_explanation_is_cut_nor_runs_over(name: str, width: int) -> None:
 def test_every_command_that_talks_to_a_supervisor_can_reach_another_machine() -> None:
     """The commands without ``--connect`` are about files and devices of this machine, or start a supervisor."""
     here = {
-        "init", "serve", "logs", "plan", "check", "doctor", "service install", "service status", "service uninstall",
+        "init", "serve", "plan", "check", "doctor", "service install", "service status", "service uninstall",
         "keys list", "keys new", "keys revoke", "completion", "config",
         "quantize",
     }  # fmt: skip

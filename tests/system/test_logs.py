@@ -69,6 +69,8 @@ def test_a_name_never_becomes_a_path(keyed: Keyed, name: str) -> None:
         ({"after": 5}, "after must be a string"),
         ({"after": "x" * 5000}, "after must be a position"),
         ({"model": ["a"]}, "model must be a string"),
+        ({"since": "1h"}, "since must be a number"),
+        ({"since": 1, "after": "0-0"}, "since are two places to begin at"),
         ({"path": "/etc/passwd"}, "unknown parameter 'path'"),
     ],
 )
