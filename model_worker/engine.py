@@ -335,8 +335,15 @@ class SleepRefused(Exception):
 class SleepingEngine(Engine, Protocol):
     """An engine whose ``Capabilities.sleep_bytes`` is not None."""
 
+    def prepare_sleep(self) -> bool:
+        """Do a part of what the first sleep would take long for, if ``EngineSpec.prepare_sleep`` allows it. Return
+        whether there is more to do.
+
+        A part takes a tenth of a second, or the time of one large tensor. There is no job.
+        """
+
     def sleep(self, progress: Callable[[], None]) -> None:
-        """Give the GPU memory back, and keep the weights in host memory. There is no job. Cached prefixes are lost.
+        """Give the GPU memory back, and keep the weights in host memory. There is no job. Cached prefixes may be lost.
 
         Until ``wake`` only ``encode``, ``encode_rendered``, ``decode``, ``token_bytes``, ``stats`` and ``close`` are
         called. Raises SleepRefused. Any other exception ends the process.

@@ -43,6 +43,8 @@ from protocol.request import GenerateRequest
 IDLE_WAIT_MS = 200
 UNSENT_WAIT_MS = 5
 """Milliseconds between two tries to send the events that a full pipe did not accept, while the engine is idle."""
+PREPARING_WAIT_MS = 50
+"""Milliseconds that pass without a message before another part of the first sleep is done ahead."""
 RENDERING_WAIT_MS = 20
 """Milliseconds between two looks at conversations that are being rendered, unless one is done earlier."""
 STATS_INTERVAL_S = 1.0
@@ -165,6 +167,11 @@ class WorkerLoop:
             return self._link.receive(0)
         self._lease.idle()
         if not rendering or self._renderer is None:
+            if self._moves.preparing and not (self._link.unsent or self._parking.busy):
+                received = self._link.receive(PREPARING_WAIT_MS, self._parking.descriptors)
+                if not received:
+                    self._moves.prepare()
+                return received
             wait_ms = UNSENT_WAIT_MS if self._link.unsent else IDLE_WAIT_MS
             return self._link.receive(wait_ms, self._parking.descriptors)
         return self._link.receive(RENDERING_WAIT_MS, [*self._renderer.descriptors, *self._parking.descriptors])

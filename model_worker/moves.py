@@ -16,6 +16,13 @@ class Moves:
 
     def __init__(self, engine: Engine, link: "SupervisorLink", lease: "ProgressLease") -> None:
         self._engine, self._link, self._lease = engine, link, lease
+        self.preparing = engine.capabilities.sleep_bytes is not None
+        """Whether there is more to do before the first sleep."""
+
+    def prepare(self) -> None:
+        """Do a part of the first sleep ahead, while there is nothing else to do."""
+        self._lease.moving()
+        self.preparing = cast("SleepingEngine", self._engine).prepare_sleep()
 
     def sleep(self) -> None:
         """Put the model to sleep, and tell the supervisor how that went."""
@@ -24,6 +31,7 @@ class Moves:
             self._link.slept(0.0, 0, self._engine.capabilities.no_sleep)
             return
         self._lease.moving()
+        self.preparing = False
         try:
             cast("SleepingEngine", self._engine).sleep(self._lease.moving)
         except SleepRefused as e:

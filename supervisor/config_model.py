@@ -8,7 +8,19 @@ is a value as it stands in the file.
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from supervisor.config_values import CacheMode, Factor, Gpu, Lease, Reasoning, Sleep, Tokens, ToolFormat, Ttl, Vram
+from supervisor.config_values import (
+    CacheMode,
+    Factor,
+    Gpu,
+    HostMemory,
+    Lease,
+    Reasoning,
+    Sleep,
+    Tokens,
+    ToolFormat,
+    Ttl,
+    Vram,
+)
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Within
 
@@ -32,6 +44,7 @@ ENGINE_KEYS: dict[str, frozenset[str]] = {
             "lora",
             "graphs",
             "max_gap_ms",
+            "sleep_cache",
         }
     ),
     "transformers": frozenset({"chunk_size", "threads"}),
@@ -355,6 +368,14 @@ class ModelConfig:
 
     Default: never
     Example: 2m
+    """
+    sleep_cache: HostMemory = None
+    """For a lazy model: host memory for the cached prompts of a model that sleeps. They are not computed again then.
+
+    The prompts that were used last are kept. Without it, a model that wakes has an empty cache.
+
+    Default: none is kept
+    Example: 4GiB
     """
     pinned: bool = False
     """For a lazy model: keep it loaded, also when another model needs its GPU memory.

@@ -149,6 +149,7 @@ def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
     """Return (key, message) for keys that only lazy models may have, and for keys that contradict each other."""
     given = {"ttl": config.ttl is not None, "pinned": config.pinned, "priority": config.priority != 0}
     given |= {"sleep_after": config.sleep_after is not None, "sleep": config.sleep != "ram"}
+    given |= {"sleep_cache": config.sleep_cache is not None}
     why = "is for a model that a request can start: add lazy: true, or remove it"
     problems = [(key, why) for key, is_given in given.items() if is_given and not config.lazy]
     if config.pinned and config.ttl is not None:

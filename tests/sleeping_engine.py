@@ -48,6 +48,9 @@ class Sleeper(DeterministicEngine):
         size = int(self._option("host_gib", 1.0) * nvml_box.GIB)
         return replace(super().capabilities, sleep_bytes=size if self.spec.sleep else None, no_sleep="")
 
+    def prepare_sleep(self) -> bool:
+        return False
+
     def sleep(self, progress: Callable[[], None]) -> None:
         if self.jobs or self.pending:
             raise AssertionError("told to sleep with jobs")

@@ -29,6 +29,7 @@ class EngineSpec:
     options        the engine's further keys that models.yaml sets (cache_size, cache_mode, chunk_size, threads, ...).
                    The engine has the defaults of the others
     sleep          whether the model may be put to sleep
+    prepare_sleep  whether its first sleep may be prepared while it is idle, which takes host memory
     """
 
     model: str
@@ -39,6 +40,7 @@ class EngineSpec:
     max_batch_size: int = 8
     options: dict[str, Any] = field(default_factory=dict)
     sleep: bool = False
+    prepare_sleep: bool = False
 
 
 @dataclass(frozen=True)

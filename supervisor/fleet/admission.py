@@ -191,7 +191,7 @@ class Admission:
             idle_s=now - other.last_active,
             slept={gpu: max(0, size - left.get(gpu, 0)) for gpu, size in held.items()} if may_sleep else None,
             wake_s=self._starts.sleepers.seconds(other),
-            host_bytes=other.sleep_bytes,
+            host_bytes=max(0, other.sleep_bytes - other.host_bytes),
         )
 
     def _say_evicted(self, missing: Mapping[int, int], chosen: Sequence[Eviction]) -> None:

@@ -160,6 +160,7 @@ class Fleet:
             case Ready(body):
                 replica.info = checked_ready(body)
                 replica.progress = {}
+                self.sleepers.loaded(replica)
                 self._report(replica, Event.LOADED, self._loaded(replica))
             case Stats(body):
                 replica.stats = checked_stats(body)

@@ -70,6 +70,21 @@ class Sleepers:
 
     # --- going to sleep -----------------------------------------------------------------------------------------
 
+    def takes_ahead(self, replica: Replica, size: int) -> bool:
+        """Return whether a worker that starts may take host memory for its first sleep before it is told to sleep.
+
+        It may if nothing has to leave for it. The memory counts as taken from now on.
+        """
+        copies = [copy for copy in _copies(self._registry.replicas.values()) if copy.worker != replica.name]
+        if not size or host_memory.to_unload(size, copies, self.bound) != ():
+            return False
+        replica.host_bytes = size
+        return True
+
+    def loaded(self, replica: Replica) -> None:
+        """Correct what a worker takes ahead: it has said how much host memory it needs to sleep."""
+        replica.host_bytes = replica.sleep_bytes if replica.host_bytes else 0
+
     def put_to_sleep(self, worker: str, cause: str) -> None:
         """Order a worker to sleep that is ready, idle and able to sleep. It is unloaded if host memory has no room."""
         replica = self._registry.replicas[worker]

@@ -16,6 +16,7 @@ A ``Start`` takes one process from the order to the launch. Its methods stand in
 before ``auto`` ones, and each kind in the order of models.yaml. ``modelctl plan`` does the same.
 """
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING
 
@@ -119,8 +120,13 @@ class Start(Admission):
         placed   where the worker was placed; None on the CPU
         """
         starts, replica, config = self._starts, self.replica, self._spec.config
+        engine = self._spec.engine_spec
+        needs = (replica.memory.needs or {}).get(1)
+        if engine.sleep and needs is not None:
+            prepares = starts.sleepers.takes_ahead(replica, needs.weights + needs.draft)
+            engine = dataclasses.replace(engine, prepare_sleep=prepares)
         spec = WorkerSpec(
-            engine=self._spec.engine_spec,
+            engine=engine,
             generation=replica.generation,
             visible_devices=devices,
             cpus=replica.memory.cpus,

@@ -305,6 +305,9 @@ class TransformersEngine:
         self._rows[a], self._rows[b] = other, one
         one.row, other.row = b, a
 
+    def prepare_sleep(self) -> bool:
+        return False
+
     def sleep(self, progress: Callable[[], None]) -> None:
         """Give the cache back; on a GPU, move the weights to host memory, too."""
         self._model.sleep()

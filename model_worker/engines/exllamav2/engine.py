@@ -10,7 +10,7 @@ decides which of two stop strings it finds. It reports ids that it took back.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from model_worker.engines.exllamav2.meter import Meter
 from model_worker.engines.exllamav2.ngram import propose_for_all
 from model_worker.engines.exllamav2.options import offered, read_options
 from model_worker.engines.exllamav2.sampling import check_sampling
+from model_worker.engines.exllamav2.sleeper import Sleeper
 from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -70,7 +71,7 @@ class ExLlamaV2Engine:
         self._tokenizer = checked.tokenizer
         with understood(self._spec.model_dir):
             pieces = self._tokenizer.pieces
-        loaded = self._loaded = load(checked, progress)
+        loaded = self._loaded = load(checked, progress, sleep=self._spec.sleep)
         self._generator = make_generator(loaded, self._spec.max_batch_size)
         if loaded.ngram:
             self._generator.iterate_ngram_gen = lambda results: propose_for_all(self._generator)
@@ -82,6 +83,7 @@ class ExLlamaV2Engine:
         self._jobs = AnswerJobs(loaded, self._batch, self._generator.padded_vocab_size, self._drawable, eos_ids)
         self._healer = Healer(pieces) if pieces else None
         self._constraints = Constraints(pieces, self._drawable, eos_ids, self._tokenizer) if pieces else None
+        self._sleeper = Sleeper(self._generator, loaded, self._spec)
         self._loop, decoding = make_loop(loaded, self._generator, self._drawable, progress)
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
@@ -92,6 +94,8 @@ class ExLlamaV2Engine:
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),
             attention=loaded.attention,
             decoding=decoding,
+            sleep_bytes=self._sleeper.host_bytes,
+            no_sleep=loaded.no_sleep,
         )
         self._warm_up(loaded, progress)
 
@@ -352,10 +356,22 @@ class ExLlamaV2Engine:
                 "pages_used": len(generator.referenced_pages),
                 "pages_cached": sum(page.kv_position > 0 for page in generator.unreferenced_pages.values()),
                 "pages_total": generator.max_pages,
-                "vram_used": sum(torch.cuda.memory_reserved(index) for index in self._loaded.devices),
+                "vram_used": sum(torch.cuda.memory_reserved(index) for index in self._loaded.devices)
+                - self._sleeper.absent,
                 **self._meter.figures(),
             },
         )
+
+    def prepare_sleep(self) -> bool:
+        return self._sleeper.prepare()
+
+    def sleep(self, progress: Callable[[], None]) -> None:
+        if self._loop is not None:
+            self._loop.forget()
+        self._sleeper.sleep(progress)
+
+    def wake(self, progress: Callable[[], None]) -> None:
+        self._sleeper.wake(progress)
 
     def close(self) -> None:
         """End the process that tries constraints. The worker's process ends directly afterwards, which frees the

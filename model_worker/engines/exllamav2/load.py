@@ -25,6 +25,7 @@ from model_worker.engines.exllamav2.decode.obstacles import obstacle_before_load
 from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.sleep_memory import NoSleepError, SleepMemory, obstacle
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
 from protocol.process.worker_spec import DEFAULT_RESERVE_MB, PAGE_TOKENS
@@ -40,6 +41,8 @@ _CACHES = {
     "Q6": "ExLlamaV2Cache_Q6",
     "Q4": "ExLlamaV2Cache_Q4",
 }
+
+Region = Callable[[], contextlib.AbstractContextManager[None]]
 
 _NO_ROOM = "out of memory", "Insufficient VRAM", "ALLOC_FAILED"
 """Parts of the messages of CUDA, ExLlamaV2 and cuBLAS when a GPU's memory is used up."""
@@ -63,6 +66,8 @@ class Loaded:
     graphs                    whether decode steps are to be captured. The cache then has a spare page behind the others
     uncaptured                why they are not, for people; "" where ``graphs`` is true
     max_gap_s                 longest pause of running answers while prompts are read
+    memory                    the GPU memory that is given back while the model sleeps; None if it cannot sleep
+    no_sleep                  why it cannot sleep, for people
     """
 
     core: Any
@@ -83,10 +88,18 @@ class Loaded:
     graphs: bool = False
     uncaptured: str = ""
     max_gap_s: float = DEFAULT_MAX_GAP_MS / 1000
+    memory: SleepMemory | None = None
+    no_sleep: str = ""
+
+    @property
+    def caches(self) -> list[Any]:
+        return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
 
 
-def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
+def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback, *, sleep: bool = False) -> Loaded:
     """Load a model onto the visible GPUs. Several GPUs share it by layers or, if the options say so, by tensors.
+
+    sleep  whether the model may be put to sleep
 
     Raises LoadError. ``progress`` gets the phases "compiling ExLlamaV2" (steps) if that is needed, "compiling
     attention" (GPUs), "loading draft" and "loading" (bytes of weights), and "loading lora" (adapters).
@@ -98,8 +111,8 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
     with understood(directory.path):
         check_parallel(options, directory, sizes, gpus)
         needs = vram.estimate_of(options, sizes, directory, draft, gpus)
-    memory = [torch.cuda.mem_get_info(index) for index in range(gpus)]
-    free, total = (sum(column) for column in zip(*memory, strict=True))
+    readings = [torch.cuda.mem_get_info(index) for index in range(gpus)]
+    free, total = (sum(column) for column in zip(*readings, strict=True))
     refusal = vram.refusal(needs, free, total, options, sizes, gpus)
     if needs.total > free:
         raise refusal
@@ -111,6 +124,8 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
     keep_rows_apart()
     config = _config(package, directory, options.rope_scale, options.rope_alpha, sizes, graphs)
     core, draft_model, draft_cache = package.core, None, None
+    memory, no_sleep = _sleep_memory(gpus, allowed=sleep)
+    weights, of_cache = _regions(memory)
     try:
         with _assertions_named(directory):
             tokenizer = core.ExLlamaV2Tokenizer(config)
@@ -118,16 +133,19 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
             with _assertions_named(draft):
                 scales = options.draft_rope_scale, options.draft_rope_alpha
                 draft_model = core.ExLlamaV2(_config(package, draft, *scales, sizes, graphs))
-                draft_model.load(callback=_counted(progress, "loading draft", draft_model, draft))
+                with weights():
+                    draft_model.load(callback=_counted(progress, "loading draft", draft_model, draft, memory))
                 mode = options.draft_cache_mode or options.cache_mode
-                draft_cache = getattr(core, _CACHES[mode])(draft_model, batch_size=1, max_seq_len=cache_tokens)
+                with of_cache():
+                    draft_cache = getattr(core, _CACHES[mode])(draft_model, batch_size=1, max_seq_len=cache_tokens)
         with _assertions_named(directory):
             model = core.ExLlamaV2(config)
-            count = _counted(progress, "loading", model, directory)
-            cache = _load_model(core, model, options, cache_tokens, gpus, count)
+            count = _counted(progress, "loading", model, directory, memory)
+            cache = _load_model(core, model, options, cache_tokens, gpus, count, memory)
             if options.loras:
                 progress("loading lora", 0, len(options.loras))
-            loras = load_adapters(core, model, options.loras, directory)
+            with weights():
+                loras = load_adapters(core, model, options.loras, directory)
     except torch.OutOfMemoryError:
         raise refusal from None
     except RuntimeError as e:
@@ -157,6 +175,8 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback) -> Loaded:
         graphs=graphs,
         uncaptured=uncaptured or "",
         max_gap_s=options.max_gap_ms / 1000,
+        memory=memory,
+        no_sleep=no_sleep,
     )
 
 
@@ -256,8 +276,32 @@ def _keep_rope_to_context() -> None:
     rope.get_rope_params = get_rope_params
 
 
+def _sleep_memory(gpus: int, *, allowed: bool) -> tuple[SleepMemory | None, str]:
+    """Return the memory of a model that can sleep, or None and why it cannot."""
+    why = obstacle(gpus, allowed=allowed)
+    if why is None:
+        try:
+            return SleepMemory(), ""
+        except NoSleepError as e:
+            why = str(e)
+    return None, why
+
+
+def _regions(memory: SleepMemory | None) -> tuple[Region, Region]:
+    """Return the contexts in which weights and caches are allocated."""
+    if memory is None:
+        return contextlib.nullcontext, contextlib.nullcontext
+    return memory.weights, memory.cache
+
+
 def _load_model(
-    core: Any, model: Any, options: ExLlamaV2Options, cache_tokens: int, gpus: int, count: Callable[[int, int], None]
+    core: Any,
+    model: Any,
+    options: ExLlamaV2Options,
+    cache_tokens: int,
+    gpus: int,
+    count: Callable[[int, int], None],
+    memory: SleepMemory | None,
 ) -> Any:
     """Load the weights, and make the cache. Return the cache."""
     kind = getattr(core, _CACHES[options.cache_mode])
@@ -277,8 +321,11 @@ def _load_model(
         finally:
             model.config.no_flash_attn = False
         return cache
-    model.load(list(options.gpu_split) if options.gpu_split else None, callback=count)
-    return kind(model, batch_size=1, max_seq_len=cache_tokens)
+    weights, of_cache = _regions(memory)
+    with weights():
+        model.load(list(options.gpu_split) if options.gpu_split else None, callback=count)
+    with of_cache():
+        return kind(model, batch_size=1, max_seq_len=cache_tokens)
 
 
 def _devices(model: Any, cache: Any) -> list[int]:
@@ -287,16 +334,26 @@ def _devices(model: Any, cache: Any) -> list[int]:
     return sorted((layers | {tensor.device.index for tensor in cache.all_tensors()}) - {-1})
 
 
-def _counted(progress: ProgressCallback, phase: str, model: Any, directory: ModelDir) -> Callable[[int, int], None]:
+def _counted(
+    progress: ProgressCallback, phase: str, model: Any, directory: ModelDir, memory: SleepMemory | None
+) -> Callable[[int, int], None]:
     """Return the callback of the package's load, which gets (modules loaded, modules).
 
-    It reports bytes of the weights. If the names of the modules are not those of the files, it reports modules.
+    It reports bytes of the weights. If the names of the modules are not those of the files, it reports modules. Between
+    modules the memory of a model that can sleep is divided.
     """
     sizes = bytes_of_modules(directory.tensors, [getattr(module, "key", "") for module in model.modules])
-    if sizes is None:
-        return lambda done, total: progress(phase, done, total, "modules")
-    read, whole = list(itertools.accumulate(sizes, initial=0)), sum(t.bytes for t in directory.tensors.values())
-    return lambda done, total: progress(phase, whole if done >= total else read[done], whole, "bytes")
+    read, whole = list(itertools.accumulate(sizes or (), initial=0)), sum(t.bytes for t in directory.tensors.values())
+
+    def count(done: int, total: int) -> None:
+        if memory is not None:
+            memory.divide()
+        if sizes is None:
+            progress(phase, done, total, "modules")
+        else:
+            progress(phase, whole if done >= total else read[done], whole, "bytes")
+
+    return count
 
 
 @contextlib.contextmanager
