@@ -79,6 +79,7 @@ class Server:
     wait      True: wait until all models are ready
     settings  the ``supervisor`` section of models.yaml
     gateway   the ``gateway`` section; None for no gateway
+    groups    the ``groups`` section; None for none
     """
 
     def __init__(
@@ -87,16 +88,20 @@ class Server:
         wait: bool = True,
         settings: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
+        groups: dict[str, Any] | None = None,
     ) -> None:
         self._models, self._wait, self._settings = models, wait, settings or {}
         self._gateway = {} if gateway is None else {"gateway": gateway}
+        self._groups = {} if groups is None else {"groups": groups}
         self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
         self.runtime_dir = Path(self._scratch.name) / "run"
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a supervisor behind
         config = Path(self._scratch.name) / "models.yaml"
-        config.write_text(yaml.safe_dump({"models": self._models, "supervisor": self._settings, **self._gateway}))
+        config.write_text(
+            yaml.safe_dump({"models": self._models, "supervisor": self._settings, **self._gateway, **self._groups})
+        )
         try:
             self.modelctl("serve", "--detach", "-c", str(config))
             if self._wait:
