@@ -2,10 +2,10 @@
 
     python -m benchmarks.sleeping [--gpu 0] [--model 8b] [--swaps 60] [--quick] [--out DIR]
 
-Four models with the same weights have a ``vram_limit`` that lets one of them be awake. Requests of 64 tokens come one
-at a time, first in turn, then at random over all four. Each goes to a model that sleeps, or that is the awake one by
-chance: only requests that had to wake a model are counted. Answers are compared with the first ones of their model. With
-``sleep: off`` the same requests end and load models.
+Four models with the same weights have a ``vram_limit`` that lets one of them be awake. (On the CPU a group does that.)
+Requests of 64 tokens come one at a time, first in turn, then at random over all four. The first tokens are of those
+requests that had to wait for their model. Answers are compared with the first ones of their model. With ``sleep: off``
+the same requests end and load models.
 
 The rate of waking is compared with a plain copy of pinned host memory to the GPU, in the same run. GPU memory, host
 memory and descriptors of the workers after the first swaps are compared with those at the end.
@@ -24,7 +24,7 @@ from model_worker.engines.exllamav2.vram import estimate
 
 MODELS = ("a", "b", "c", "d")
 TOKENS, BATCH, CACHE = 64, 8, 16384
-SWAPS, LOADS = 60, 3
+SWAPS, LOADS = 100, 2
 SEED = 5
 GIB = 1 << 30
 WITHIN_S = 300.0
@@ -89,6 +89,7 @@ def main() -> None:
     model, count = ("letters", 8) if arguments.quick else (arguments.model, arguments.swaps)
     on_gpu = arguments.gpu != "cpu"
     results: list[Result] = []
+    whole: dict[str, list[int]] = {}
     for form in ("ram", "off"):
         made = {name: entry(arguments, model, BATCH, CACHE, lazy=True, sleep=form) for name in MODELS}
         asked = {name: requests(model, made[name]["model_dir"], 1, seed=n)[0] for n, name in enumerate(MODELS)}
@@ -97,7 +98,6 @@ def main() -> None:
             settings["vram_limit"] = {arguments.gpu: limit(arguments, model)}
         groups = None if on_gpu else {"all": {"models": list(MODELS), "loaded": 1}}
         with Server(made, wait=False, settings=settings, groups=groups) as server:
-            whole = {name: ask(server, name, asked[name])[2] for name in MODELS}
             rng = random.Random(SEED)
             if form == "off":
                 loads = swaps(server, asked, [MODELS[n % 4] for n in range(LOADS)], whole)
@@ -106,6 +106,7 @@ def main() -> None:
                     Result(f"{model}: swaps per minute, ended and loaded", 60 * LOADS / loads["seconds"], "1/min"),
                 ]
                 continue
+            whole |= {name: ask(server, name, asked[name])[2] for name in MODELS}
             swaps(server, asked, list(MODELS), whole)
             before = held(server)
             for how, order in (
