@@ -15,11 +15,14 @@ prepares them one by one while it has nothing to do (``prepare``). The copies st
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from model_worker.engines import one_line
 
 PIECE = 128 << 20
 """Bytes of weights that are copied at a time. One tensor is never divided, so some pieces are larger."""
@@ -34,18 +37,9 @@ class SleepMemory:
     """The pools of one model on the current GPU. Raises NoSleepError if the package cannot be used here."""
 
     def __init__(self) -> None:
-        self._package = _package()
-        library = self._package.utils.get_binary_path_from_package("torch_memory_saver_hook_mode_torch")
-        try:
-            self._wrapper = self._package.binary_wrapper.BinaryWrapper(path_binary=str(library))
-        except OSError as e:
-            raise NoSleepError(f"torch_memory_saver does not work with this CUDA: {e}") from None
+        self._wrapper, allocator = _library()
         self._library: Any = self._wrapper.cdll
-        self._library.tms_set_retain_cpu_backup(True)
-        kind: Any = torch.cuda.memory.CUDAPluggableAllocator
-        self._allocator = kind(str(library), "tms_torch_malloc", "tms_torch_free")
-        self._weights: Any = torch.cuda.MemPool(self._allocator.allocator())
-        self._cache: Any = torch.cuda.MemPool(self._allocator.allocator())
+        self._weights, self._cache = _pools(allocator)
         self._pieces: list[bytes] = []
         self._begun = 0
         self._prepared = 0
@@ -141,13 +135,36 @@ def obstacle(gpus: int, *, allowed: bool) -> str | None:
     return None
 
 
-def _package() -> Any:
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    """Return torch_memory_saver's library, and PyTorch's name for its allocator. Raises NoSleepError.
+
+    Both live as long as the process: PyTorch calls the allocator for memory that outlives the model.
+    """
     try:
-        for module in ("torch_memory_saver.binary_wrapper", "torch_memory_saver.utils"):
-            importlib.import_module(module)
-        return importlib.import_module("torch_memory_saver")
+        package = importlib.import_module("torch_memory_saver.binary_wrapper")
+        utils = importlib.import_module("torch_memory_saver.utils")
     except ImportError as e:
         raise NoSleepError(f"torch_memory_saver cannot be imported: {e}: install modelctl[exllamav2]") from e
+    try:
+        path = str(utils.get_binary_path_from_package("torch_memory_saver_hook_mode_torch"))
+        wrapper: Any = package.BinaryWrapper(path_binary=path)
+        kind: Any = torch.cuda.memory.CUDAPluggableAllocator
+        allocator = kind(path, "tms_torch_malloc", "tms_torch_free")
+    except (OSError, RuntimeError, AttributeError) as e:
+        raise NoSleepError(f"torch_memory_saver does not work with this PyTorch and CUDA: {one_line(e)}") from e
+    wrapper.cdll.tms_set_retain_cpu_backup(True)
+    return wrapper, allocator
+
+
+_alive: list[Any] = []
+
+
+def _pools(allocator: Any) -> tuple[Any, Any]:
+    """Return pools for weights and cache. They are never destroyed: a worker has one model, and tensors outlive it."""
+    pools: Any = torch.cuda.MemPool(allocator.allocator()), torch.cuda.MemPool(allocator.allocator())
+    _alive.append(pools)
+    return pools  # type: ignore[no-any-return]
 
 
 def _size(pool: Any) -> int:
