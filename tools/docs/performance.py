@@ -27,7 +27,7 @@ GROUPS = {
     "Faults": (
         "chaos", "chaos-exllamav2", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2",
         "hangs", "orphans", "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak", "http-faults",
-        "usage-ledger", "required-calls", "visible-faults", "desk", "spare",
+        "usage-ledger", "required-calls",
     ),
     "Hostile input": ("flooding", "fuzzing", "http-fuzzing", "keys", "slow-consumers"),
     "Every model from load to unload": ("models-run", "models-run-gptq"),
