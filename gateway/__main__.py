@@ -1,12 +1,11 @@
 """A gateway process.
 
-Its standard input is a socket. It reads its settings there as JSON (``protocol.process.gateway_settings``), and reports
-there whether it serves.
+Its standard input is a socket. It reads its settings there as a line of JSON (``protocol.process.gateway_settings``),
+and later lines about its log. It reports there whether it serves.
 """
 
 import os
 import socket
-import sys
 
 from gateway.reports import Reports
 from protocol.process.core_dumps import forbid_core_dumps
@@ -18,8 +17,13 @@ from protocol.process.process_title import set_title
 
 def main() -> None:
     """Serve until told to end."""
-    settings = GatewaySettings.from_json(sys.stdin.buffer.read())
-    reports = Reports(socket.socket(fileno=os.dup(0)))  # the log takes the place of standard input
+    channel = socket.socket(fileno=os.dup(0))  # the log takes the place of standard input
+    given = b""
+    while b"\n" not in given and (more := channel.recv(1 << 16)):
+        given += more
+    packed, _, unread = given.partition(b"\n")
+    settings = GatewaySettings.from_json(packed)
+    reports = Reports(channel, unread)
     if settings.parent is not None and not die_with(settings.parent):
         os._exit(0)
     set_title("gateway")

@@ -1,8 +1,6 @@
 """Run the application with uvicorn, on sockets that were opened before."""
 
-import logging
 import socket
-import sys
 
 import uvicorn
 from starlette.applications import Starlette
@@ -12,7 +10,7 @@ from gateway.connection import Connection, connection_limit
 from gateway.garbage_collection import tune
 from gateway.reports import Reports
 from protocol.process.gateway_settings import GatewaySettings
-from protocol.process.log_output import LogOutput
+from protocol.process.log_output import LogOutput, adopt_style, begin_log
 
 IDLE_S = 75
 """Seconds that an idle connection is kept. Clients keep connections in pools, and a connection that the server has
@@ -31,10 +29,12 @@ def serve(
     reports  is told whether the gateway serves
     log      the process's log, which is opened again when somebody has moved it
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+    begin_log("gateway", settings.log_style)
 
     async def each_second() -> None:
         reports.serving()
+        if (style := reports.log_style()) is not None:
+            adopt_style(style)
         if log is not None:
             log.follow()
 

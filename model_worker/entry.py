@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from protocol.process.core_dumps import forbid_core_dumps
-from protocol.process.log_output import LogOutput
+from protocol.process.log_output import LogOutput, begin_log
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 from protocol.process.progress_lease import ProgressLease
@@ -28,6 +28,8 @@ from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FA
 from protocol.process.worker_spec import WorkerSpec, unpack_spec
 
 _PR_SET_NO_NEW_PRIVS = 38
+WORKER_LINES = "%(asctime)s worker %(levelname)-7s %(message)s"
+"""The word `worker` tells the lines from those that the supervisor adds to the same log."""
 _LOOP = ("model_worker.answer_format", "model_worker.intake", "model_worker.link", "model_worker.loop")
 """Modules that ``run`` imports besides the engine's."""
 
@@ -90,6 +92,7 @@ def _end_with(work: Callable[[], int], supervisor_pid: int) -> None:
 def _become(spec: WorkerSpec, page: int | None) -> int:
     set_title(f"worker {spec.name or spec.engine.model}")
     output = LogOutput(spec.log_path)
+    begin_log("worker", spec.log, WORKER_LINES, model=spec.engine.model, worker=spec.name or spec.engine.model)
     keep_to(spec.cpus)
     lease = ProgressLease(spec.leases, page)
     lease.loading()  # only after LogOutput handles SIGUSR1, which a worker gets when its lease ends

@@ -5,6 +5,7 @@ the constraint of a job has to be compiled, the job goes back to the supervisor 
 """
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +33,18 @@ from protocol.messages import (
     FinishReason,
     JobMessage,
     Message,
+    SetLogStyle,
     Shutdown,
     Sleep,
     Wake,
 )
+from protocol.process.log_lines import LogStyle
+from protocol.process.log_output import adopt_style
 from protocol.process.progress_lease import ProgressLease
 from protocol.questions import Tokenize, parse_question
 from protocol.request import GenerateRequest
 
+_log = logging.getLogger(__name__)
 IDLE_WAIT_MS = 200
 UNSENT_WAIT_MS = 5
 """Milliseconds between two tries to send the events that a full pipe did not accept, while the engine is idle."""
@@ -188,6 +193,8 @@ class WorkerLoop:
                 self._moves.sleep()
             case Wake():
                 self._moves.wake()
+            case SetLogStyle(level, format):
+                adopt_style(LogStyle(level, format))
             case Shutdown():
                 self._shutdown = True
 
@@ -245,6 +252,7 @@ class WorkerLoop:
         tracked.prompt_tokens = len(job.prompt_ids)
         self._link.prefill(tracked.channel, tracked.request, 0, tracked.prompt_tokens)  # the supervisor counts it
         self._jobs[job_id] = tracked
+        _log.debug("request %d-%d: %d tokens of prompt", tracked.channel, tracked.request, tracked.prompt_tokens)
         if asked.with_format and not tracked.seq:
             tracked.format = self._format.to_wire(inside=job.layout.place == "inside")
             self._jobs[job_id] = _Unopened(tracked)
@@ -319,6 +327,7 @@ class WorkerLoop:
         finished: Finished | None = None,
     ) -> None:
         completion = finished.completion_tokens if finished else tracked.tokens + len(token_ids)
+        _log.debug("request %d-%d: ended (%s), %d tokens", tracked.channel, tracked.request, reason, completion)
         usage = {"prompt_tokens": tracked.prompt_tokens, "completion_tokens": completion}
         if finished:
             self._prompt_tokens += tracked.prompt_tokens
@@ -347,6 +356,7 @@ class WorkerLoop:
         ]
 
     def _send_error(self, tracked: _Tracked, error: WireError) -> None:
+        _log.debug("request %d-%d: failed (%s)", tracked.channel, tracked.request, error.code.wire_name)
         self._send(tracked, (), {"error": error.to_wire(), "delivered_tokens": tracked.tokens}, EventFlag.ERROR)
 
     def _send(self, tracked: _Tracked, ids: Sequence[int], fields: dict[str, object], flags: int) -> None:

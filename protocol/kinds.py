@@ -44,6 +44,7 @@ class Kind(IntEnum):
     WAKE = 44
     SLEPT = 45
     WOKE = 46
+    LOG_STYLE = 47
 
 
 KIB: Final = 1 << 10

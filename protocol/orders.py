@@ -49,6 +49,18 @@ class ReloadResult(TypedDict):
     """The number of the entry in `turnovers` of `status`."""
 
 
+class LogLevelParams(TypedDict):
+    model: NotRequired[str]
+    """A model, `supervisor` or `gateway`. Unset: all of them."""
+    level: NotRequired[str]
+    """The new level: `debug`, `info`, `warning` or `error`. Unset: nothing is changed."""
+
+
+class LogLevelResult(TypedDict):
+    levels: dict[str, str]
+    """The levels now, by the name of the model, or `supervisor` or `gateway`."""
+
+
 class ShutdownParams(TypedDict):
     now: NotRequired[bool]
     """Do not wait for unfinished requests."""

@@ -21,6 +21,8 @@ from protocol.activity import (
 )
 from protocol.bodies import Bytes, Model, Seconds, Tokens
 from protocol.orders import (
+    LogLevelParams,
+    LogLevelResult,
     ModelParams,
     OrderResult,
     ReloadParams,
@@ -315,6 +317,11 @@ VERBS: Final[dict[str, Verb]] = {
         "Cancel a request. Its own client gets what was computed, and the finish reason `cancelled`.",
         NoResult,
         CancelRequestParams,
+    ),
+    "log_level": Verb(
+        "Return the least levels of the lines in logs, and set them until the supervisor ends.",
+        LogLevelResult,
+        LogLevelParams,
     ),
     "logs": Verb("Return the last lines of a log, or the lines after a position.", LogsResult, LogsParams),
 }

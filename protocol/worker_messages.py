@@ -60,6 +60,14 @@ class Wake(Message):
     """Take the GPU memory again. The worker answers WOKE."""
 
 
+@message(Kind.LOG_STYLE, Way.SUPERVISOR_TO_WORKER, largest=64)
+class SetLogStyle(Message):
+    """Write the log in another way from now on, see ``protocol.process.log_lines.LogStyle``."""
+
+    level: str
+    format: str
+
+
 @message(Kind.SLEPT, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
 class Slept(Message):
     """Say that the model sleeps, or why it cannot sleep."""

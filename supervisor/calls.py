@@ -19,6 +19,7 @@ from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
 from supervisor.keys.rights import SEES_ALL, Identity, Right
+from supervisor.log_control import LogControl
 from supervisor.log_reading import MOST_LINES, read_log
 from supervisor.model_names import ModelNames
 from supervisor.reactor import Reactor
@@ -54,6 +55,7 @@ class AdminContext:
     effects: EffectQueue
     usage: UsageKeeper | None
     reactor: Reactor
+    logs: LogControl
 
 
 def answer(context: AdminContext, verb: str, params: Params, identity: Identity, *, admin: bool) -> Result:
@@ -314,6 +316,13 @@ def _logs(context: AdminContext, params: Params, identity: Identity) -> Result:
     return read_log(_replicas(context, name, identity)[0].log_path if own is None else own, lines, after, since)
 
 
+def _log_level(context: AdminContext, params: Params, identity: Identity) -> Result:
+    given = _take(params, model=str, level=str)
+    if (name := given.get("model")) not in (None, *context.status.own_logs):
+        name = _replicas(context, name, identity)[0].model
+    return {"levels": context.logs.levels(name, given.get("level"))}
+
+
 _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {
     "models": (_models, False),
     "status": (_status, False),
@@ -330,6 +339,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "metrics": (_metrics, False),
     "cancel_request": (_cancel_request, True),
     "logs": (_logs, False),
+    "log_level": (_log_level, True),
 }
 
 

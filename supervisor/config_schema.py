@@ -6,6 +6,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from protocol.process.log_lines import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
@@ -189,6 +190,19 @@ class SupervisorConfig:
     watch: WatchConfig = field(default_factory=WatchConfig)
     usage: UsageConfig = field(default_factory=UsageConfig)
     held: HeldConfig = field(default_factory=HeldConfig)
+    log_level: Level = "info"
+    """The least level of the lines in the logs of the supervisor, the workers and the gateway: ``debug``, ``info``,
+    ``warning`` or ``error``.
+
+    ``modelctl log-level`` changes it until the supervisor ends. A reload that changes this key applies it to all logs.
+
+    Example: debug
+    """
+    log_format: Format = "human"
+    """How these logs are written, and what `serve` prints: lines for people, or ``json`` for one JSON object in a line.
+
+    Example: json
+    """
     request_log: str | None = None
     """File that gets a line of JSON for each request that ends: absolute, or relative to models.yaml. No line has texts
     of prompts or answers.
@@ -237,6 +251,10 @@ class SupervisorConfig:
 
     Example: 0
     """
+
+    @property
+    def log_style(self) -> LogStyle:
+        return LogStyle(self.log_level, self.log_format)
 
     @property
     def restart_policy(self) -> RestartPolicy:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
-from supervisor.model_logs import about
+from supervisor.model_logs import about, model_of
 
 KEPT = 512
 """Events that are remembered."""
@@ -74,7 +74,7 @@ def event_of(record: logging.LogRecord) -> dict[str, Any] | None:
         "time": round(record.created, 3),
         "kind": str(kind),
         "level": record.levelname.lower(),
-        "model": None if worker is None else worker.partition(":")[0].partition("~")[0],
+        "model": None if worker is None else model_of(worker),
         "worker": worker,
         "message": shortened(record.getMessage()),
         **{name: shortened(fact) for name, fact in facts.items()},

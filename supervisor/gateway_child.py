@@ -1,7 +1,7 @@
 """One process of the HTTP gateway: started with its settings, heard, and ended.
 
-Supervisor and process share a socket, the standard input of the process. The process reads its settings there. Then it
-writes ``READY`` once a second while it serves, and ``TROUBLE`` with a reason if it cannot serve.
+Supervisor and process share a socket, the standard input of the process. The process reads its settings there, and how
+to write its log. It writes ``READY`` once a second while it serves, and ``TROUBLE`` with a reason if it cannot serve.
 """
 
 import os
@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from protocol.process.gateway_settings import READY, TROUBLE, GatewaySettings
 from protocol.process.helper_environment import helper_environment
+from protocol.process.log_lines import LogStyle
 from supervisor.gateway_modules import GATEWAY
 
 HANG_S: Final = 30.0
@@ -69,7 +71,6 @@ class GatewayChild:
         self.socket.setblocking(False)
         try:
             self.socket.send(replace(settings, listeners=(listener.fileno(),)).to_json())
-            self.socket.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # the process has ended already, and the pidfd tells that
 
@@ -108,6 +109,11 @@ class GatewayChild:
         self._process.kill()
         self._heard_at = time.monotonic()  # do not say so at each call, in case that it does not die at once
         return f"process {self.pid} has not answered for {HANG_S:.0f} s: killed; its log has its stacks"
+
+    def write_log(self, style: LogStyle) -> None:
+        """Have the process write its log in another way. It does so within a second."""
+        with suppress(OSError):  # it has ended
+            self.socket.send(style.to_json())
 
     def retire(self) -> None:
         """Have the process end once its answers are complete."""

@@ -16,6 +16,7 @@ from typing import Any
 from protocol.limits import GATEWAY_NAME
 from protocol.process.engine_packages import missing_for_gateway
 from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.log_lines import LogStyle
 from supervisor.config import Config
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.event_history import EventKind, noted
@@ -44,6 +45,7 @@ class GatewayProcesses:
         self._config = config
         self._settings = settings
         self._log = log
+        self._style = LogStyle()
         self._sockets: list[socket.socket] = []
         self._children: dict[int, GatewayChild] = {}
         """The processes that were not collected yet, by pidfd."""
@@ -111,6 +113,13 @@ class GatewayProcesses:
         for child in self._children.values():
             child.retire()
         return True
+
+    def write_logs(self, style: LogStyle) -> None:
+        """Have the processes, and those that are started later, write their log in this way."""
+        if style != self._style:
+            self._style = style
+            for child in self._children.values():
+                child.write_log(style)
 
     def close(self, within_s: float = LEAVE_S) -> None:
         """End the processes, and wait for that. Processes that take longer than ``within_s`` seconds are killed."""
@@ -190,7 +199,7 @@ class GatewayProcesses:
         if self._settings.log is not None:
             prepare(Path(self._settings.log))
         try:
-            child = GatewayChild(number, self._sockets[number], self._settings)
+            child = GatewayChild(number, self._sockets[number], replace(self._settings, log_style=self._style))
         except OSError as e:
             self.problem = f"cannot be started: {e.strerror or e}"
             self._log.error("gateway: %s", self.problem, extra=NOTED)

@@ -4,7 +4,6 @@ lost."""
 import logging
 import os
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +52,8 @@ class LogFile(logging.Handler):
 
     def lost_lines(self, missing: int, why: str) -> str:
         """Return the line that stands where records are missing."""
-        return f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING lines lost here: {missing} ({why})"
+        text = f"lines lost here: {missing} ({why})"
+        return self.format(logging.LogRecord("modelctl", logging.WARNING, "", 0, text, None, None))
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
+from protocol.process.log_lines import FOR_PEOPLE, LogStyle
 from protocol.process.private_paths import make_private
 from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.event_file import EventFile
 from supervisor.log_file import LogFile
-from supervisor.model_logs import ModelLogs
+from supervisor.log_lines import SupervisorLines
+from supervisor.model_logs import MODEL_LINES, ModelLogs
 
 MAX_LOG_BYTES = 8 << 20
 """A larger log is renamed to NAME.log.1: a worker's log when the worker starts, the supervisor's at once."""
@@ -67,13 +69,13 @@ def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
         return []
 
 
-def set_up_logging(runtime_dir: Path, screen: logging.Handler | None) -> logging.Logger:
+def set_up_logging(runtime_dir: Path, screen: logging.Handler | None, style: LogStyle) -> logging.Logger:
     """Return the supervisor's logger. It writes to the supervisor's log file, and to ``screen`` if there is one.
 
-    Records about a worker go to that worker's log, too.
+    Records about a worker go to that worker's log, too. ``log_styles.LogControl`` changes the style later.
     """
     logger = logging.getLogger("modelctl")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(min(logging.INFO, style.number))
     logger.propagate = False
 
     def tell(line: str) -> None:
@@ -81,11 +83,16 @@ def set_up_logging(runtime_dir: Path, screen: logging.Handler | None) -> logging
             screen.handle(logger.makeRecord(logger.name, logging.WARNING, __file__, 0, line, (), None))
 
     file = LogFile(log_path(runtime_dir, SUPERVISOR_NAME), MAX_LOG_BYTES, tell)
-    formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
-    for handler in [file] if screen is None else [screen, file]:
-        handler.setFormatter(formatter)
+    models = ModelLogs(partial(log_path, runtime_dir))
+    for handler in (screen, file, models):
+        if handler is None:
+            continue
+        lines = SupervisorLines(MODEL_LINES if handler is models else FOR_PEOPLE, process="supervisor")
+        lines.as_json = style.is_json
+        handler.setFormatter(lines)
         logger.addHandler(handler)
-    logger.addHandler(ModelLogs(partial(log_path, runtime_dir)))
+        if handler is not models:
+            handler.setLevel(style.number)
     logger.addHandler(EventFile(log_dir(runtime_dir), tell))
     logging.raiseExceptions = False  # a terminal that has gone must not stop the supervisor
     return logger

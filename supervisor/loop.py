@@ -40,6 +40,7 @@ from supervisor.gateway_process import GatewayProcesses, supervisors_settings
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.listening import keys_of
+from supervisor.log_control import LogControl
 from supervisor.logs import log_dir, log_path
 from supervisor.malloc_trim import TRIM_S, trim
 from supervisor.placement.host_memory import free_bytes
@@ -148,6 +149,7 @@ class Supervisor:
         self._fleet = Fleet(config, self._scheduler, timers, self._launcher, self._effects, runtime.path, back, log)
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
         self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
+        self._logs = LogControl(self._fleet.registry, log, self._gateway, self._effects)
         self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt, log)
         self._config_watch = ConfigWatch(signature_of(config.file)) if watch else None
         self._shutdown = SupervisorShutdown(
@@ -171,7 +173,7 @@ class Supervisor:
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
-            self._deadlines, self._effects, self._usage, self._reactor,
+            self._deadlines, self._effects, self._usage, self._reactor, self._logs,
         )  # fmt: skip
         self._messages = ClientMessages(
             self._clients, self._scheduler, self._queries, self._authorizer, context, self._deadlines, self._effects
@@ -193,6 +195,7 @@ class Supervisor:
             self._log.info("%s", note)
         if not self._workers.relays:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
+        self._logs.apply()
         self._launcher.sweep(self._fleet.vram.holders())
         self._fleet.vram.serves()
         self._on_demand.begin()
@@ -336,6 +339,7 @@ class Supervisor:
     def _adopt(self, config: Config) -> bool:
         """Apply what the loop's own parts read of a configuration. Return whether the gateway's part of it differs."""
         self._request_log.adopt(config.request_log)
+        self._logs.adopt(config.supervisor.log_style)
         return self._gateway.adopt(config.gateway, supervisors_settings(config, self._runtime.path))
 
     def _keep_spares(self) -> None:

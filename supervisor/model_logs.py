@@ -3,16 +3,18 @@
 The worker's process and its libraries write their output to that log, too. Without a fault they write nothing.
 """
 
+import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from protocol.process.private_paths import make_private, open_private
+from supervisor.log_styles import StyledByModel
 
-_FORMAT = "%(asctime)s modelctl %(levelname)-7s %(message)s"
-_OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} modelctl [A-Z]+ ")
+MODEL_LINES = "%(asctime)s modelctl %(levelname)-7s %(message)s"
+_OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (modelctl [A-Z]+|worker (DEBUG|INFO)) ")
 
 
 def about(worker: str) -> dict[str, str]:
@@ -20,12 +22,31 @@ def about(worker: str) -> dict[str, str]:
     return {"worker": worker}
 
 
+def model_of(worker: str) -> str:
+    """Return the model of a worker, by the name that records about it have."""
+    return worker.partition(":")[0].partition("~")[0]
+
+
 def without_ours(lines: Iterable[str]) -> list[str]:
-    """Return the lines of a worker's log that the supervisor has not written: the worker's own last words."""
-    return [line for line in lines if not _OURS.match(line)]
+    """Return the last words of a worker: the lines of its log without those of the supervisor, and without what the
+    worker itself says of its usual work. Lines of JSON are returned as texts."""
+    return [text for line in lines for text in _words(line) if not _OURS.match(text)]
 
 
-class ModelLogs(logging.Handler):
+def _words(line: str) -> Iterator[str]:
+    """Yield the texts of a line. A line of JSON has several if it has a traceback, and none if it is ours."""
+    try:
+        said = json.loads(line) if line.startswith('{"time": ') else None
+    except ValueError:  # it was cut
+        said = None
+    if said is None:
+        yield line
+    elif said.get("process") == "worker" and ("stream" in said or said.get("level") in ("warning", "error")):
+        yield from str(said.get("message")).splitlines()
+        yield from str(said.get("traceback", "")).splitlines()
+
+
+class ModelLogs(StyledByModel):
     """Append each record that is ``about`` a worker to that worker's log.
 
     The file is opened for each record. There are only a few in a worker's life. So a log that somebody has moved is
@@ -37,11 +58,10 @@ class ModelLogs(logging.Handler):
     def __init__(self, path_of: Callable[[str], Path]) -> None:
         super().__init__()
         self._path_of = path_of
-        self.setFormatter(logging.Formatter(_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
         worker = getattr(record, "worker", None)
-        if worker is None:
+        if worker is None or not self.takes(record, model_of(worker)):
             return
         # "letters~2" replaces "letters" in a rollout, and writes to its log.
         path = self._path_of(worker.partition("~")[0])

@@ -74,6 +74,8 @@ class RequestLog:
 
     def add(self, story: Story) -> None:
         """Write the line of a request that has ended. If the pipe is full, the line is lost."""
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._say(story)
         if self._file is None:
             return
         line = line_of(story, time.time() - time.monotonic())
@@ -88,6 +90,16 @@ class RequestLog:
         except OSError:  # the pipe is full, or there is no writer now
             self._unsaid += 1
             self.lost += 1
+
+    def _say(self, story: Story) -> None:
+        """Say the end of a request in the log, as the worker's log does, which gives the request the same name."""
+        line = line_of(story, time.time() - time.monotonic())
+        how = line["finish_reason"] or line["error"]
+        self._log.debug(
+            "request %s: model %s, ended (%s), %s tokens after %.0f ms",
+            story.id, story.model, how, line["tokens"], line["total_ms"] or 0.0,
+            extra={"fields": {"request": story.id}},
+        )  # fmt: skip
 
     def check(self) -> None:
         """Start the writer if there is none, and take in what it says. Call this each second."""

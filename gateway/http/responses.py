@@ -3,6 +3,8 @@
 An error leaves in the shape of the API that its request belongs to.
 """
 
+import logging
+import time
 from typing import Final
 from uuid import uuid4
 
@@ -15,6 +17,7 @@ from gateway.http.dialect import anthropic_body, anthropic_status, is_anthropic
 from gateway.http.errors import ApiError, error_body, error_headers, for_caller, status_of
 from protocol.errors import WireError
 
+_log = logging.getLogger(__name__)
 DIRECT: Final = "gateway.direct_send"
 """Key of the scope with the server's own ``send``. Each layer around ``send`` would cost every token a coroutine, so an
 event stream sends its first message, with the headers, through all layers, and its events with this function."""
@@ -33,14 +36,24 @@ class Application(Starlette):
         scope[REQUEST_ID] = f"req_{uuid4().hex}"
         request_id = scope[REQUEST_ID].encode()
 
+        began, status = time.monotonic(), 0
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 ids = [(b"x-request-id", request_id), (b"request-id", request_id)]
                 message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 
         scope[DIRECT] = send
-        await super().__call__(scope, receive, send_with_id)
+        try:
+            await super().__call__(scope, receive, send_with_id)
+        finally:
+            took_ms = 1000 * (time.monotonic() - began)
+            # The path as it came has no line ends. The query is left out, because a client may have put a token there.
+            path = scope["raw_path"].decode("ascii", "replace")
+            _log.debug("%s %s: %d after %.0f ms, %s", scope["method"], path, status, took_ms, scope[REQUEST_ID])
 
 
 class ErrorAnswer(Response):

@@ -270,6 +270,18 @@ class Client:
         params = given(key=key, model=model, since=since)
         return self.call("usage", reply_timeout=USAGE_S, **params)
 
+    def log_level(self, model: str | None = None, level: str | None = None) -> dict[str, str]:
+        """Return the least levels of the lines in logs, by the name of the process: the verb "log_level".
+
+        model  a model, "supervisor" or "gateway". Unset: all of them
+        level  the new level: debug, info, warning or error. Unset: nothing is changed
+
+        Locally this takes a client with ``admin=True``. Raises the errors of ``call``.
+        """
+        reply = self.call("log_level", reply_timeout=self.timeout, **given(model=model, level=level))
+        levels: dict[str, str] = reply["levels"]
+        return levels
+
     def logs(
         self,
         model: str | None = None,

@@ -5,6 +5,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
+from protocol.process.log_lines import DEFAULT_STYLE, LogStyle
+
 MIB = 1 << 20
 ReasoningKey = Literal["reasoning_content", "reasoning"]
 SHARE: Final = 4
@@ -42,6 +44,7 @@ class GatewaySettings:
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
     parent         pid of the process that started this one, and with which it ends; None to live on
     log            path of the process's log; None to write to standard error
+    log_style      how the log is written at first. Lines of ``LogStyle.to_json`` behind the settings change it
     """
 
     runtime_dir: str | None = None
@@ -66,14 +69,15 @@ class GatewaySettings:
     cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     parent: int | None = None
     log: str | None = None
+    log_style: LogStyle = DEFAULT_STYLE
 
     def to_json(self) -> bytes:
-        """Return the settings as JSON."""
-        return json.dumps(asdict(self)).encode()
+        """Return the settings as a line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes) -> "GatewaySettings":
         """Return the settings in JSON that ``to_json`` made."""
         given: dict[str, Any] = json.loads(text)
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        return cls(**(given | lists))
+        return cls(**(given | lists | {"log_style": LogStyle(**given["log_style"])}))

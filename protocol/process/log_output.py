@@ -2,11 +2,15 @@
 
 import faulthandler
 import io
+import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import ClassVar
 
+from protocol.process.log_lines import FOR_PEOPLE, OURS, LogLines, LogStyle, json_line
 from protocol.process.private_paths import open_private
 
 
@@ -59,20 +63,59 @@ def _point_output_to(fd: int) -> None:
 
 
 class LogWriter(io.TextIOWrapper):
-    """Writes text to a descriptor without a buffer. On a full disk lines are lost, but ``print`` raises nothing."""
+    """Writes text to a descriptor without a buffer. On a full disk lines are lost, but ``print`` raises nothing.
 
-    def __init__(self, descriptor: int) -> None:
+    about  keys of JSON lines, if each line of the text is to become one; None to write the text as it is
+    """
+
+    about: ClassVar[dict[str, str] | None] = None
+
+    def __init__(self, descriptor: int, *, plain: bool = False) -> None:
+        """plain  write the text as it is, whatever ``about`` is"""
         raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
         super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        self._stream = "stdout" if descriptor == 1 else "stderr"
+        self._plain = plain
+        self._unfinished = ""
 
     def write(self, text: str) -> int:
+        shown = text
+        if self._unfinished or (self.about is not None and not self._plain):
+            *lines, self._unfinished = (self._unfinished + text).split("\n")
+            about = {**(self.about or {}), "stream": self._stream}
+            shown = "".join(json_line(time.time(), "info", line, **about) + "\n" for line in lines)
         try:
-            return super().write(text)
+            super().write(shown)
         except OSError:
-            return len(text)
+            pass
+        return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
         except OSError:
             pass
+
+
+def begin_log(process: str, style: LogStyle, text: str = FOR_PEOPLE, **about: str) -> None:
+    """Write the records of this process to its standard error.
+
+    process  what the process is: "worker" or "gateway"
+    text     the format of lines for people
+    about    further keys of JSON lines, such as the model
+    """
+    handler = logging.StreamHandler(LogWriter(2, plain=True))
+    handler.setFormatter(LogLines(text, process=process, **about))
+    logging.getLogger().handlers[:] = [handler]
+    adopt_style(style)
+
+
+def adopt_style(style: LogStyle) -> None:
+    """Write the log of this process in this style from now on. ``begin_log`` has been called before."""
+    lines = logging.getLogger().handlers[0].formatter
+    assert isinstance(lines, LogLines)
+    lines.as_json = style.is_json
+    LogWriter.about = lines.about if style.is_json else None
+    logging.getLogger().setLevel(max(style.number, logging.INFO))
+    for package in OURS:
+        logging.getLogger(package).setLevel(style.number)

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from protocol.codec import pack_body, unpack_body
+from protocol.process.log_lines import DEFAULT_STYLE, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 
 PAGE_TOKENS = 256
@@ -60,6 +61,7 @@ class WorkerSpec:
     reasoning       the markers before and behind the model's reasoning, or OFF; None: the chat template tells
     leases          longest times without a heartbeat, by phase
     name            the worker's name for people, such as "letters:2"; empty means the model's name
+    log             how the worker writes its log
     """
 
     engine: EngineSpec
@@ -76,6 +78,7 @@ class WorkerSpec:
     reasoning: tuple[str, str] | Literal["off"] | None = None
     leases: Leases = DEFAULT_LEASES
     name: str = ""
+    log: LogStyle = DEFAULT_STYLE
 
 
 def pack_spec(spec: WorkerSpec) -> bytes:
@@ -87,6 +90,7 @@ def unpack_spec(packed: bytes) -> WorkerSpec:
     """Return the specification that ``pack_spec`` has packed."""
     fields = unpack_body(packed)
     fields["engine"], fields["leases"] = EngineSpec(**fields["engine"]), Leases(**fields["leases"])
+    fields["log"] = LogStyle(**fields["log"])
     fields["cpus"] = tuple(fields["cpus"])
     if isinstance(fields["reasoning"], list):
         start, end = fields["reasoning"]

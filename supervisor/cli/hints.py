@@ -10,13 +10,13 @@ import shlex
 
 import click
 
-_HINT = re.compile(r"`modelctl ([a-z]+)([^`]*)`")
+_HINT = re.compile(r"`modelctl ([a-z-]+)([^`]*)`")
 _HERE = frozenset({"serve", "plan", "doctor"})
 """Commands that take --runtime-dir only."""
 _ANYWHERE = frozenset(
     {
         "start", "stop", "restart", "sleep", "wake", "reload", "shutdown", "ps", "status", "top", "usage", "metrics",
-        "run", "requests", "cancel", "story", "events", "logs", "bench", "gateway", "load", "unload", "ls",
+        "run", "requests", "cancel", "story", "events", "logs", "log-level", "bench", "gateway", "load", "unload", "ls",
     }
 )  # fmt: skip
 """Commands that take --runtime-dir, or --connect and --key-file."""

@@ -34,6 +34,7 @@ _COMMANDS = {
     "cancel": "supervisor.cli.requests:cancel",
     "events": "supervisor.cli.events:events",
     "logs": "supervisor.cli.logs:logs",
+    "log-level": "supervisor.cli.log_level:log_level",
     "bench": "supervisor.cli.bench:bench",
     "plan": "supervisor.cli.plan:plan",
     "check": "supervisor.cli.check:check",

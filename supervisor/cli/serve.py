@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from protocol.process.log_lines import LogStyle
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
@@ -82,7 +83,9 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
         raise CommandFailure(
             exit_codes.CONFIG, "not_usable", f"{message}; repair it, or give another --runtime-dir"
         ) from None
-    log = set_up_logging(runtime_dir, None if quiet else _screen())
+    log = set_up_logging(
+        runtime_dir, None if quiet else _screen(loaded.supervisor.log_style), loaded.supervisor.log_style
+    )
     code = exit_codes.SOFTWARE
     try:
         code = Supervisor(loaded, runtime, log, opening, watch=watch).run()
@@ -102,9 +105,9 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
     os._exit(code)
 
 
-def _screen() -> logging.Handler:
+def _screen(style: LogStyle) -> logging.Handler:
     """Return the handler that writes the log to stderr."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not style.is_json:
         from supervisor.cli.start_screen import StartScreen
 
         return StartScreen()

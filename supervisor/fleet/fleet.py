@@ -151,6 +151,7 @@ class Fleet:
             case Hello(body):
                 checked_hello(body)
                 self._report(replica, Event.HELLO, "connected")
+                self._effects.add(self.registry.log_orders([replica]))
             case ProgressMessage(body):
                 replica.progress = progress = checked_progress(body)
                 effects = self._scheduler.report_loading(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ErrorCode, WireError
+from protocol.process.log_lines import LogStyle
 from supervisor.config import ModelSpec
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.requests.scheduler import Scheduler
@@ -59,6 +60,8 @@ class Replica:
         """The GPU memory that the worker needs, and what its process holds."""
         self.process: Launched | None = None
         self.routing_id = b""
+        self.log_style = LogStyle()
+        """How the present process writes its log."""
         self.killed_for: str | None = None
         """Why the supervisor killed the present process. None if it did not."""
         self.kill_reason = "killed"
@@ -119,6 +122,15 @@ class Replica:
         if self.stay_s is None or not config.lazy or config.pinned:
             return config.ttl
         return None if self.stay_s == math.inf else self.stay_s
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the process takes messages: it has said HELLO, and was not told to end."""
+        return (
+            self.process is not None
+            and self.killed_for is None
+            and self.state not in (WorkerState.STARTING, WorkerState.STOPPING)
+        )
 
     @property
     def current(self) -> bool:

@@ -3,15 +3,20 @@
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
+from protocol.codec import encode
+from protocol.messages import SetLogStyle
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.fleet.replica import Replica
+from supervisor.log_styles import LogStyles
 from supervisor.placement.gpu_requests import watched_pins
 from supervisor.placement.vram import Vram
 from supervisor.placement.worker_memory import WorkerMemory
+from supervisor.requests.in_flight import ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.workers.launcher import Launched
 from supervisor.workers.lifecycle import WorkerState
@@ -25,6 +30,7 @@ class ReplicaRegistry:
         self._scheduler = scheduler
         self._vram = vram
         self._runtime_dir = runtime_dir
+        self.log_styles = LogStyles(config.supervisor.log_style)
         self.replicas: dict[str, Replica] = {}
         """By ``Replica.name``, in the order of models.yaml."""
         self._by_routing_id: dict[bytes, Replica] = {}
@@ -41,6 +47,23 @@ class ReplicaRegistry:
         """The configuration that was read last. During a reload, and after one that failed, some workers still run an
         older one."""
         return self._config
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models that have workers, in the order of models.yaml."""
+        return list(dict.fromkeys(replica.model for replica in self.replicas.values()))
+
+    def log_orders(self, replicas: Iterable[Replica]) -> list[ToWorker]:
+        """Return a message for each of these workers that writes its log otherwise than ``log_styles`` says. One that
+        is not connected yet is asked again when it is."""
+        orders = []
+        for replica in replicas:
+            style = self.log_styles.of(replica.model)
+            if replica.is_connected and replica.log_style != style:
+                replica.log_style = style
+                frame = encode(SetLogStyle(style.level, style.format))
+                orders.append(ToWorker(replica.name, replica.generation, frame))
+        return orders
 
     def adopt(self, config: Config) -> None:
         """Take over a new configuration. The caller starts, stops and exchanges the workers."""

@@ -125,6 +125,7 @@ class Start(Admission):
         if engine.sleep and needs is not None:
             prepares = starts.sleepers.takes_ahead(replica, needs.weights + needs.draft)
             engine = dataclasses.replace(engine, prepare_sleep=prepares)
+        replica.log_style = starts.registry.log_styles.of(replica.model)
         spec = WorkerSpec(
             engine=engine,
             generation=replica.generation,
@@ -140,6 +141,7 @@ class Start(Admission):
             supervisor_pid=os.getpid(),
             leases=starts.registry.config.supervisor.leases(config),
             name=replica.label,
+            log=replica.log_style,
         )
         try:
             process = starts.launcher.start(spec)

@@ -63,6 +63,7 @@ _OF_VERB = {
     "restart": _ADMIN,
     "reload": _ADMIN,
     "logs": _ADMIN,
+    "log_level": _ADMIN,
     "shutdown": _ADMIN,
     "cancel_request": frozenset({Right.INFER, Right.ADMIN}),
 }
@@ -79,7 +80,7 @@ _OF_KIND = {
     Credit.kind: _STREAMS,
 }
 """Kind of any other message → the rights, one of which is enough."""
-_OF_ALL_MODELS = frozenset({"reload", "shutdown", "logs"})
+_OF_ALL_MODELS = frozenset({"reload", "shutdown", "logs", "log_level"})
 """Verbs that concern all models if they name none, or if they name the supervisor or the gateway."""
 
 

@@ -154,6 +154,7 @@ def test_every_verb(serving: Serving) -> None:
         "reload": {},
         "shutdown": {},
         "cancel_request": {"id": ""},
+        "log_level": {"model": "a", "level": "debug"},
         "logs": {"model": "a", "lines": 5, "after": "0-0"},
     }
     assert asked.keys() == VERBS.keys()

@@ -47,6 +47,7 @@ VERBS = {
     "restart": ADMIN,
     "reload": ADMIN,
     "logs": ADMIN,
+    "log_level": ADMIN,
     "shutdown": ADMIN,
     "cancel_request": {"infer", "admin"},
     "": ADMIN,

@@ -1,0 +1,81 @@
+"""The lines that a process writes to its log: for people, or as JSON. Their level and format change while it runs.
+
+Libraries keep a level of their own: below INFO they may log texts of requests, which no log may hold.
+"""
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["human", "json"]
+LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
+OURS: Final = ("model_worker", "gateway")
+"""The packages of the processes that call ``begin``: their loggers take every level."""
+FOR_PEOPLE: Final = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+@dataclass(frozen=True)
+class LogStyle:
+    """How a process writes its log.
+
+    level   the least level of the lines that are written
+    format  "human", or "json" for one JSON object in each line
+    """
+
+    level: str = "info"
+    format: str = "human"
+
+    @property
+    def number(self) -> int:
+        """The level as the package logging counts it."""
+        return logging.getLevelNamesMapping()[self.level.upper()]
+
+    @property
+    def is_json(self) -> bool:
+        return self.format == "json"
+
+    def to_json(self) -> bytes:
+        """Return the style as a line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+DEFAULT_STYLE: Final = LogStyle()
+
+
+def json_line(seconds: float, level: str, message: str, **fields: Any) -> str:
+    """Return a line of a log as JSON.
+
+    seconds  the time of the line, since 1970
+    fields   further keys of the line, which stand before the message
+    """
+    at = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return json.dumps({"time": at, "level": level, **fields, "message": message}, ensure_ascii=False)
+
+
+class LogLines(logging.Formatter):
+    """The formatter of a log, which writes lines for people until ``as_json`` is set.
+
+    text   the format for people
+    about  keys of each JSON line, such as the name of the process
+    """
+
+    def __init__(self, text: str = FOR_PEOPLE, **about: str) -> None:
+        super().__init__(text)
+        self.as_json = False
+        self.about = about
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not self.as_json:
+            return super().format(record)
+        fields = {**self.about, **self.fields_of(record)}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json_line(record.created, record.levelname.lower(), record.getMessage(), **fields)
+
+    def fields_of(self, record: logging.LogRecord) -> dict[str, Any]:
+        """Return further keys of the JSON line: those that the record's ``extra`` has as ``fields``."""
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        return fields
