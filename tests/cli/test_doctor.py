@@ -33,7 +33,12 @@ def findings(*arguments: object, code: int, **variables: str) -> dict[str, list[
 
 
 def test_a_machine_without_models(tmp_path: Path) -> None:
-    found = findings("--runtime-dir", tmp_path / "r", code=0, XDG_CONFIG_HOME=str(tmp_path), MODELCTL_CONFIG="")
+    address = f"127.0.0.1:{free_port()}"  # another program may listen on the port of the file
+    found = findings(
+        "--runtime-dir", tmp_path / "r", code=0,
+        XDG_CONFIG_HOME=str(tmp_path), MODELCTL_CONFIG="", MODELCTL_GATEWAY__LISTEN=address,
+    )  # fmt: skip
+    assert found["gateway"][0]["says"] == f"{address} is free"
     assert {"Python", "descriptors", "memory", "/dev/shm", "logs", "driver", "supervisor"} <= found.keys()
     assert not (tmp_path / "r").exists(), "nothing is made"
 
