@@ -80,6 +80,9 @@ class WorkerStatus(TypedDict):
     """The time until the worker is unloaded if no request comes; null if it will not be unloaded."""
     lazy: bool
     """True if the first request starts the worker."""
+    can_sleep: bool
+    """True if the verb `sleep` can put the worker to sleep. It depends on the engine and on models.yaml.
+    False until the worker has loaded, since only its engine knows."""
     host_bytes: Bytes
     """Host memory that the worker takes because it sleeps, or that it keeps for its next sleep."""
     wake_s: Seconds | None

@@ -74,6 +74,7 @@ def _state(m: Values) -> str:
         return f"{text}, {figures.progress(progress)}"
     if m["state"] == "ready" and (seconds := m.get("load_seconds")) is not None:
         text += f", loaded in {figures.seconds(seconds)}"
+        text += ", can sleep" if m.get("can_sleep") else ""
     if m["state"] == "asleep":
         text += f", {figures.size(m['host_bytes'])} of host memory"
     if (seconds := m.get("wake_s")) is not None:

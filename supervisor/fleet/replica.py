@@ -271,6 +271,7 @@ class Replica:
             if not idle or (ttl := self.ttl) is None
             else round(max(0.0, ttl - now + self.last_active), 1),
             "lazy": config.lazy,
+            "can_sleep": self.can_sleep,
             "host_bytes": self.host_bytes,
             "wake_s": self.wake_s,
             "unloaded": self.life.unload_cause,

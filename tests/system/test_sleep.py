@@ -29,7 +29,9 @@ def asleep(serving: Serving, model: str) -> dict[str, Any]:
 
 def test_an_idle_model_sleeps_and_a_request_wakes_it(serve: Serve) -> None:
     serving = serve({"a": sleeper(sleep_after="1s", autostart=True)})
-    pid = serving.status("a")["pid"]
+    before = serving.status("a")
+    pid = before["pid"]
+    assert before["can_sleep"]
     status = asleep(serving, "a")
     assert (status["pid"], status["host_bytes"], status["reason"]) == (pid, GIB, "idle for 1 s")
     with serving.client() as client:
@@ -83,6 +85,7 @@ def test_who_cannot_sleep_says_why(serve: Serve) -> None:
         "other": engine(lazy=True, autostart=True),
     }
     serving = serve(models)
+    assert not any(serving.status(name)["can_sleep"] for name in models)
     reasons = {"plain": "lazy: true", "pinned": "pins it", "off": "sleep: off", "other": "its engine does not offer it"}
     for name, reason in reasons.items():
         with pytest.raises(WireError, match=reason) as caught:
