@@ -24,6 +24,13 @@ MODELS = {
     "stories": {"model_dir": "demo:stories", **DEMO},
     "endless": engine(context=100_000, step_s=0.02),
     "on-demand": engine(lazy=True, ttl="10m"),
+    "sleeper": {
+        "model_dir": ".",
+        "engine": "tests.sleeping_engine:Sleeper",
+        "lazy": True,
+        "autostart": True,
+        "options": {"sleep_s": 2, "wake_s": 2},
+    },
 }
 SIZES = {"wide": 1280, "narrow": 400}
 
@@ -49,7 +56,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def serving(store: KeyStore, token: str, port: int) -> Iterator[Serving]:
     with Serving(MODELS, gateway={"listen": port}, keys=store.directory, wait=False) as serving:
-        for model in ("letters", "stories", "endless"):
+        for model in ("letters", "stories", "endless", "sleeper"):
             serving.wait_state(model, "ready")
         yield serving
 
@@ -112,6 +119,33 @@ def test_a_model_is_stopped_and_started(page: Page) -> None:
     expect(state(page, "endless")).to_have_text("stopped")
     page.get_by_role("button", name="Start endless").click()
     expect(state(page, "endless")).to_have_text("ready")
+
+
+def test_a_model_is_put_to_sleep_and_woken(page: Page, serving: Serving) -> None:
+    button = model(page, "sleeper").get_by_role("button").nth(2)
+    button.focus()
+    for _ in range(2):
+        expect(button).to_have_accessible_name("Sleep sleeper")
+        button.press("Enter")
+        expect(state(page, "sleeper")).to_have_text("falling asleep")
+        expect(state(page, "sleeper")).to_have_text("asleep")
+        expect(page.locator("#summary")).to_contain_text("1 asleep")
+        expect(model(page, "sleeper")).to_contain_text("sleep ordered")
+        expect(model(page, "sleeper").locator(".facts")).to_contain_text("host memory 1.0 GiB")
+        expect(button).to_have_accessible_name("Wake sleeper")
+        expect(button).to_be_focused()
+        button.press("Enter")
+        expect(state(page, "sleeper")).to_have_text("waking")
+        expect(state(page, "sleeper")).to_have_text("ready")
+        expect(model(page, "sleeper").locator(".facts")).to_contain_text("last wake 2.")
+        page.get_by_role("button", name="Sleep sleeper").focus()
+    assert serving.status("sleeper")["generation"] == 1
+
+
+def test_only_models_that_can_sleep_have_the_button(page: Page) -> None:
+    expect(page.get_by_role("button", name="Sleep sleeper")).to_be_visible()
+    expect(page.get_by_role("button", name="Sleep endless")).to_be_hidden()
+    expect(page.get_by_role("button", name="Sleep on-demand")).to_be_hidden()
 
 
 def test_a_chat_streams_and_shows_its_timings(page: Page) -> None:

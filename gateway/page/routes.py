@@ -38,7 +38,10 @@ HEADERS: Final = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-ORDERS: Final = {"start": "model", "stop": "model", "restart": "model", "reload": None, "cancel_request": "id"}
+ORDERS: Final = {
+    "start": "model", "stop": "model", "sleep": "model", "wake": "model", "restart": "model", "reload": None,
+    "cancel_request": "id",
+}  # fmt: skip
 """The orders that the page may give, each with its parameter."""
 MOST_ORDER_BYTES: Final = 4096
 MOST_LINES: Final = 200
@@ -99,7 +102,7 @@ async def events(request: Request) -> StreamedAnswer:
 
 
 async def order(request: Request) -> Response:
-    """Give an order: start, stop, restart or reload a model, or cancel a request."""
+    """Give an order: start, stop, restart or reload a model, put it to sleep or wake it, or cancel a request."""
     check_own_script(request)
     caller = caller_of(request, page=True)
     verb = request.path_params["verb"]

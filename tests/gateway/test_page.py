@@ -152,6 +152,8 @@ def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Pag
         cookie = page.sign_in(name)
         assert page.ask("POST", "/page/orders/stop", {"model": "n"}, cookie=cookie, **OWN)[0] == status
         assert page.ask("GET", "/page/logs", cookie=cookie)[0] == status
+        answered, _, text = page.ask("POST", "/page/orders/sleep", {"model": "m"}, cookie=cookie, **OWN)
+        assert (answered, b"cannot sleep" in text) == ((400, True) if status == 200 else (status, False)), text
     wait_until(lambda: running.status("n")["state"] == "stopped")
     assert page.ask("POST", "/page/orders/start", {"model": "n"}, cookie=cookie, **OWN)[0] == 200
     running.wait_state("n", "ready")

@@ -4,7 +4,7 @@
 const by = (id) => document.getElementById(id);
 const OWN = { "x-modelctl-page": "1" };
 const SHOWN_S = 120;
-const MOVING = new Set(["starting", "loading", "draining", "stopping", "backoff"]);
+const SLEEPING = ["falling_asleep", "asleep"];
 
 let picture = {};
 let source = null;
@@ -31,6 +31,10 @@ function span(seconds) {
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
   if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
+}
+
+function inWords(state) {
+  return state.replace("_", " ");
 }
 
 async function failure(response) {
@@ -193,7 +197,7 @@ function modelCard() {
   line.setAttribute("preserveAspectRatio", "none");
   line.setAttribute("aria-hidden", "true");
   line.append(document.createElementNS("http://www.w3.org/2000/svg", "path"));
-  const buttons = ["Start", "Stop", "Reload"].map((name) =>
+  const buttons = ["Start", "Stop", "Sleep", "Reload"].map((name) =>
     make("button", { type: "button", className: name === "Stop" ? "danger" : "quiet", textContent: name }));
   card.append(
     make("header", {}, make("h3"), make("span", { className: "state" })),
@@ -212,9 +216,10 @@ function drawModels() {
   const all = workers();
   keyed(by("models"), all, (worker) => worker.name, modelCard, drawModel);
   const ready = all.filter((worker) => worker.state === "ready").length;
+  const asleep = all.filter((worker) => worker.state === "asleep").length;
   const failed = all.filter((worker) => worker.state === "failed").length;
   const speed = all.reduce((sum, worker) => sum + (worker.tokens_per_s || 0), 0);
-  put(by("summary"), `${ready} of ${all.length} ready${failed ? `, ${failed} failed` : ""}`
+  put(by("summary"), `${ready} of ${all.length} ready${asleep ? `, ${asleep} asleep` : ""}${failed ? `, ${failed} failed` : ""}`
     + (picture.supervisor ? `, ${Math.round(speed)} tokens/s` : ""));
 }
 
@@ -224,7 +229,7 @@ function drawModel(card, worker) {
   card.className = `model ${worker.state}`;
   put(head.children[0], worker.name);
   const progress = worker.progress?.total ? ` ${Math.floor(100 * worker.progress.done / worker.progress.total)} %` : "";
-  put(head.children[1], `${worker.state}${progress}`);
+  put(head.children[1], `${inWords(worker.state)}${progress}`);
   head.children[1].className = `state ${worker.state}`;
   const why = worker.reason || (["unloaded", "asleep"].includes(worker.state) ? worker.unloaded : "") || "";
   reason.hidden = !why;
@@ -235,10 +240,14 @@ function drawModel(card, worker) {
   drawMemory(memory, worker);
   drawFacts(facts, worker);
   row.hidden = !picture.admin;
-  const [start, stop, reload] = row.children;
-  const down = ["stopped", "failed", "unloaded", "asleep"].includes(worker.state);
-  start.disabled = !down;
+  const [start, stop, sleep, reload] = row.children;
+  start.disabled = !["stopped", "failed", "unloaded"].includes(worker.state);
   stop.disabled = ["stopped", "stopping"].includes(worker.state);
+  // One button for both orders, so that the focus stays on it when the model has fallen asleep.
+  const sleeping = SLEEPING.includes(worker.state);
+  put(sleep, sleeping ? "Wake" : "Sleep");
+  sleep.hidden = !worker.can_sleep;
+  sleep.disabled = !sleeping && worker.state !== "ready";
   reload.disabled = worker.state !== "ready";
   for (const button of row.children) button.setAttribute("aria-label", `${button.textContent} ${worker.name}`);
 }
@@ -258,9 +267,11 @@ function drawFacts(element, worker) {
     ["done", worker.totals?.finished], ["errors", worker.totals?.errors || null],
     ["from cache", stats.prompt_tokens ? `${Math.round(100 * (stats.cached_tokens || 0) / stats.prompt_tokens)} %` : null],
     ["pid", worker.pid]];
-  if (worker.since) facts.push([`${worker.state} for`, span(Date.now() / 1000 - worker.since)]);
+  if (worker.host_bytes) facts.push(["host memory", bytes(worker.host_bytes)]);
+  if (typeof worker.wake_s === "number") facts.push(["last wake", `${worker.wake_s.toFixed(2)} s`]);
+  if (worker.since) facts.push([`${inWords(worker.state)} for`, span(Date.now() / 1000 - worker.since)]);
   const shown = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  keyed(element, shown, ([name]) => name.split(" ")[0] === worker.state ? "state" : name,
+  keyed(element, shown, ([name]) => name.endsWith(" for") ? "state" : name,
     () => make("span", {}, document.createTextNode(""), make("b")), (item, [name, value]) => {
       if (item.firstChild.data !== `${name} `) item.firstChild.data = `${name} `;
       put(item.lastChild, String(value));
