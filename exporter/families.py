@@ -135,6 +135,13 @@ def _of_workers(workers: list[Values]) -> Iterator[Metric]:
     speed = _gauge("worker_tokens_per_second", "Tokens of answers in a second, lately.", "model", "replica")
     stats = [(_gauge(name, text, "model", "replica"), source, unit) for name, source, unit, text in _STATS]
     load = _gauge("worker_load_seconds", "Time that the last load took.", "model", "replica")
+    host = _gauge(
+        "worker_host_bytes",
+        "Host memory that a worker's copy of its weights takes, asleep or awake.",
+        "model",
+        "replica",
+    )
+    wake = _gauge("worker_wake_seconds", "Time that the last wake took.", "model", "replica")
     for worker in workers:
         labels = [worker["model"], _replica(worker)]
         running.add_metric(labels, worker["active"])
@@ -153,7 +160,10 @@ def _of_workers(workers: list[Values]) -> Iterator[Metric]:
                 family.add_metric(labels, engine[source] * unit)
         if worker.get("load_seconds") is not None:
             load.add_metric(labels, worker["load_seconds"])
-    yield from (running, states, restarts, last, cache, speed, *(family for family, _, _ in stats), load)
+        host.add_metric(labels, worker["host_bytes"])
+        if worker["wake_s"] is not None:
+            wake.add_metric(labels, worker["wake_s"])
+    yield from (running, states, restarts, last, cache, speed, *(family for family, _, _ in stats), load, host, wake)
 
 
 def _of_gpus(workers: list[Values], gpus: list[Values]) -> Iterator[Metric]:

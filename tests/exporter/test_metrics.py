@@ -15,6 +15,7 @@ from supervisor.requests.request_figures import HISTOGRAMS, MOST_ENDS, OTHER, Hi
 from tests.cli.programs import MODELCTL
 from tests.exporter.scraping import Scraped, counted, mixed_requests, parsed, total
 from tests.keyed import free_port
+from tests.nvml_box import GIB
 from tests.serving import ROOT, Serving, engine, wait_until
 
 
@@ -93,6 +94,24 @@ def test_the_command_prints_and_serves_metrics() -> None:
             assert served.wait(timeout=30) == 130
         refused = serving.modelctl("metrics", "--listen", "example.org:1")
         assert (refused.returncode, "--listen example.org:1" in refused.stderr) == (2, True)
+
+
+def test_a_worker_that_sleeps_shows_its_host_memory_and_its_last_wake() -> None:
+    models = {"a": {"model_dir": ".", "engine": "tests.sleeping_engine:Sleeper", "lazy": True, "autostart": True}}
+    with Serving(models) as serving:
+
+        def seen() -> tuple[float, list[float]]:
+            samples = parsed(serving.modelctl("metrics").stdout)
+            wakes = [value for (name, _), value in samples.items() if name == f"{PREFIX}worker_wake_seconds"]
+            return total(samples, f"{PREFIX}worker_host_bytes", model="a", replica="1"), wakes
+
+        assert seen() == (0, [])
+        serving.order("sleep", model="a")
+        serving.wait_state("a", "asleep")
+        assert seen() == (GIB, [])
+        serving.order("wake", model="a")
+        status = serving.wait_state("a", "ready")
+        assert seen() == (status["host_bytes"], [status["wake_s"]])
 
 
 def fetch(port: int, path: str) -> tuple[int, bytes]:

@@ -91,6 +91,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         }, "bytes"),
         Panel("GPU memory by model",
               {"{{model}} {{replica}} on GPU {{gpu}}": "modelctl_worker_vram_bytes{S}"}, "bytes", stacked=True),
+        Panel("Host memory of models that sleep",
+              {"{{model}} {{replica}}": "modelctl_worker_host_bytes{S}"}, "bytes", width=12, stacked=True),
+        Panel("Time of the last wake", {"{{model}} {{replica}}": "modelctl_worker_wake_seconds{S}"}, "s", width=12),
     ),
     "Faults and the supervisor": (
         Panel("Restarts in an hour", {"{{model}} {{replica}}": "increase(modelctl_worker_restarts_total{S}[1h])"}),
