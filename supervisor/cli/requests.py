@@ -1,17 +1,23 @@
 """The commands requests and cancel: the unfinished requests of all clients. They never show a text."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from supervisor.cli import figures
+from supervisor.cli import chosen_models, figures
 from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import Column, table, terminal_width
 from supervisor.cli.watch import show, watch
 
+if TYPE_CHECKING:
+    from protocol.client.sync_client import Client
+
+MOST: Final = 500
+"""The most requests that the supervisor lists."""
 COLUMNS = (
     Column("ID"), Column("MODEL"), Column("STATE", state=True), Column("KEY", drop=3),
     Column("PROMPT", drop=4, right=True), Column("ANSWER", drop=2), Column("PRIORITY", drop=5),
@@ -23,19 +29,49 @@ COLUMNS = (
     cls=Command,
     examples={
         "modelctl requests": "List the unfinished requests, the oldest first",
+        "modelctl requests 'llama-*'": "List those of some models",
         "modelctl requests --json": "The same for a program, with all that is known",
     },
 )
-@click.option("-n", "--limit", type=click.IntRange(1, 500), default=100, show_default=True, help="The most to list.")
+@chosen_models.some
+@click.option("-n", "--limit", type=click.IntRange(1, MOST), default=100, show_default=True, help="The most to list.")
 @watch
 @as_json
 @supervisor_options
-def requests(limit: int, watch: bool, as_json: bool, runtime_dir: Path) -> None:
-    """List the unfinished requests. PROMPT and ANSWER count tokens; ~ marks an estimate."""
+def requests(models: tuple[str, ...], limit: int, watch: bool, as_json: bool, runtime_dir: Path) -> None:
+    """List the unfinished requests, or those of each MODEL; a pattern such as 'llama-*' needs quotes.
+
+    PROMPT and ANSWER count tokens; ~ marks an estimate.
+    """
     with connect(runtime_dir, admin=True) as client:
-        show(
-            lambda: client.requests(limit), lambda reply: text_of(reply, terminal_width()), as_json=as_json, again=watch
-        )
+        wanted = _wanted(client, models) if models else None
+
+        def read() -> dict[str, Any]:
+            return client.requests(limit) if wanted is None else of_models(client.requests(MOST), wanted, limit)
+
+        show(read, lambda reply: text_of(reply, terminal_width()), as_json=as_json, again=watch)
+
+
+def _wanted(client: "Client", given: Sequence[str]) -> set[str]:
+    """Return the names of the models and workers that names, aliases and patterns mean.
+
+    Raises CommandFailure for a pattern that matches nothing, and the supervisor's own error for an unknown name.
+    """
+    workers = client.status()["models"]
+    known = {name for worker in workers for name in (worker["name"], worker["model"])}
+    found: set[str] = set()
+    for name in chosen_models.expanded(given, workers):
+        found |= {name} if name in known else {worker["model"] for worker in client.status(name)["models"]}
+    return found
+
+
+def of_models(reply: dict[str, Any], wanted: set[str], limit: int) -> dict[str, Any]:
+    """Return the reply to the verb "requests" with the requests of some models or workers only.
+
+    ``total`` counts these requests. ``unread`` counts the requests of any model that are not in the reply.
+    """
+    found = [each for each in reply["requests"] if each["model"] in wanted or each["worker"] in wanted]
+    return {"requests": found[:limit], "total": len(found), "unread": reply["total"] - len(reply["requests"])}
 
 
 def text_of(reply: dict[str, Any], width: int | None) -> str:
@@ -43,9 +79,12 @@ def text_of(reply: dict[str, Any], width: int | None) -> str:
 
     width  columns of the terminal; None: all columns
     """
-    more = reply["total"] - len(reply["requests"])
-    shown = table(COLUMNS, [_row(each) for each in reply["requests"]], width)
-    return f"{shown}\n{more} more; --limit shows up to 500" if more > 0 else shown
+    lines = [table(COLUMNS, [_row(each) for each in reply["requests"]], width)]
+    if (more := reply["total"] - len(reply["requests"])) > 0:
+        lines.append(f"{more} more; --limit shows up to {MOST}")
+    if unread := reply.get("unread"):
+        lines.append(f"the {unread} youngest requests of all models were not looked at")
+    return "\n".join(lines)
 
 
 @click.command(

@@ -65,7 +65,8 @@ def service() -> None:
 )
 @click.option("--force", is_flag=True, help="Replace a unit that this command did not write.")
 @_dry_run
-def install(file: Path | None, scope: str | None, run_as: str | None, force: bool, dry_run: bool) -> int:
+@as_json
+def install(file: Path | None, scope: str | None, run_as: str | None, force: bool, dry_run: bool, as_json: bool) -> int:
     """Write the systemd unit for the models of a models.yaml (FILE), with this environment's modelctl.
 
     Without --system and --user, root means the machine's service, and anybody else a service of their own. The command
@@ -80,7 +81,7 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
         found = obstacles(unit, force=force)
     except NoPlace as e:
         raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
-    if dry_run:
+    if dry_run and not as_json:
         click.echo(unit.text(), nl=False)
         say(f"modelctl: this would be written to {path}")
     if found:
@@ -88,15 +89,25 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
     if not dry_run:
         _write(path, unit.text())
         _ordered(chosen, "daemon-reload")
+    if as_json:
+        report = {
+            "scope": str(chosen), "path": str(path), "written": not dry_run, "models": str(unit.config),
+            "unit": unit.text(), "next": list(_next(unit)),
+        }  # fmt: skip
+        click.echo(json.dumps(report, indent=2))
+    elif not dry_run:
         click.echo(f"{path}: written; models: {unit.config}")
-        _say_next(unit)
+        click.echo("Next:")
+        for line, meaning in _next(unit).items():
+            click.echo(f"  # {meaning}\n  {line}")
     return exit_codes.OK
 
 
 @service.command(cls=Command, examples={"modelctl service uninstall --user": "Stop your service, and remove its unit"})
 @_scope_options
 @_dry_run
-def uninstall(scope: str | None, dry_run: bool) -> int:
+@as_json
+def uninstall(scope: str | None, dry_run: bool, as_json: bool) -> int:
     """Stop the service as `modelctl shutdown` does, and remove its unit.
 
     Without --system and --user, root means the machine's service, and anybody else their own.
@@ -113,14 +124,17 @@ def uninstall(scope: str | None, dry_run: bool) -> int:
     if not ours:
         message = f"{path} was not written by `modelctl service install`: remove it yourself"
         raise CommandFailure(exit_codes.CONFIG, "not_ours", message)
-    if dry_run:
+    if not dry_run:
+        _ordered(chosen, "disable", "--now", NAME)
+        path.unlink()
+        _ordered(chosen, "daemon-reload")
+    if as_json:
+        click.echo(json.dumps({"scope": str(chosen), "path": str(path), "removed": not dry_run}, indent=2))
+    elif dry_run:
         click.echo(f"would run: systemctl {'--user ' if chosen is Scope.USER else ''}disable --now {_SERVICE}")
         click.echo(f"would remove: {path}")
-        return exit_codes.OK
-    _ordered(chosen, "disable", "--now", NAME)
-    path.unlink()
-    _ordered(chosen, "daemon-reload")
-    click.echo(f"{path}: removed")
+    else:
+        click.echo(f"{path}: removed")
     return exit_codes.OK
 
 
@@ -187,7 +201,8 @@ def _ordered(scope: Scope, *arguments: str) -> None:
         raise CommandFailure(exit_codes.FAILED, "systemctl", f"systemctl {' '.join(arguments)}: {said}")
 
 
-def _say_next(unit: Unit) -> None:
+def _next(unit: Unit) -> dict[str, str]:
+    """Return command lines to type next, each with its meaning."""
     user = unit.scope is Scope.USER
     manager, journal = ("systemctl --user", "journalctl --user") if user else ("systemctl", "journalctl")
     running = systemctl(unit.scope, "is-active", NAME).returncode == 0
@@ -205,9 +220,7 @@ def _say_next(unit: Unit) -> None:
     else:
         command = f"sudo -u {unit.run_as} MODELCTL_RUNTIME_DIR={RUNTIME_DIR} {' '.join(unit.command)} ps"
         lines[command] = f"commands run as {unit.run_as}"
-    click.echo("Next:")
-    for line, meaning in lines.items():
-        click.echo(f"  # {meaning}\n  {line}")
+    return lines
 
 
 def _seen(scope: Scope) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from supervisor.cli.requests import text_of
 from supervisor.event_file import NAME
 from supervisor.logs import log_dir
 from tests.cli.programs import MODELCTL, Terminal
@@ -117,6 +118,25 @@ def test_requests_are_listed_and_cancelled(serving: Serving) -> None:
         assert done.returncode == 1
         assert f"no request {name} is unfinished" in done.stderr
         wait_until(lambda: not json.loads(serving.modelctl("requests", "--json").stdout)["requests"])
+
+
+def test_requests_of_some_models_are_listed(serving: Serving) -> None:
+    def listed(*names: str) -> list[str]:
+        return [each["model"] for each in json.loads(serving.modelctl("requests", *names, "--json").stdout)["requests"]]
+
+    serving.modelctl("start", "b")
+    with serving.client() as client:
+        streams = [client.generate(model, prompt="x", max_tokens=4000) for model in ("a", "b", "a")]
+        wait_until(lambda: sorted(listed()) == ["a", "a", "b"])
+        assert (listed("a"), listed("[bc]"), sorted(listed("*"))) == (["a", "a"], ["b"], ["a", "a", "b"])
+        assert "1 more; --limit shows up to 500" in serving.modelctl("requests", "a", "-n", "1").stdout
+        for wrong, says in (("nosuch", "no model 'nosuch'"), ("no*", "no model matches 'no*'")):
+            done = serving.modelctl("requests", wrong)
+            assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+        for stream in streams:
+            stream.cancel()
+    reply = {"requests": [], "total": 0, "unread": 7}
+    assert "the 7 youngest requests of all models were not looked at" in text_of(reply, None)
 
 
 def test_requests_fit_a_narrow_terminal(serving: Serving) -> None:

@@ -3,13 +3,17 @@
 ``tests/under_systemd.py`` runs the unit under a real systemd.
 """
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from supervisor.cli import service as commands
 from supervisor.cli.service_unit import MARK, Scope, Unit, quoted
 from supervisor.config_schema import StopConfig
 
@@ -80,6 +84,37 @@ def test_a_dry_run_shows_the_unit_with_the_paths_of_this_environment(tmp_path: P
     assert "TimeoutStopSec=150\n" in done.stdout
     assert f"this would be written to {tmp_path}/.config/systemd/user/modelctl.service" in done.stderr
     assert not (tmp_path / ".config").exists()
+
+
+def test_install_and_uninstall_say_what_they_did_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for systemctl takes the orders, since systemd may not run here."""
+    orders: list[tuple[str, ...]] = []
+
+    def systemctl(scope: Scope, *arguments: str) -> subprocess.CompletedProcess[str]:
+        orders.append((str(scope), *arguments))
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(commands, "systemctl", systemctl)
+    monkeypatch.setattr(commands, "obstacles", lambda unit, force: [])
+    path, models = tmp_path / ".config/systemd/user/modelctl.service", tmp_path / "models.yaml"
+    models.write_text(MODELS)
+
+    def told(*arguments: str) -> dict[str, Any]:
+        done = CliRunner().invoke(commands.service, [*arguments, "--user", "--json"])
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert (found["scope"], found["path"]) == ("user", str(path))
+        return found
+
+    assert (told("install", str(models), "--dry-run")["written"], path.exists()) == (False, False)
+    assert not any("daemon-reload" in order for order in orders)
+    installed = told("install", str(models))
+    assert (installed["written"], installed["unit"], installed["models"]) == (True, path.read_text(), str(models))
+    assert "systemctl --user enable --now modelctl" in installed["next"]
+    assert (told("uninstall", "--dry-run")["removed"], path.exists()) == (False, True)
+    assert (told("uninstall")["removed"], path.exists()) == (True, False)
+    assert ("user", "disable", "--now", "modelctl.service") in orders
 
 
 def test_a_wrong_models_yaml_is_refused_with_its_lines(tmp_path: Path) -> None:
