@@ -52,6 +52,17 @@ from protocol.errors import RequestError
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"), 0, -np.inf)
 _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32).reshape(256, 8)
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Bits = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def write_bias(bits: Bits, bias: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    """Write 0 for ids that ``bits`` of a constraint has, and -inf for all others.
+
+    bias  float32 [size]; size is at least that of the vocabulary, and a multiple of 8
+    """
+    known = 8 * len(bits)
+    np.take(_BIAS_OF_BITS, bits, axis=0, out=bias[:known].reshape(-1, 8), mode="clip")
+    bias[known:] = -np.inf
 
 
 class Constraint:
@@ -85,7 +96,7 @@ class Constraint:
         self._pieces, self._vocab = pieces, vocab
         self._end_ids = np.array([token for token in end_ids if token < vocab], np.int64)
         self._hidden = [token for token in hidden if token < vocab]
-        self._bits: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self._bits: Bits | None = None
         self._allowed: Mask | None = None
         self._accepting = False
         self.position = 0
@@ -100,20 +111,17 @@ class Constraint:
             self._allowed = np.unpackbits(self._mask(), count=self._vocab, bitorder="little").view(np.bool_)
         return self._allowed
 
-    def write_bias(self, bias: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-        """Write 0 for ids that may come next, and -inf for all others.
+    @property
+    def bits(self) -> Bits:
+        """Return which ids may come next, a bit for each, the lowest id first, as uint8. No bit is set beyond vocab.
 
-        bias  float32 [size]; size is at least vocab, and a multiple of 8
+        The array must not be changed. It is computed once per position.
 
         Raises RequestError where the computation is too costly.
         """
-        bits = self._mask()
-        known = 8 * len(bits)
-        np.take(_BIAS_OF_BITS, bits, axis=0, out=bias[:known].reshape(-1, 8), mode="clip")
-        bias[known:] = -np.inf
+        return self._mask()
 
-    def _mask(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return a bit for each id, lowest id first; no bit is set beyond vocab."""
+    def _mask(self) -> Bits:
         if self._bits is None:
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()

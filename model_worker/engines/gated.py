@@ -15,7 +15,7 @@ being written.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from model_worker.engines.marker_texts import MarkerTexts
 from protocol.errors import RequestError
 
 if TYPE_CHECKING:
-    from model_worker.engines.constraint import Constraint, Mask
+    from model_worker.engines.constraint import Bits, Constraint, Mask
     from model_worker.engines.late import LateConstraint
 
 BLANKS = 2
@@ -121,13 +121,12 @@ class GatedConstraint:
             self._mask = self._compute()
         return self._mask
 
-    def write_bias(self, bias: "np.ndarray[Any, np.dtype[np.float32]]") -> None:
-        """Write 0 for ids that may come next, and -inf for all others. As ``Constraint.write_bias``."""
+    @property
+    def bits(self) -> "Bits":
+        """Return which ids may come next. As ``Constraint.bits``."""
         if self._inner is not None and self._place == "behind" and not self._blanks and not self._forced:
-            self._inner.write_bias(bias)
-            return
-        bias[: self._vocab] = np.where(self.allowed, 0.0, -np.inf)
-        bias[self._vocab :] = -np.inf
+            return self._inner.bits
+        return np.packbits(self.allowed, bitorder="little")
 
     def _compute(self) -> "Mask":
         if self._forced:

@@ -1,12 +1,10 @@
 """A constraint that is still being compiled, for an answer that does not need it yet."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from model_worker.engines.constraint import Constraint, Mask
+    from model_worker.engines.constraint import Bits, Constraint, Mask
 
 
 class LateConstraint:
@@ -40,8 +38,9 @@ class LateConstraint:
     def allowed(self) -> "Mask":
         return self._now.allowed
 
-    def write_bias(self, bias: "np.ndarray[Any, np.dtype[np.float32]]") -> None:
-        self._now.write_bias(bias)
+    @property
+    def bits(self) -> "Bits":
+        return self._now.bits
 
     @property
     def accepting(self) -> bool:

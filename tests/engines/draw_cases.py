@@ -32,6 +32,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "repetition": {"temperature": 0.9, "repetition_penalty": 1.3, "penalty_range": 20, "repetition_decay": 15},
     "penalties": {"temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.4, "presence_penalty": 0.3},
     "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "greedy under masks": {"temperature": 0},
+    "plain under masks": {"temperature": 1.0},
+    "top_p under masks": {"temperature": 1.0, "top_p": 0.9},
+    "penalties under masks": {"temperature": 0.7, "top_k": 30, "frequency_penalty": 0.4, "presence_penalty": 0.3},
 }
 
 
@@ -63,6 +67,19 @@ def rows_of(rng: np.random.Generator, count: int, vocab: int) -> Array:
     return halves
 
 
+def masks_of(rng: np.random.Generator, logits: Array) -> Array:
+    """Return bool [rows, vocab]: rows with no mask (none set), with one token, with few, and with nearly all. Each mask
+    has a token whose logit is a number."""
+    masks = np.zeros(logits.shape, np.bool_)
+    for number, (row, mask) in enumerate(zip(logits, masks, strict=True)):
+        possible = np.flatnonzero(np.isfinite(row))
+        if number % 4:
+            mask[:] = rng.random(len(mask)) < (0, 0.02, 0.98)[number % 4 - 1]
+            mask[rng.choice(possible)] = True
+            mask[-1] = number % 8 > 4 or mask[-1]
+    return masks
+
+
 def compare(device: str, setting: str, rows: int, vocab: int, launches: int, seed: int) -> int:
     """Draw ``launches`` times from ``rows`` rows, on a device and by the reference. Return how many were compared.
 
@@ -91,19 +108,28 @@ def compare(device: str, setting: str, rows: int, vocab: int, launches: int, see
             held = np.empty_like(table)
             held[slots] = table
             getattr(batched, name).copy_(torch.from_numpy(held))
+    masks = masks_of(rng, logits[:, :vocab]) if "masks" in setting else None
+    if masks is not None:
+        batched.fill_masks(np.packbits(masks, axis=1, bitorder="little"))
     on_device = torch.from_numpy(logits).to(device)
+
+    def adjusted(row: int, *tables: Array | None) -> Array:
+        x = penalised(logits[row, :vocab], rule, position, *tables)
+        if masks is not None and masks[row].any():
+            x = x + np.where(masks[row], np.float32(0), np.float32(-np.inf))
+        return x
+
     words = torch.zeros_like(batched.words, device="cpu")
     fixed = [
-        None
-        if rule.greedy or with_tables
-        else candidates_of(weights_of(penalised(row[:vocab], rule, 0, None, None, None), rule), rule)
-        for row in logits
+        None if rule.greedy or with_tables else candidates_of(weights_of(adjusted(row, None, None, None), rule), rule)
+        for row in range(rows)
     ]
     for _ in range(launches):
         points = [int(point) for point in rng.integers(0, 1 << 53, rows)]
         points[0] = 0
         points[-1] = (1 << 53) - 1 if rows > 1 else points[-1]
-        draws = [RowDraw(rule, int(slots[row]), position, points[row]) for row in range(rows)]
+        limits = [row if masks is not None and masks[row].any() else -1 for row in range(rows)]
+        draws = [RowDraw(rule, int(slots[row]), position, points[row], limits[row]) for row in range(rows)]
         write_words(words.numpy(), draws)
         batched.words.copy_(words)
         batched.launch(on_device, rows)
@@ -114,7 +140,7 @@ def compare(device: str, setting: str, rows: int, vocab: int, launches: int, see
                 expected = pick(points[row], *candidates)
             else:
                 tables = (seen[row], counts[row], bias[row]) if with_tables else (None, None, None)
-                expected = draw(penalised(logits[row, :vocab], rule, position, *tables), rule, points[row])
+                expected = draw(adjusted(row, *tables), rule, points[row])
             assert drawn[row] == expected, (setting, row, points[row], drawn[row], expected)
             if with_tables:
                 seen[row, expected] = position + 1

@@ -224,7 +224,8 @@ def some_sampling(rng: random.Random) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_drawn_ahead_are_those_that_the_host_draws(seed: int) -> None:
-    """Tables of penalties and biases follow the answers through company, cancelled neighbours and slots used again."""
+    """Tables of penalties and biases follow the answers through company, cancelled neighbours and slots used again.
+    Answers with a constraint are drawn under its mask."""
     ahead, by_host = (harness(logits=OracleLogits(448, eos_every=40), pages=24, batch=4) for _ in range(2))
     assert by_host.steps is not None
     by_host.steps.most, warm_up = 0, by_host.steps.drawn_here  # every step goes the package's way
@@ -244,8 +245,11 @@ def test_answers_drawn_ahead_are_those_that_the_host_draws(seed: int) -> None:
         assert mine.ids == theirs.ids, mine.job
         assert [drawn.token_id for drawn in mine.logprobs] == [drawn.token_id for drawn in theirs.logprobs]
     assert ahead.steps is not None
-    assert ahead.steps.drawn_here > 200
+    assert ahead.steps.drawn_here > 150
+    assert ahead.steps.drawn_under_masks > 0
     assert by_host.steps.drawn_here == warm_up
+    for h in (ahead, by_host):
+        h.engine.close()
 
 
 def some_job(rng: random.Random, h: Harness) -> tuple[tuple[list[int], int, SamplingParams], dict[str, Any]]:
@@ -257,6 +261,8 @@ def some_job(rng: random.Random, h: Harness) -> tuple[tuple[list[int], int, Samp
         fields["stop_token_ids"] = (11, 12)
     if rng.random() < 0.2:
         fields["banned_strings"] = ("e", "a")
+    if rng.random() < 0.4:
+        fields["constraint"] = ("regex", rng.choice(["[a-z ]{12,40}", "([0-9]{2}[a-f])+", "(ab|ba){3,9}"]))
     return (h.random_ids(rng, rng.randrange(2, 40)), rng.randrange(9, 40), some_sampling(rng)), fields
 
 

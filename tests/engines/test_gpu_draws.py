@@ -170,7 +170,7 @@ def test_the_kernels_draw_what_the_reference_draws_in_triton_s_interpreter() -> 
 def test_the_kernels_draw_what_the_reference_draws(setting: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible")
-    slow = setting in ("repetition", "penalties", "greedy with penalties")
+    slow = setting in ("repetition", "penalties", "greedy with penalties", "penalties under masks")
     for rows, small, large in ((1, 1000, 4), (8, 500, 4), (32, 200, 4), (128, 100 if slow else LAUNCHES, 4)):
         compare("cuda", setting, rows, VOCAB, small, SEED)
         compare("cuda", setting, rows, 128_256, large, SEED)

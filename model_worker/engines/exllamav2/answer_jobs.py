@@ -61,7 +61,7 @@ class AnswerJobs:
             first_bias=self._first_bias(healing.allowed if healing else None, ()),
             constraint=constraint,
         )
-        handle.limit_draw(self._padded)
+        handle.limit_draw()
         if constraint and not handle.can_draw():
             raise RequestError("resumed_ids are a whole answer", field="resumed_ids")
         if healing and not handle.can_draw():
@@ -90,7 +90,7 @@ class AnswerJobs:
                 first_bias=self._first_bias(healing.allowed if healing and not kept else None, blocked),
                 constraint=old.constraint,
             )
-            new.limit_draw(self._padded)
+            new.limit_draw()
             if not new.can_draw():
                 return None
             self._batch.add(new, first=True)

@@ -21,7 +21,7 @@ import torch
 from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
 
 from model_worker.engine import DrawnToken
-from model_worker.engines.constraint import AnyConstraint
+from model_worker.engines.constraint import AnyConstraint, Bits, write_bias
 from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
 from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
@@ -59,6 +59,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     by_rule      whether draws follow ``gpu_draws.rule`` where it covers them, also those of the host
     sampling     parameters; DRY, top_k, top_p, top_a and min_p are computed here
     breakers     sequence breakers of DRY (bool [vocab]), None without DRY
+    mask         bits of the tokens that the constraint allows next; None if it allows all
     xtc          (probability, threshold, ids that are never left out, skew), or None
     constraint   the answer's constraint (engines/constraint), at the position where the answer goes on
     begun        whether a token of the answer has been drawn here
@@ -94,6 +95,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self.bias, self.first_bias = bias, first_bias
         self.constraint = constraint
         self.failure: RequestError | None = None
+        self.mask: Bits | None = None
         self.limits: torch.Tensor | None = None
         super().__init__(
             input_ids=[torch.tensor([ids], dtype=torch.long) for ids in prompts],
@@ -133,19 +135,19 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         self._drawn_tensor = torch.from_numpy(self._drawn)
         self._logprob: DrawnToken | None = None
 
-    def limit_draw(self, padded: int) -> None:
+    def limit_draw(self) -> None:
         """Limit the next draw to the tokens that the constraint allows. Raises RequestError if the constraint is too
-        costly.
+        costly."""
+        self.gen_settings.token_bias = self._own_bias()
+        self.mask = None if self.constraint is None or self.constraint.free else self.constraint.bits
 
-        padded  size of the padded vocabulary
-        """
-        if self.constraint is None or self.constraint.free:
-            self.gen_settings.token_bias = self._own_bias()
-            return
+    def _limit_by_host(self, mask: Bits, padded: int) -> None:
+        """Make the mask a bias of the next draw, from ``padded`` logits."""
         if self.limits is None:
             self.limits = torch.empty(padded)
-        self.constraint.write_bias(self.limits.numpy())
-        own = None if self.bias is None else self.bias.tensor if self.rule is None else self.bias.base
+        write_bias(mask, self.limits.numpy())
+        by_rule = self.rule is not None and not self.shortcut  # the rule adds penalties by itself
+        own = None if self.bias is None else self.bias.base if by_rule else self.bias.tensor
         for bias in (self.first_bias, own):
             if bias is not None:
                 self.limits += bias
@@ -160,20 +162,23 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
 
     def can_draw(self) -> bool:
         """Return whether the next draw has a token left."""
-        bias = self.gen_settings.token_bias
-        if bias is None:
-            return True
-        left = bias.numpy()[: self.vocab]
-        if 0 <= self.new_tokens < self.minimum:
-            left = left.copy()
-            left[self.end_list] = NEVER
-        return bool(left.max() > NEVER)
+        bias, short = self.gen_settings.token_bias, 0 <= self.new_tokens < self.minimum
+        if bias is None and not short:
+            return self.mask is None or bool(self.mask.any())
+        left = np.ones(self.vocab, np.bool_) if bias is None else bias.numpy()[: self.vocab] > NEVER
+        if short:
+            left[self.end_list] = False
+        if self.mask is not None:
+            left &= np.unpackbits(self.mask, count=self.vocab, bitorder="little").view(np.bool_)
+        return bool(left.any())
 
     # --- drawing
 
     def receive_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, None, None, bool]:
         """Draw from float32 logits [sequences, 1, padded vocabulary]. May run on a thread of the generator's pool."""
         raw = logits[0, 0, : self.vocab].clone() if self.top is not None else None
+        if self.mask is not None:
+            self._limit_by_host(self.mask, logits.shape[-1])
         if self.shortcut:
             token = self._likeliest(logits)
         else:
@@ -278,7 +283,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
                 return COMPLETE
             if self.new_tokens >= self.limit:
                 return "length"
-            self.limit_draw(self.generator.padded_vocab_size)
+            self.limit_draw()
             if self.can_draw():
                 return None
             return COMPLETE if constraint.accepting else FinishReason.BANNED
@@ -289,8 +294,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     # --- what the generator asks at every step
 
     def is_prefill_done(self) -> bool:
-        # Called five times a step; a generator expression would cost more.
-        for sequence in self.sequences:  # noqa: SIM110
+        for sequence in self.sequences:  # noqa: SIM110 - called five times a step
             if sequence.kv_position != sequence.sequence_ids.seq_len - 1:
                 return False
         return True
@@ -391,8 +395,6 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
 
 def _logprob(raw: torch.Tensor, token: int, top: int) -> DrawnToken:
     total = float(raw.logsumexp(0))
-    if not top:
-        return DrawnToken(token, float(raw[token]) - total)
     values, ids = raw.topk(min(top, len(raw)))
     likeliest = zip(ids.tolist(), (values - total).tolist(), strict=True)
     return DrawnToken(token, float(raw[token]) - total, tuple(likeliest))

@@ -233,8 +233,8 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
     quantized = options.cache_mode != "FP16"
     graphs = len(row_sizes(rows // (draft_tokens + 1))) * len(page_sizes(pages, quantized))
     graphs += len(passes) * len(page_sizes(pages + 1, quantized))
-    # Draws: for each row bias, two tables and weights of the vocabulary, and the candidates (gpu_draws.batched).
-    draws = 0 if draft_tokens else rows * (16 * shape.vocab + 12 * MOST)
+    # Draws: for each row bias, two tables, weights and a mask of the vocabulary, and candidates (gpu_draws.batched).
+    draws = 0 if draft_tokens else rows * (16 * shape.vocab + shape.vocab // 8 + 12 * MOST)
     return _block(2 * rows * padded) + shared + embedded + draws + graphs * shape.layers * NODES * NODE_BYTES
 
 

@@ -49,11 +49,13 @@ class QueuedSteps:
             name: np.zeros((self.rows, drawable), np.float32 if name == "bias" else np.int32)
             for name in ("bias", "last_seen", "counts")
         }
+        self._masks = np.zeros((self.rows, drawable), np.bool_)
         self._tables = RowTables(self)
         self.queued_ahead = 0
         """Number of steps that were queued while another had not been read."""
         self.drawn_here = 0
         """Number of tokens that the host did not draw."""
+        self.drawn_under_masks = 0
         self._before(generator, "iterate_start_jobs", lambda: bool(generator.pending_jobs))
         self._before(generator, "defrag_cache", lambda: True)
         self._before(generator.model, "forward_chunk", lambda: True)
@@ -78,6 +80,12 @@ class QueuedSteps:
 
         self._line.append(_Queued(compute))
 
+    def fill_masks(self, bits: Array) -> None:
+        def compute() -> None:
+            self._masks[: len(bits)] = np.unpackbits(bits, axis=1, count=self.vocab, bitorder="little")
+
+        self._line.append(_Queued(compute))
+
     def queue(
         self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
     ) -> _Queued:
@@ -88,6 +96,7 @@ class QueuedSteps:
         tops = [job.top if job is not None else None for job in jobs]
         wanted = list(logits)
         self.drawn_here += sum(draw is not None for draw in draws)
+        self.drawn_under_masks += sum(draw is not None and draw.mask >= 0 for draw in draws)
 
         def compute() -> None:
             ids = torch.tensor([[int(self._drawn[r.source]) if r.source >= 0 else r.tokens[0]] for r in step])
@@ -112,6 +121,8 @@ class QueuedSteps:
         x = penalised(
             logits[: self._drawable].numpy(), row.rule, row.position, own["last_seen"], own["counts"], own["bias"]
         )
+        if row.mask >= 0:
+            x = x + np.where(self._masks[row.mask], np.float32(0), np.float32(-np.inf))
         try:
             token = draw(x, row.rule, row.point)
         except ValueError:

@@ -9,10 +9,10 @@ is dropped, and the slot that it writes belongs to no token that anybody counts:
 made only for tokens that were accepted. The page may be handed out at once, because all work on pages is queued on one
 stream: the new owner writes after the late row.
 
-An answer whose next token has to be drawn by the host (a constraint, mirostat, guidance) cannot be queued ahead. While
-there is one in the batch, each step is read before the next is queued. A constraint that waits (engines/gated) lets the
-GPU draw meanwhile. When the host learns that it waits no more, the GPU has drawn one token too many. That token is
-dropped, too, and the host draws it again.
+An answer with a constraint cannot be queued ahead: the host makes the mask of its next token from the one before. The
+same holds for an answer whose tokens the host draws (mirostat, guidance). While there is one in the batch, each step is
+read before the next is queued. A constraint that waits (engines/gated) lets the GPU draw ahead meanwhile. When the host
+learns that it waits no more, the GPU has drawn one token too many. That token is dropped, too, and drawn again.
 """
 
 import time
@@ -26,7 +26,7 @@ import torch
 from model_worker.engine import DrawnToken
 from model_worker.engines.exllamav2.decode.inputs import Row
 from model_worker.engines.exllamav2.decode.pace import Pace
-from model_worker.engines.exllamav2.gpu_draws.tables import draws_on_gpu
+from model_worker.engines.exllamav2.gpu_draws.tables import draws_ahead, draws_on_gpu
 from protocol.process.worker_spec import PAGE_TOKENS
 
 Array = np.ndarray[Any, Any]
@@ -81,12 +81,14 @@ class _Flight:
 
     spans     jobs that get a token
     by_host   the spans whose token the host draws, in the order of the logits that were asked for
+    masked    the jobs that drew under their constraint
     read      prompt tokens that were queued before the step, behind the step before it
     """
 
     queued: Any
     spans: list[_Span]
     by_host: list[_Span]
+    masked: set[Any]
     read: int
 
 
@@ -129,7 +131,7 @@ class DecodeLoop:
             self._package(results)
             self._accepted_at, self._read_since = None, 0
             return
-        if self._flight is not None and any(self._draws_by_host(job) for job, _, _ in spans):
+        if self._flight is not None and not all(draws_ahead(job) for job, _, _ in spans):
             self._accept(results)
             spans, _ = self._spans()
         if spans:
@@ -146,7 +148,7 @@ class DecodeLoop:
             self._accept_flight(before, results)
             self._accept(results)
             return
-        if before is None and not alone:
+        if before is None and not alone and not self._flight.masked:
             before, self._flight = self._flight, None
             following, pages = self._spans(before)
             if following and self._steps.fits(following[-1][2], pages):
@@ -179,9 +181,6 @@ class DecodeLoop:
             self._steps.read(self._flight.queued)
             self._flight = None
 
-    def _draws_by_host(self, job: Any) -> bool:
-        return not draws_on_gpu(job)
-
     def _spans(self, before: _Flight | None = None) -> tuple[list[_Span], int]:
         """Return the spans of all jobs that get a token, and the pages of the longest.
 
@@ -212,7 +211,7 @@ class DecodeLoop:
         for job, first, last in spans:
             source = sources.get(job, -1)
             ahead = source >= 0
-            if self._draws_by_host(job):
+            if not draws_on_gpu(job):
                 by_host.append((job, first, last))
                 jobs += [None] * (last - first)
             else:
@@ -228,7 +227,8 @@ class DecodeLoop:
                 step.append(Row((token,), length, pages, source))
         wanted = [row for _, first, last in by_host for row in range(first, last)]
         read, self._read_since = self._read_since, 0
-        return _Flight(self._steps.queue(step, jobs, places, wanted), spans, by_host, read)
+        masked = {job for job in jobs if job is not None and not draws_ahead(job)}
+        return _Flight(self._steps.queue(step, jobs, places, wanted), spans, by_host, masked, read)
 
     def _accept(self, results: list[Any]) -> None:
         """Read and accept the step that has not been read, if there is one."""
@@ -250,8 +250,8 @@ class DecodeLoop:
         for job, first, _ in flight.spans:
             if job not in active:
                 continue  # cancelled, ended or gone back since the step was queued
-            if job not in by_host and not job.takes(tokens[first]):
-                continue  # the host draws this token again
+            if job not in by_host and job not in flight.masked and not job.takes(tokens[first]):
+                continue  # this token is drawn again
             job.claim_last()
             if job not in by_host:
                 if tokens[first] == NOT_A_TOKEN:

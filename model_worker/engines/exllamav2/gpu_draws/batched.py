@@ -19,12 +19,14 @@ HOST, GREEDY, WEIGHED = 0, 1, 2
 
 @dataclass(frozen=True)
 class RowDraw:
-    """What one row draws: its rule, its tables (-1: none), the tokens of its sequence, and its point of 53 bits."""
+    """What one row draws: its rule, its tables (-1: none), the tokens of its sequence, its point of 53 bits, and the
+    mask of the tokens that its constraint allows (-1: none)."""
 
     rule: DrawRule
     slot: int
     position: int
     point: int
+    mask: int = -1
 
 
 def write_words(words: Array, draws: Sequence[RowDraw | None]) -> None:
@@ -35,11 +37,12 @@ def write_words(words: Array, draws: Sequence[RowDraw | None]) -> None:
             continue
         rule = draw.rule
         pack_into(
-            "<8i3Qd5f", row, 0,
+            "<8i3Qd5fi", row, 0,
             GREEDY if rule.greedy else WEIGHED, draw.slot, draw.position, rule.penalty_range, rule.penalty_end,
             rule.top_k, rule.smoothed, rule.cuts,
             draw.point << 11, rule.top_p, rule.min_p, rule.top_a * 2.0**80,
             rule.scale, rule.penalty, rule.fade, rule.frequency, rule.presence,
+            draw.mask,
         )  # fmt: skip
 
 
@@ -65,6 +68,7 @@ class BatchedDraws:
         self.blocks = -(-vocab // BLOCK)
         # Not imported above: it needs Triton.
         self._kernels: Any = importlib.import_module("model_worker.engines.exllamav2.gpu_draws.kernels")
+        self._slow: Any = importlib.import_module("model_worker.engines.exllamav2.gpu_draws.slow_kernels")
 
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -72,6 +76,7 @@ class BatchedDraws:
         self.words = make(rows, WORDS) if words is None else words
         self.bias = make(rows, vocab, dtype=torch.float32)
         self.last_seen, self.counts = make(rows, vocab), make(rows, vocab)
+        self.masks = make(rows, -(-vocab // 8), dtype=torch.uint8)
         self.drawn = make(rows, dtype=torch.int64) if drawn is None else drawn
         self._largest = make(rows, self.blocks, dtype=torch.float32)
         self._where, self._wrong = make(rows, self.blocks), make(rows, self.blocks)
@@ -87,10 +92,17 @@ class BatchedDraws:
         tables = {"bias": self.bias, "last_seen": self.last_seen, "counts": self.counts}
         tables[table][slot].copy_(torch.from_numpy(values))
 
+    def fill_masks(self, bits: Array) -> None:
+        """Queue the filling of the first masks on the current stream: uint8 [masks, vocab / 8, rounded up]."""
+        given = torch.from_numpy(bits)
+        if self.masks.is_cuda:
+            given = given.pin_memory()
+        self.masks[: len(bits)].copy_(given, non_blocking=True)
+
     def launch(self, logits: torch.Tensor, rows: int) -> None:
         """Queue the draws of fp16 logits [rows, padded] by ``words``; the tokens go to ``drawn``. May be captured."""
         k, blocks = self._kernels, self.blocks
-        tables = self.bias, self.last_seen, self.counts
+        tables = self.bias, self.last_seen, self.counts, self.masks
         power = max(1 << (blocks - 1).bit_length(), 2)
         options = {"num_warps": 8, "enable_fp_fusion": False}
         sizes = {"VOCAB": self.vocab, "BLOCKS": blocks, "BLOCK": BLOCK}
@@ -111,5 +123,7 @@ class BatchedDraws:
             self.words, self._largest, self._where, self._wrong, self._powers, self._sums, *chosen, self.drawn,
             MOST=MOST, **sizes, **options,
         )  # fmt: skip
-        k.choose_slowly[(rows,)](self.words, self._powers, self._sums, self._gathered, self.drawn, **sizes, **options)
+        self._slow.choose_slowly[(rows,)](
+            self.words, self._powers, self._sums, self._gathered, self.drawn, **sizes, **options
+        )
         k.note[(rows,)](self.words, self.drawn, self.last_seen, self.counts, VOCAB=self.vocab)

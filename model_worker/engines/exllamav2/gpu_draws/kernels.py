@@ -4,7 +4,7 @@
 ``adjust`` reads the logits: penalties, bias, and the largest of each block. ``weigh`` computes the weights. It sums
 those of each block, and counts and sums those above each of LEVELS thresholds. ``gather`` takes the highest threshold
 above which all candidates of a row must be, and collects the tokens above it. ``choose`` draws from these, with one
-program for each row. ``choose_slowly`` does the same over the whole vocabulary, for rows that keep too many tokens.
+program for each row. ``slow_kernels`` has the draws of rows that keep too many tokens.
 
 Weights are kept as float32 powers of 2, and made integers where they are summed. The kernels must be launched without
 fusing multiplication and addition (``enable_fp_fusion=False``), as each operation is rounded by itself.
@@ -19,6 +19,7 @@ Words of a row, int32, written by the host for each step (``rows.RowWords``):
     5  top_k; 0: off                                        17      penalty, float32; 1: off
     6  1: smoothed                                          18      fade, float32
     7  1: any cut                                           19, 20  frequency and presence, float32
+                                                            21      mask of allowed tokens; -1: none
 """
 
 import triton
@@ -49,13 +50,14 @@ def _weight(power):
 
 @triton.jit
 def adjust(
-    logits, words, bias, last_seen, counts, largest, where, wrong,
+    logits, words, bias, last_seen, counts, masks, largest, where, wrong,
     ROW: tl.constexpr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the largest adjusted logit of a block, its lowest id, and whether the block has a NaN.
 
     logits     fp16 [rows, ROW]
     bias       float32 [slots, VOCAB]; last_seen, counts int32 [slots, VOCAB]
+    masks      uint8 [masks, VOCAB / 8, rounded up]: a bit for each id that may be drawn
     largest    float32 [rows, BLOCKS]; where, wrong int32
     """
     row, block = tl.program_id(0), tl.program_id(1)
@@ -63,7 +65,7 @@ def adjust(
     if tl.load(row_words) == 0:
         return
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = _adjusted(logits, row_words, bias, last_seen, counts, row, ids, ROW, VOCAB)
+    x = _adjusted(logits, row_words, bias, last_seen, counts, masks, row, ids, ROW, VOCAB)
     at = row * BLOCKS + block
     bad = tl.sum((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
@@ -74,7 +76,7 @@ def adjust(
 
 
 @triton.jit
-def _adjusted(logits, row_words, bias, last_seen, counts, row, ids, ROW: tl.constexpr, VOCAB: tl.constexpr):
+def _adjusted(logits, row_words, bias, last_seen, counts, masks, row, ids, ROW: tl.constexpr, VOCAB: tl.constexpr):
     """Return float32 logits after penalties and bias; -inf beyond the vocabulary."""
     inside = ids < VOCAB
     x = tl.load(logits + row.to(tl.int64) * ROW + ids, mask=inside, other=float("-inf")).to(tl.float32)
@@ -96,6 +98,11 @@ def _adjusted(logits, row_words, bias, last_seen, counts, row, ids, ROW: tl.cons
             n = tl.load(counts + table, mask=inside, other=0)
             x = x - tl.where(n > 0, frequency * n.to(tl.float32) + presence, 0.0)
         x = x + tl.load(bias + table, mask=inside, other=0.0)
+    allowed = tl.load(row_words + 21)
+    if allowed >= 0:
+        at = allowed.to(tl.int64) * ((VOCAB + 7) // 8) + ids // 8
+        bits = tl.load(masks + at, mask=inside, other=0).to(tl.int32)
+        x = x + tl.where((bits >> (ids % 8)) % 2 == 1, 0.0, float("-inf"))
     return x
 
 
@@ -107,7 +114,7 @@ def _top(largest, row, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
 
 @triton.jit
 def weigh(
-    logits, words, bias, last_seen, counts, largest, powers, sums, above, mass_above,
+    logits, words, bias, last_seen, counts, masks, largest, powers, sums, above, mass_above,
     ROW: tl.constexpr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights of a block.
@@ -121,7 +128,7 @@ def weigh(
     if tl.load(row_words) != 2:
         return
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = _adjusted(logits, row_words, bias, last_seen, counts, row, ids, ROW, VOCAB)
+    x = _adjusted(logits, row_words, bias, last_seen, counts, masks, row, ids, ROW, VOCAB)
     top = _top(largest, row, BLOCKS, BLOCKS_2)
     below = tl.where(x == top, 0.0, x - top)
     z = tl.where(tl.load(row_words + 6) != 0, -(below * below), below)
@@ -306,86 +313,6 @@ def choose(
         if tl.sum((same & (ids >= trial_id)).to(tl.int64), 0) > nth:
             token = trial_id
     tl.store(drawn + row, token.to(tl.int64))
-
-
-@triton.jit
-def _mass_of_all(powers, row, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, VOCAB, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        w = _weight(tl.load(powers + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0.0))
-        total += tl.where(w >= least, w, 0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _count_of_all(powers, row, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, VOCAB, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        w = _weight(tl.load(powers + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=-1.0))
-        total += (w >= least).to(tl.int64)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def choose_slowly(
-    words, powers, sums, gathered, drawn,
-    VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Draw the token of a row whose candidates were not gathered: the same cuts over the whole vocabulary."""
-    row = tl.program_id(0)
-    if (tl.load(words + row * WORDS) == 0) | (tl.load(gathered + row) >= 0):
-        return
-    row_words = words + row * WORDS
-    blocks = tl.arange(0, BLOCKS_2)
-    total = tl.sum(tl.load(sums + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0), 0)
-    top_k, top_p = tl.load(row_words + 5).to(tl.int64), _word64(row_words, 10)
-    min_p = _word64(row_words, 12).to(tl.int64)
-    top_a = _word64(row_words, 14).to(tl.float64, bitcast=True)
-    least = tl.full([], -1, tl.int64)  # all are kept
-    if top_k > 0:
-        least = tl.zeros([], tl.int64)
-        for bit in range(40, -1, -1):
-            trial = least | (tl.full([], 1, tl.int64) << bit)
-            if _count_of_all(powers, row, trial, VOCAB, BLOCK) >= top_k:
-                least = trial
-        ties = top_k - _count_of_all(powers, row, least + 1, VOCAB, BLOCK)
-        total = _mass_of_all(powers, row, least + 1, VOCAB, BLOCK) + ties * least
-    if top_p > 0:
-        target = tl.umulhi(total.to(tl.uint64), top_p).to(tl.int64) + 1
-        least = tl.zeros([], tl.int64)
-        for bit in range(40, -1, -1):
-            trial = least | (tl.full([], 1, tl.int64) << bit)
-            if _mass_of_all(powers, row, trial, VOCAB, BLOCK) >= target:
-                least = trial
-        above = _mass_of_all(powers, row, least + 1, VOCAB, BLOCK)
-        total = above + (target - above + least - 1) // least * least
-    if top_a > 0:
-        edge = tl.minimum(tl.ceil(top_a / total.to(tl.float64)).to(tl.int64), ONE)
-        if edge > least:
-            least = edge - 1
-            total = _mass_of_all(powers, row, edge, VOCAB, BLOCK)
-    if min_p > least:
-        total = _mass_of_all(powers, row, min_p, VOCAB, BLOCK)
-    aim = tl.umulhi(_word64(row_words, 8), total.to(tl.uint64)).to(tl.int64)
-    weight = tl.zeros([], tl.int64)
-    for bit in range(40, -1, -1):
-        trial = weight | (tl.full([], 1, tl.int64) << bit)
-        if _mass_of_all(powers, row, trial, VOCAB, BLOCK) > aim:
-            weight = trial
-    nth = (aim - _mass_of_all(powers, row, weight + 1, VOCAB, BLOCK)) // weight
-    found, left = tl.full([], -1, tl.int32), nth  # the nth of equal weights by descending id: from the last block
-    for back in range(BLOCKS):
-        ids = (BLOCKS - 1 - back) * BLOCK + tl.arange(0, BLOCK)
-        w = _weight(tl.load(powers + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=-1.0))
-        same = (w == weight) & (ids < VOCAB)
-        here = tl.sum(same.to(tl.int64), 0)
-        if (found < 0) & (left < here):
-            behind = here - tl.cumsum(same.to(tl.int64), 0)  # equal ones with a higher id in this block
-            found = tl.max(tl.where(same & (behind == left), ids, -1), 0)
-        left -= here
-    tl.store(drawn + row, found.to(tl.int64))
 
 
 @triton.jit

@@ -21,8 +21,12 @@ _SIZE_OF_POINT = 1 << 53
 
 def draws_on_gpu(job: Any) -> bool:
     """Return whether the GPU can draw the next token of an AnswerJob."""
-    waits = job.constraint is None or job.constraint.dormant
-    return job.rule is not None and waits and len(job.sequences) == 1
+    return job.rule is not None and len(job.sequences) == 1
+
+
+def draws_ahead(job: Any) -> bool:
+    """Return whether the GPU can draw the next token of an AnswerJob while the host does not know the one before it."""
+    return draws_on_gpu(job) and (job.constraint is None or job.constraint.dormant)
 
 
 class DrawTables(Protocol):
@@ -33,6 +37,10 @@ class DrawTables(Protocol):
 
     def fill(self, table: str, slot: int, values: Array) -> None:
         """Queue the filling of one slot of "bias", "last_seen" or "counts"."""
+        ...
+
+    def fill_masks(self, bits: Array) -> None:
+        """Queue the filling of the first masks: uint8 [masks, vocab / 8, rounded up], a bit for each id."""
         ...
 
 
@@ -70,6 +78,7 @@ class RowTables:
             self._free.append(number)
         of_job = {id(slot.job): number for number, slot in self._slots.items()}
         draws: list[RowDraw | None] = []
+        masks: list[Array] = []
         for job, place, length in zip(jobs, places, lengths, strict=True):
             if job is None:
                 draws.append(None)
@@ -77,7 +86,13 @@ class RowTables:
             rule = job.rule
             number = self._slot(job, place, of_job.get(id(job), -1), rule)
             point = 0 if rule.greedy else int(job.draws.at(place, returns=job.returns) * _SIZE_OF_POINT)
-            draws.append(RowDraw(rule, number, length + 1, point))
+            mask = -1
+            if job.mask is not None and not job.constraint.dormant:
+                mask = len(masks)
+                masks.append(job.mask)
+            draws.append(RowDraw(rule, number, length + 1, point, mask))
+        if masks:
+            self._batched.fill_masks(np.stack(masks))
         return draws
 
     def _slot(self, job: Any, place: int, number: int, rule: DrawRule) -> int:
