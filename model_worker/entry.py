@@ -165,7 +165,8 @@ def import_ahead(engine: str) -> None:
     """Import what a worker of this engine imports before it reads a model."""
     from model_worker.engines import BUILT_IN
 
-    for module in (*_LOOP, BUILT_IN[engine].partition(":")[0]):
+    made = importlib.import_module(BUILT_IN[engine].partition(":")[0])
+    for module in (*_LOOP, *getattr(made, "AHEAD", ())):
         importlib.import_module(module)
 
 

@@ -17,7 +17,7 @@ SHORT = 6
 """Most results of a file that are shown without a selection."""
 GROUPS = {
     "Speed": (
-        "decoding", "prompts-beside", "draws", "gpu-idle", "exact-answers",
+        "decoding", "decoding-exl2", "prompts-beside", "draws", "gpu-idle", "exact-answers",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
         "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",

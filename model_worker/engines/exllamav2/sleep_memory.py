@@ -78,7 +78,8 @@ class SleepMemory:
             with torch.cuda.use_mem_pool(pool):
                 yield
         finally:
-            self._wrapper.set_config(tag="default", interesting_region=False, enable_cpu_backup=False)
+            # It stays "interesting": the library ends the process if a pool frees memory outside of such a region.
+            self._wrapper.set_config(tag="default", interesting_region=True, enable_cpu_backup=False)
 
     # --- moving ---------------------------------------------------------------------------------------------------
 
