@@ -15,7 +15,9 @@ JSON for each question, in the order of the questions:
     {"needs": {count: {"weights", "cache", "draft", "workspace", "per_gpu"}}} in bytes, by number of GPUs
     {"unknown": text} for a model without a fault, whose needs cannot be estimated
 
-Each line may also hold {"unchecked": text}: the parts that cannot be checked here because a package is not installed.
+Each line may also hold
+    {"sleep_bytes": bytes}, the host memory that the model takes while it sleeps; 0 if it cannot sleep on so many GPUs
+    {"unchecked": text}, the parts that cannot be checked here because a package is not installed
 """
 
 import json
@@ -28,6 +30,8 @@ from typing import Any
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 
+FLOAT32 = 4
+"""Bytes of a weight in the engine transformers, whatever its type in the file."""
 MEMORY_LIMIT = 2 << 30
 """Bytes of address space. A safetensors header as long as the format allows, 100 MiB, takes 1 GiB as Python objects."""
 
@@ -55,7 +59,8 @@ def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
         if spec.engine == "exllamav2":
             return _of_exllamav2(spec, question)
         if spec.engine == "transformers":
-            _check_transformers(spec, question)
+            unknown = f"there is no estimate for engine {spec.engine}"
+            return {"unknown": unknown, "sleep_bytes": _check_transformers(spec, question)}
         return {"unknown": f"there is no estimate for engine {spec.engine}"}
     except LoadError as e:
         return {"faults": [_fault(str(fault), fault.key) for fault in (e, *e.also)]}
@@ -64,23 +69,28 @@ def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
         return {"faults": [_fault(message)]}
 
 
-def _check_transformers(spec: Any, question: dict[str, Any]) -> None:
-    """Check the model of one question. Raises LoadError for a model that cannot be loaded."""
+def _check_transformers(spec: Any, question: dict[str, Any]) -> int:
+    """Return the bytes of the model's weights. Raises LoadError for a model that cannot be loaded."""
     from model_worker.engines.embedded.check import OFFERED, check
     from model_worker.engines.vetting import Faults
     from model_worker.intake import check_defaults
 
     faults = Faults(spec.model_dir)
-    faults.of(lambda: check(spec))
+    checked = faults.of(lambda: check(spec))
     faults.of(lambda: check_defaults(question["sampling"], OFFERED))
     faults.raise_found()
+    assert checked is not None
+    return sum(tensor.elements * FLOAT32 for tensor in checked.directory.tensors.values())
 
 
 def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's needs by number of GPUs. Raises LoadError for a model that cannot be loaded."""
+    """Return the model's needs by number of GPUs, and its host memory while it sleeps.
+
+    Raises LoadError for a model that cannot be loaded.
+    """
     from model_worker.engines.exllamav2.check import check, check_parallel
     from model_worker.engines.exllamav2.options import offered
-    from model_worker.engines.exllamav2.vram import estimate_of
+    from model_worker.engines.exllamav2.vram import estimate_of, weight_bytes
     from model_worker.engines.vetting import Faults
     from model_worker.intake import check_defaults
 
@@ -94,7 +104,12 @@ def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
         for count in question["counts"]:
             needs[count] = faults.of(lambda count=count: asdict(estimate_of(options, sizes, directory, draft, count)))  # type: ignore[misc]
     faults.raise_found()
-    return {"needs": needs}
+    assert checked is not None
+    sleeping = 0
+    if question["counts"][0] == 1:  # the memory of one GPU only can be given back
+        models = [checked.directory] if checked.draft is None else [checked.directory, checked.draft]
+        sleeping = sum(map(weight_bytes, models)) + checked.options.sleep_cache
+    return {"needs": needs, "sleep_bytes": sleeping}
 
 
 def _fault(message: str, key: str | None = None, machine: bool = False) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class ModelSpec:
         return not self.config.lazy if self.config.autostart is None else self.config.autostart
 
     @property
+    def may_sleep(self) -> bool:
+        """Return whether models.yaml lets the model sleep. Its engine may not be able to."""
+        return self.config.lazy and not self.config.pinned and self.config.sleep == "ram"
+
+    @property
     def process_key(self) -> tuple[object, ...]:
         """Return the settings that a worker gets at its start. If they change, the worker must be replaced."""
         config = self.config

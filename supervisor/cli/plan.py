@@ -14,6 +14,7 @@ from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.figures import name_lines
 from supervisor.cli.options import as_json, config_file, connect, runtime_dir_option
+from supervisor.cli.plan_host_memory import plan_host_memory
 from supervisor.cli.tables import GAP, Column, table, terminal_width
 from supervisor.cli.text_width import clean, wrapped
 from supervisor.cli.watch import show, watch
@@ -57,13 +58,15 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
 def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, runtime_dir: Path) -> int:
     """Show which models of a models.yaml (FILE) fit on the GPUs. Starts nothing.
 
-    Shows what each model would take of which GPU. --watch reads the GPUs again, not the file.
+    Shows what each model would take of which GPU, and the host memory of lazy models while they sleep. --watch reads
+    the GPUs again, not the file.
 
     Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
     """
     from supervisor.config import examine_config
     from supervisor.placement.fit import fit
     from supervisor.placement.groups import describe
+    from supervisor.placement.host_memory import free_bytes
     from supervisor.yaml_source import ConfigError
 
     try:
@@ -76,6 +79,8 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
     shared = examined.config.groups
     groups = {name: {"models": group.models, "loaded": group.loaded} for name, group in shared.items()}
     groups_of = [f"{describe([name], shared)}, of {', '.join(group.models)}" for name, group in shared.items()]
+    free = (free_bytes() or None) if gpus is None else None
+    asleep = plan_host_memory(candidates, examined.config.supervisor.host_memory, free)
     latest: list[Outcome] = []
 
     def read() -> "list[Gpu]":
@@ -85,8 +90,10 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
 
     show(
         read,
-        lambda box: "\n".join([text_of(latest, box, names, terminal_width()), *groups_of]),
-        as_data=lambda box: {**_as_data(latest, box), "names": names, "groups": groups},
+        lambda box: "\n".join([text_of(latest, box, names, terminal_width(), asleep.lines()), *groups_of]),
+        as_data=lambda box: {
+            **_as_data(latest, box), "host_memory": asleep.as_data(), "names": names, "groups": groups,
+        },
         as_json=as_json, again=watch,
     )  # fmt: skip
     failed = [o for o in latest if o.candidate.autostart and o.why_not is not None]
@@ -163,14 +170,19 @@ def _held_by_us(runtime_dir: Path) -> dict[int, int]:
 
 
 def text_of(
-    outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]", names: Mapping[str, Mapping[str, Any]], width: int | None
+    outcomes: "Sequence[Outcome]",
+    box: "Sequence[Gpu]",
+    names: Mapping[str, Mapping[str, Any]],
+    width: int | None,
+    further: Sequence[str] = (),
 ) -> str:
     """Return the plan: for each GPU a table of what each model takes of it, then a line for each thing to know.
 
     names  the other names of each model
     width  columns of the terminal; None: whole tables, and each text in one line
+    further  further things to know
     """
-    lines = [*_lines(outcomes, box, width), *name_lines(names)]
+    lines = [*_lines(outcomes, box, width), *further, *name_lines(names)]
     # The lines of tables are indented, and fit already.
     return "\n".join(line if line.startswith(GAP) else wrapped(clean(line), width, 2) for line in lines)
 

@@ -201,7 +201,7 @@ class Replica:
     @property
     def can_sleep(self) -> bool:
         """Whether the loaded worker can be put to sleep."""
-        return self.info.get("sleep_bytes") is not None and self.spec.config.sleep == "ram" and self.may_be_evicted
+        return self.info.get("sleep_bytes") is not None and self.spec.may_sleep
 
     @property
     def sleep_bytes(self) -> int:

@@ -67,6 +67,7 @@ class Estimated:
     faults     why the model cannot be loaded
     retry      with ``faults``: whether another try may help
     unchecked  the parts of the model that cannot be checked here, because a package is not installed, with the remedy
+    sleep_bytes  host memory that the model takes while it sleeps; 0 if it cannot sleep, None if that is not known
     """
 
     needs: Mapping[int, Needs] | None = None
@@ -74,6 +75,7 @@ class Estimated:
     faults: tuple[Fault, ...] = ()
     retry: bool = False
     unchecked: str | None = None
+    sleep_bytes: int | None = None
 
     @property
     def error(self) -> str | None:
@@ -243,9 +245,9 @@ def answers(descriptor: int) -> list[Estimated]:
 
 def _read(line: bytes) -> Estimated:
     reply: dict[str, Any] = json.loads(line)
-    unchecked = reply.get("unchecked")
+    unchecked, sleep_bytes = reply.get("unchecked"), reply.get("sleep_bytes")
     if "needs" in reply:
         needs = {int(count): Needs(**parts) for count, parts in reply["needs"].items()}
-        return Estimated(needs=needs, unchecked=unchecked)
+        return Estimated(needs=needs, unchecked=unchecked, sleep_bytes=sleep_bytes)
     faults = tuple(Fault(**fault) for fault in reply.get("faults", ()))
-    return Estimated(unknown=reply.get("unknown"), faults=faults, unchecked=unchecked)
+    return Estimated(unknown=reply.get("unknown"), faults=faults, unchecked=unchecked, sleep_bytes=sleep_bytes)

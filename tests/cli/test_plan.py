@@ -44,6 +44,36 @@ def test_a_plan_shows_every_gpu_and_part(tmp_path: Path) -> None:
     assert "all 6 workers would start" in done.stdout
 
 
+def test_a_plan_counts_the_host_memory_of_models_that_sleep(tmp_path: Path) -> None:
+    lazy: dict[str, object] = {"lazy": True, "engine": "exllamav2", "gpu": 0}
+    models: dict[str, dict[str, object]] = {
+        "a": {**lazy, "sleep_cache": "1GiB", "replicas": 2}, "b": {**lazy, "sleep_cache": "3GiB"},
+        "other": {"lazy": True},
+        "off": {**lazy, "sleep": "off"}, "pinned": {**lazy, "pinned": True}, "wide": {**lazy, "gpu": [0, 1]}, "up": {},
+    }  # fmt: skip
+    command = ("--gpus", "80G,80G", "--runtime-dir", tmp_path)
+    done = modelctl("plan", write(tmp_path, models, host_memory="2GiB"), *command)
+    assert done.returncode == 0, done.stderr
+    says = done.stdout
+    assert (
+        "host memory of models that sleep: a:1 1.0 GiB, a:2 1.0 GiB, b 3.0 GiB, other not known; 5.0 GiB in all, "
+        in says
+    )
+    assert "of 2.0 GiB allowed (supervisor.host_memory)" in says
+    assert "b: is unloaded instead of put to sleep, because it takes more host memory than is allowed" in says
+    assert "not all of them can sleep at once: those that have slept longest are unloaded" in says
+    del models["other"]
+    report = json.loads(modelctl("plan", write(tmp_path, models, host_memory="20GiB"), "--json", *command).stdout)
+    memory = report["host_memory"]
+    assert (memory["fits"], memory["limit_bytes"], list(memory["workers"])) == (True, 20 << 30, ["a:1", "a:2", "b"])
+    assert memory["bytes"] == sum(memory["workers"].values()) > 5 << 30
+    assert (
+        "half of the free host memory of that box is allowed"
+        in modelctl("plan", write(tmp_path, models), *command).stdout
+    )
+    assert "host memory" not in modelctl("plan", write(tmp_path, {"up": {}}), *command).stdout
+
+
 def test_a_plan_that_does_not_fit_has_its_own_exit_code(tmp_path: Path) -> None:
     models: dict[str, dict[str, object]] = {
         "a": {"gpu": "auto", "vram": "20GiB"}, "b": {"gpu": 0, "vram": "20GiB"}, "c": {"gpu": 1, "vram": "5GiB"},

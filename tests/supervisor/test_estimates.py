@@ -49,7 +49,19 @@ def test_answers_are_the_engines_own_and_errors_are_lines(tmp_path: Path) -> Non
     assert none.error == f"model_dir {tmp_path / 'none'} is no directory"
     assert deep.error is not None
     assert "\n" not in deep.error
-    assert other == Estimated(unknown="there is no estimate for engine transformers")
+    assert other.unknown == "there is no estimate for engine transformers"
+    weights = estimate(asked[0]).weights
+    assert good.sleep_bytes == weights
+    assert other.sleep_bytes is not None
+    assert other.sleep_bytes > weights, "32 bits a weight, where exllamav2 has 16"
+
+
+def test_host_memory_counts_the_draft_model_and_the_kept_prompts_and_not_models_on_two_gpus() -> None:
+    options = {"draft_model": str(DEMO), "sleep_cache": 1 << 30}
+    both = EngineSpec("m", "exllamav2", str(DEMO), device="cuda", options=options)
+    drafted, split = ask_now([Question(both), Question(spec(DEMO), counts=(2,))])
+    assert drafted.sleep_bytes == 2 * estimate(spec(DEMO)).weights + (1 << 30)
+    assert (split.sleep_bytes, split.error) == (0, None)
 
 
 class Asking:
