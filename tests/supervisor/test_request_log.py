@@ -34,7 +34,8 @@ def log() -> Iterator[RequestLog]:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    whole = file.read_text().split("\n")[:-1] if file.exists() else []  # the last line may be half written
+    return [json.loads(line) for line in whole]
 
 
 def writer(log: RequestLog) -> int:

@@ -23,6 +23,7 @@ from supervisor.requests.poison import PoisonPolicy
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.send_buffer import EVENT_COST
+from supervisor.requests.stories import Stories
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
@@ -61,10 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.scheduler = Scheduler(window=WINDOW, holds=HOLDS, strikes=STRIKES)
+        stories = Stories(lambda story: self.told.append(story.id))
+        self.scheduler = Scheduler(window=WINDOW, holds=HOLDS, strikes=STRIKES, stories=stories)
         self.clients: list[FakeClient] = []
         self.told: list[str] = []  # ids of the requests whose stories have ended
-        self.scheduler.stories.listener = lambda story: self.told.append(story.id)
         self.workers: dict[str, FakeWorker | None] = dict.fromkeys(WORKERS)
         self.late: list[tuple[str, bytes]] = []  # frames of former generations that are still under way
         self.generations = Counter[str]()

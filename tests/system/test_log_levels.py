@@ -36,7 +36,7 @@ def levels(serving: Serving, *arguments: str) -> dict[str, str]:
 
 
 def objects(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in log.read_text().split("\n")[:-1] if line.startswith("{")]
 
 
 def ask_gateway(serving: Serving) -> None:
