@@ -59,6 +59,7 @@ class GatedConstraint:
         start, end = layout.reasoning or ("", "")
         self._start, self._end = start.encode(), end.encode()
         self._calls = [call.encode() for call in layout.calls]
+        self._longest_call = max(map(len, self._calls), default=0)
         self._opening = layout.opening.encode()
         self._must_go_on = inner is not None and not lazy
         self._tokens: list[int] = []
@@ -80,6 +81,9 @@ class GatedConstraint:
         self._strict = False
         self._fits = True  # whether ``inner`` allows what may be the marker that begins the reasoning
         self._mask: Mask | None = None
+        # Asked several times for each token of each answer, so they are computed once.
+        self._free: bool | None = None
+        self._dormant: bool | None = None
         if self._inner is not None:
             self._inner.back_to(0)
         if self._place == "inside":
@@ -94,6 +98,11 @@ class GatedConstraint:
     @property
     def free(self) -> bool:
         """Return whether every token may be drawn next."""
+        if self._free is None:
+            self._free = self._is_free()
+        return self._free
+
+    def _is_free(self) -> bool:
         if self._forced:
             return False
         if self._place == "behind":
@@ -103,15 +112,18 @@ class GatedConstraint:
     @property
     def dormant(self) -> bool:
         """Return whether the next token may be drawn without this constraint, and then be shown to ``takes``."""
-        if self.free:
-            return True
-        return self._place == "inside" and not (self._forced or self._strict or self._ends_soon)
+        if self._dormant is None:
+            inside = self._place == "inside" and not (self._forced or self._strict)
+            self._dormant = self.free or (inside and not self._ends_soon)
+        return self._dormant
 
     def takes(self, token: int) -> bool:
         """Return whether a token that was drawn while the constraint was dormant may stay. If not, the next draw must
         be made under the constraint."""
-        self._strict = not self.free and token in self._end_ids
-        return not self._strict
+        strict = not self.free and token in self._end_ids
+        if strict != self._strict:
+            self._strict, self._dormant = strict, None
+        return not strict
 
     @property
     def allowed(self) -> "Mask":
@@ -184,6 +196,7 @@ class GatedConstraint:
     def push(self, token: int) -> None:
         """Add the next token, which is one of ``allowed`` and no end token. Raises RequestError."""
         self._mask, self._strict = None, False
+        self._free = self._dormant = None
         self._tokens.append(token)
         if self._place == "inside":
             self._reason(token)
@@ -273,7 +286,7 @@ class GatedConstraint:
                 self._may_open, self._called = False, begin.startswith(self._opening)
             self._tail += text
             self._called = self._called or any(call in self._tail for call in self._calls)
-            self._tail = self._tail[-max(map(len, self._calls)) :]
+            self._tail = self._tail[-self._longest_call :]
         self._pending.append(token)
         if self._wakes:
             for each in self._pending:
@@ -283,7 +296,10 @@ class GatedConstraint:
 
 def _ending(text: bytes, marker: bytes) -> int:
     """Return how many bytes of a marker the text ends with: less than all, 0 for none."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
+    first = marker[:1]
+    at = text.find(first, max(0, len(text) - len(marker) + 1)) if first else -1
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(first, at + 1)
     return 0
