@@ -44,7 +44,9 @@ def candidates(row: Any, setting: str) -> tuple[Any, Any]:
     return candidates_of(weights_of(penalised(row, rule, 0, None, None, None), rule), rule)
 
 
-WEIGHED = [name for name in SETTINGS if name not in ("greedy", "greedy with penalties", "repetition", "penalties")]
+WEIGHED = [
+    name for name in SETTINGS if not any(word in name for word in ("greedy", "repetition", "penalties", "masks"))
+]
 
 
 # the reference
