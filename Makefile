@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs screens bench clean help
+.PHONY: demo test test-chaos test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs screens bench clean help
 
 demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
@@ -48,6 +48,9 @@ test-clients: $(VENV)/.test ## the npm package openai under Node against the gat
 test-claude-code: $(VENV)/.test ## Claude Code against the gateway, with no other network; needs Node 20, npm and 0.4 GB, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/claude @anthropic-ai/claude-code@2.1.330
 	$(BIN)/python -m pytest tests/claude_code.py
+
+test-chaos: $(VENV)/.test ## random faults against real processes, more of them than in the whole suite; needs no GPU
+	CHAOS_EPISODES=200 $(BIN)/python -m pytest -n 2 --dist loadfile tests/system/test_chaos.py tests/system/test_chaos_on.py
 
 test-fuzz-http: $(VENV)/.test ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt schemathesis
