@@ -93,6 +93,7 @@ def _adjusted(logits, row_words, bias, last_seen, counts, masks, row, ids, ROW: 
             p = tl.where((seen > 0) & (distance < tl.load(row_words + 4)), p, 1.0)
             x = tl.where(x > 0, tl.div_rn(x, p), x * p)
             x = tl.where(x > HUGE, HUGE, tl.where(x < -HUGE, -HUGE, x))  # inf - inf, for a banned token, is no number
+            x = tl.where(inside, x, float("-inf"))
         frequency, presence = _float(row_words, 19), _float(row_words, 20)
         if (frequency != 0.0) | (presence != 0.0):
             n = tl.load(counts + table, mask=inside, other=0)
