@@ -4,7 +4,7 @@ import json
 import socket
 
 from protocol.process.gateway_settings import READY, TROUBLE
-from protocol.process.log_lines import LogStyle
+from protocol.process.log_style import LogStyle
 
 _MOST_CHARACTERS = 1000
 

@@ -38,8 +38,8 @@ from protocol.messages import (
     Sleep,
     Wake,
 )
-from protocol.process.log_lines import LogStyle
 from protocol.process.log_output import adopt_style
+from protocol.process.log_style import LogStyle
 from protocol.process.progress_lease import ProgressLease
 from protocol.questions import Tokenize, parse_question
 from protocol.request import GenerateRequest

@@ -62,7 +62,7 @@ class Wake(Message):
 
 @message(Kind.LOG_STYLE, Way.SUPERVISOR_TO_WORKER, largest=64)
 class SetLogStyle(Message):
-    """Write the log in another way from now on, see ``protocol.process.log_lines.LogStyle``."""
+    """Write the log in another way from now on, see ``protocol.process.log_style.LogStyle``."""
 
     level: str
     format: str

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from protocol.process.log_lines import Format, Level, LogStyle
+from protocol.process.log_style import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig

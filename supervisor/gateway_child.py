@@ -15,7 +15,7 @@ from typing import Final
 
 from protocol.process.gateway_settings import READY, TROUBLE, GatewaySettings
 from protocol.process.helper_environment import helper_environment
-from protocol.process.log_lines import LogStyle
+from protocol.process.log_style import LogStyle
 from supervisor.gateway_modules import GATEWAY
 
 HANG_S: Final = 30.0

@@ -16,7 +16,7 @@ from typing import Any
 from protocol.limits import GATEWAY_NAME
 from protocol.process.engine_packages import missing_for_gateway
 from protocol.process.gateway_settings import GatewaySettings
-from protocol.process.log_lines import LogStyle
+from protocol.process.log_style import LogStyle
 from supervisor.config import Config
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.event_history import EventKind, noted

@@ -4,7 +4,8 @@ import logging
 
 from protocol.errors import RequestError
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
-from protocol.process.log_lines import LEVELS, LogLines, LogStyle
+from protocol.process.log_lines import LogLines
+from protocol.process.log_style import LEVELS, LogStyle
 from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.gateway_process import GatewayProcesses
 from supervisor.log_styles import StyledByModel

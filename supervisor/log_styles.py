@@ -6,7 +6,7 @@
 import logging
 from collections.abc import Iterable
 
-from protocol.process.log_lines import LogStyle
+from protocol.process.log_style import LogStyle
 
 
 class LogStyles:

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
-from protocol.process.log_lines import FOR_PEOPLE, LogStyle
+from protocol.process.log_lines import FOR_PEOPLE
+from protocol.process.log_style import LogStyle
 from protocol.process.private_paths import make_private
 from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.event_file import EventFile

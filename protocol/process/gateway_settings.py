@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-from protocol.process.log_lines import DEFAULT_STYLE, LogStyle
+from protocol.process.log_style import DEFAULT_STYLE, LogStyle
 
 MIB = 1 << 20
 ReasoningKey = Literal["reasoning_content", "reasoning"]

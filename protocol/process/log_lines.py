@@ -1,48 +1,16 @@
-"""The lines that a process writes to its log: for people, or as JSON. Their level and format change while it runs.
+"""The lines that a process writes to its log: for people, or as JSON. ``log_style`` says which.
 
 Libraries keep a level of their own: below INFO they may log texts of requests, which no log may hold.
 """
 
 import json
 import logging
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-Level = Literal["debug", "info", "warning", "error"]
-Format = Literal["human", "json"]
-LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
 OURS: Final = ("model_worker", "gateway")
 """The packages of the processes that call ``begin``: their loggers take every level."""
 FOR_PEOPLE: Final = "%(asctime)s %(levelname)-7s %(message)s"
-
-
-@dataclass(frozen=True)
-class LogStyle:
-    """How a process writes its log.
-
-    level   the least level of the lines that are written
-    format  "human", or "json" for one JSON object in each line
-    """
-
-    level: str = "info"
-    format: str = "human"
-
-    @property
-    def number(self) -> int:
-        """The level as the package logging counts it."""
-        return logging.getLevelNamesMapping()[self.level.upper()]
-
-    @property
-    def is_json(self) -> bool:
-        return self.format == "json"
-
-    def to_json(self) -> bytes:
-        """Return the style as a line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-
-DEFAULT_STYLE: Final = LogStyle()
 
 
 def json_line(seconds: float, level: str, message: str, **fields: Any) -> str:

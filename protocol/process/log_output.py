@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from protocol.process.log_lines import FOR_PEOPLE, OURS, LogLines, LogStyle, json_line
+from protocol.process.log_lines import FOR_PEOPLE, OURS, LogLines, json_line
+from protocol.process.log_style import LogStyle
 from protocol.process.private_paths import open_private
 
 

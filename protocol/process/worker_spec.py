@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from protocol.codec import pack_body, unpack_body
-from protocol.process.log_lines import DEFAULT_STYLE, LogStyle
+from protocol.process.log_style import DEFAULT_STYLE, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 
 PAGE_TOKENS = 256

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from protocol.process.log_lines import LEVELS
+from protocol.process.log_style import LEVELS
 from supervisor.cli import completion
 from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, supervisor_options

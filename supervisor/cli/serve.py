@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from protocol.process.log_lines import LogStyle
+from protocol.process.log_style import LogStyle
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for

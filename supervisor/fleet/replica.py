@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ErrorCode, WireError
-from protocol.process.log_lines import LogStyle
+from protocol.process.log_style import LogStyle
 from supervisor.config import ModelSpec
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.requests.scheduler import Scheduler

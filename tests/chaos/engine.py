@@ -80,6 +80,9 @@ class Troublesome(DeterministicEngine):
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, sleep_bytes=1 << 20 if self.spec.sleep else None, no_sleep="")
 
+    def prepare_sleep(self) -> bool:
+        return False
+
     def sleep(self, progress: Callable[[], None]) -> None:
         if self.jobs or self.pending:
             raise AssertionError("told to sleep with jobs")

@@ -81,7 +81,7 @@ def mixed_requests(requests: int, threads: int, every_s: float, seed: int) -> It
 
         asking = threading.Thread(target=ask)
         asking.start()
-        kills = kill_workers(keyed, done, every_s, random.Random(seed))
+        kills = kill_workers(keyed, done, every_s, random.Random(seed), mixed.tally)
         asking.join()
         yield Scraped(keyed, port, watcher, tokens["web"], mixed.tally, kills)
 

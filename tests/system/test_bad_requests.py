@@ -97,7 +97,12 @@ def test_orders_are_for_the_admin_socket_and_requests_for_the_front(serving: Ser
 @pytest.mark.parametrize(
     ("verb", "params", "field", "says"),
     [
-        ("exec", {}, "verb", "unknown verb 'exec': known are .*detokenize, events, logs, metrics, models, .*tokenize"),
+        (
+            "exec",
+            {},
+            "verb",
+            "unknown verb 'exec': known are .*detokenize, events, log_level, logs, metrics, models, .*tokenize",
+        ),
         ("start", {}, "model", "is missing"),
         ("start", {"model": "b"}, "model", "no model 'b'"),
         ("start", {"model": 5}, "model", "must be a string"),
