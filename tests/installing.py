@@ -26,10 +26,13 @@ class Installed:
 
     home     its directory
     seconds  how long pip took, downloads included
+    brought  the bytes on disk that pip added. What a new environment has (pip; before Python 3.12 setuptools, too) is
+             not counted: it differs between versions of Python
     """
 
     home: Path
-    seconds: float
+    seconds: float = 0.0
+    brought: int = 0
 
     @property
     def python(self) -> Path:
@@ -41,7 +44,7 @@ class Installed:
         return found
 
     def size(self) -> int:
-        """Return the bytes on disk of all installed packages, pip included."""
+        """Return the bytes on disk of all packages in the environment."""
         return sum(path.lstat().st_blocks * 512 for path in self.packages.rglob("*"))
 
     def run(self, *command: object, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -62,9 +65,9 @@ class Installed:
 def install(source: Path, home: Path) -> Installed:
     """Make an environment and install modelctl from ``source`` into it, without extras."""
     subprocess.run([sys.executable, str(ROOT / "tools" / "make_venv.py"), str(home)], check=True, stdout=sys.stderr)
-    begun = time.monotonic()
-    installed = Installed(home, 0.0)
+    installed = Installed(home)
+    before, begun = installed.size(), time.monotonic()
     done = installed.run("python", "-m", "pip", "install", "--disable-pip-version-check", "-q", source)
     if done.returncode:
         raise RuntimeError(f"pip install ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return Installed(home, time.monotonic() - begun)
+    return Installed(home, time.monotonic() - begun, installed.size() - before)
