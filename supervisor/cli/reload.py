@@ -1,13 +1,14 @@
 """The command reload: apply the present models.yaml, or replace the workers of one model, without losing a request."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from protocol.client.sync_client import Client
+from protocol.errors import ErrorCode, WireError
 from supervisor.cli import chosen_models, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.compiling import compile_for
@@ -44,19 +45,26 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
     """
     with connect(runtime_dir, admin=True) as client:
         # A supervisor on another machine reports the errors of its file itself.
-        if not is_remote() and (code := _prepare(client, quiet=as_json)) != exit_codes.OK:
-            return code
+        problems = () if is_remote() else _prepare(client, quiet=as_json)
         # A name that no model has yet may be one that the file has now.
         names = chosen_models.expanded(models, client.status()["models"] if models else ())
         orders: list[dict[str, Any]] = [{"model": name} for name in names] or [{}]
         given: dict[str, Any] = {} if how is None else {"how": how}
-        numbers = [client.call("reload", **order, **given)["turnover"] for order in orders]
+        try:
+            numbers = [client.call("reload", **order, **given)["turnover"] for order in orders]
+        except WireError as e:
+            if not problems or e.code is not ErrorCode.INVALID_REQUEST:
+                raise
+            for problem in problems:  # a line each; the supervisor's error has all of them in one
+                say(str(problem))
+            click.echo("modelctl: nothing is changed", err=True)
+            return exit_codes.CONFIG
         if no_wait:
             return exit_codes.OK
         rollouts = wait_for_rollouts(client, numbers, for_people=not as_json)
         done = rollouts[0] if len(rollouts) == 1 else _joined(rollouts, dict(zip(numbers, names, strict=True)))
         of_gateway = [key for key in done["settings"] if key.startswith("gateway.")]
-        problem = wait_for_gateway(client) if of_gateway else None
+        unready = wait_for_gateway(client) if of_gateway else None
     if as_json:
         click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:
@@ -68,7 +76,7 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
             click.echo(f"{name}: {_APPLIED.get(key, 'applied')}")
         if not done["settings"] and all(model_report["change"] == "unchanged" for model_report in done["models"]):
             click.echo("nothing has changed")
-    failed = [] if problem is None else [f"the gateway does not answer: {problem}"]
+    failed = [] if unready is None else [f"the gateway does not answer: {unready}"]
     failed += [
         f"{model_report['model']}: {model_report['message']}"
         for model_report in done["models"]
@@ -90,20 +98,20 @@ def _joined(rollouts: list[RolloutReport], names: Mapping[int, str]) -> RolloutR
     return {"settings": [key for rollout in rollouts for key in rollout["settings"]], "models": own}
 
 
-def _prepare(client: Client, *, quiet: bool) -> int:
-    """Print the errors of the file, and compile ExLlamaV2 if that is needed. The supervisor checks the file again."""
+def _prepare(client: Client, *, quiet: bool) -> Sequence[object]:
+    """Return the errors of the file. If there are none, compile ExLlamaV2 where that is needed.
+
+    The supervisor gets the order in any case. It checks the file again, and notes an error for ``ps`` and ``events``.
+    """
     from supervisor.config import load_config
     from supervisor.yaml_source import ConfigError
 
     try:
         config = load_config(Path(client.status()["supervisor"]["config"]))
     except ConfigError as e:
-        for problem in e.problems:
-            say(str(problem))
-        click.echo("modelctl: nothing is changed", err=True)
-        return exit_codes.CONFIG
+        return e.problems
     compile_for([spec.config.engine for spec in config.models.values()], quiet=quiet)
-    return exit_codes.OK
+    return ()
 
 
 def _outcome(model: dict[str, Any]) -> str:

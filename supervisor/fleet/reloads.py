@@ -56,11 +56,7 @@ class Reloads:
         try:
             config = load_config(before.file)
         except ConfigError as e:
-            message = "; ".join(map(str, e.problems))
-            self.refused = f"{before.file} was changed and is not used: {message}"
-            self._log.error("%s: nothing is changed: %s", cause, message, extra=noted(EventKind.RELOAD))
-            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}") from None
-        self.refused = None
+            raise self._refusal(cause, "; ".join(map(str, e.problems))) from None
         for note in config.notes:
             if note not in before.notes:
                 self._log.info("%s", note)
@@ -70,14 +66,20 @@ class Reloads:
         if fixed[0] != fixed[1]:
             message = (
                 "supervisor.listen, supervisor.keys and supervisor.usage are applied at the next start only: put them "
-                "back as they were"
+                "back as they were, or shut down and serve again"
             )
-            self.refused = f"{before.file} was changed and is not used: {message}"
-            raise WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}, or shut down and serve again")
+            raise self._refusal(cause, message)
+        self.refused = None
         if only is not None and only not in config.models and not self._registry.of_model(only):
             known = ", ".join(config.models)
             raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")
         return self.reload(config, cause, how, only)
+
+    def _refusal(self, cause: str, message: str) -> WireError:
+        """Note that models.yaml cannot be used: for ``ps``, for the events, and as the error that is returned."""
+        self.refused = f"{self._registry.config.file} was changed and is not used: {message}"
+        self._log.error("%s: nothing is changed: %s", cause, message, extra=noted(EventKind.RELOAD))
+        return WireError(ErrorCode.INVALID_REQUEST, f"nothing is changed: {message}")
 
     def reload(self, config: Config, cause: str, how: How, only: str | None = None) -> int:
         """Order the change to a new configuration, for all models or for one. Return the order's number.

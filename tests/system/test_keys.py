@@ -286,6 +286,8 @@ def test_listen_is_not_changed_by_a_reload(keyed: Keyed) -> None:
     try:
         with pytest.raises(WireError, match="applied at the next start only"):
             keyed.serving.order("reload")
+        told = keyed.serving.modelctl("events", "--json").stdout.splitlines()
+        assert any("applied at the next start only" in event["message"] for event in map(json.loads, told))
     finally:
         keyed.serving.config.write_text(whole)
     keyed.serving.order("reload")
