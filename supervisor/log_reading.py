@@ -1,15 +1,15 @@
 """Read the last lines of a log, and go on from there, for the verb ``logs``.
 
 A call reads at most ``MOST_BYTES`` from the file, and some more to find a time, so that clients wait only a moment for
-it. The logs are where the
-supervisor itself writes with every record, so the disk that holds them is one that the supervisor waits for anyway.
+it. The supervisor itself writes its records to the same directory, so it waits for that disk anyway.
 """
 
 import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,31 @@ _NOWHERE = "0-0"
 """The position in a log that does not exist yet."""
 
 
+@dataclass(frozen=True)
+class _Log:
+    """A log that is open for reading.
+
+    file  the descriptor
+    """
+
+    file: int
+    status: os.stat_result
+
+    @property
+    def size(self) -> int:
+        return self.status.st_size
+
+    def has(self, inode: int, offset: int) -> bool:
+        """Return whether a position is one of this file."""
+        return inode == self.status.st_ino and offset <= self.size
+
+
 def read_log(path: Path, lines: int, after: str | None, since: float | None = None) -> dict[str, Any]:
     """Return the result of the verb ``logs`` for one log. A log that does not exist is empty.
 
-    A position is the number of the file (its inode) and an offset in bytes. If the log at ``path`` is another file than
-    that of the position, or has become shorter, reading begins at the beginning of the present file.
+    A position is the number of the file (its inode) and an offset in bytes. A log that was set aside as ``NAME.log.1``
+    is read before the present one: from a position in it, or if it has lines since a time. If neither file is that of
+    the position, or the file has become shorter, reading begins at the beginning of the present file.
 
     path   the log
     lines  the greatest number of lines
@@ -43,46 +63,67 @@ def read_log(path: Path, lines: int, after: str | None, since: float | None = No
     Raises RequestError for a text that is no position, and WireError if the log cannot be read.
     """
     inode, offset = _parsed(after)
+    with ExitStack() as stack:
+        # The present log is opened first. If it is set aside after that, its descriptor is still that of the position;
+        # in the other order, lines could be in neither of the two files.
+        present = _opened(path, stack)
+        try:
+            if after is None and since is None:
+                return _result([], "", _NOWHERE, restarted=False) if present is None else _last(present, lines)
+            aside = _set_aside(path, stack)
+            goes_on = False
+            if aside is not None:
+                goes_on = aside.has(inode, offset)
+                begin = offset if goes_on else aside.size
+                if after is None and since is not None:
+                    begin = _offset_since(aside, since)
+                if begin < aside.size:
+                    return _following_aside(aside, begin, lines)
+            if present is None:
+                return _result([], "", after if after and goes_on else _NOWHERE, restarted=inode != 0 and not goes_on)
+            if after is None and since is not None:
+                return _following(present, _offset_since(present, since), lines, restarted=False)
+            here = present.has(inode, offset)
+            restarted = inode != 0 and not here and not goes_on
+            return _following(present, offset if here else 0, lines, restarted=restarted)
+        except OSError as e:
+            raise _unreadable(path, e.strerror or str(e)) from None
+
+
+def _opened(path: Path, stack: ExitStack) -> _Log | None:
+    """Open a log; None if there is none. Raises WireError if it cannot be read."""
     try:
         # A log in whose place somebody has put a FIFO must not stop the supervisor.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return _result([], "", _NOWHERE, restarted=inode != 0)
+        return None
     except OSError as e:
         raise _unreadable(path, e.strerror or str(e)) from None
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise _unreadable(path, "it is no regular file")
-        size = status.st_size
-        if after is None and since is not None:
-            begin = _offset_since(file, size, since)
-            return _following(_read(file, begin), status, begin, lines, restarted=False)
-        if after is None:
-            return _last(_read(file, max(0, size - MOST_BYTES)), status, lines)
-        goes_on = inode == status.st_ino and offset <= size
-        begin = offset if goes_on else 0
-        return _following(_read(file, begin), status, begin, lines, restarted=inode != 0 and not goes_on)
-    except OSError as e:
-        raise _unreadable(path, e.strerror or str(e)) from None
-    finally:
-        os.close(file)
+    stack.callback(os.close, file)
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise _unreadable(path, "it is no regular file")
+    return _Log(file, status)
 
 
-def _read(file: int, begin: int) -> bytes:
-    return os.pread(file, MOST_BYTES, begin)
+def _set_aside(path: Path, stack: ExitStack) -> _Log | None:
+    """Open the log that was set aside; None if there is none, or none that can be read."""
+    with suppress(WireError):
+        return _opened(path.with_name(path.name + ".1"), stack)
+    return None
 
 
-def _offset_since(file: int, size: int, since: float) -> int:
-    """Return the offset of the first line that was written at ``since`` or later; ``size`` if there is none.
+def _offset_since(log: _Log, since: float) -> int:
+    """Return the offset of the first line that was written at ``since`` or later; the log's size if there is none.
 
     The times of lines ascend, so this halves the range in which the line must be. Lines without a time belong to the
     line before them. Where there are too many of them, some lines that are older may be taken along.
     """
+    size = log.size
     least, most, found = 0, size, size
     while least < most:
         middle = (least + most) // 2
-        data = os.pread(file, _PROBE_BYTES, middle)
+        data = os.pread(log.file, _PROBE_BYTES, middle)
         first = next(_timed_lines(data, whole=middle == 0), None)
         if first is None:
             most = middle
@@ -109,19 +150,29 @@ def _timed_lines(data: bytes, *, whole: bool) -> Iterator[tuple[int, float]]:
         whole = False
 
 
-def _last(data: bytes, status: os.stat_result, lines: int) -> dict[str, Any]:
+def _last(log: _Log, lines: int) -> dict[str, Any]:
     """Return the last lines of the end of a log."""
-    begin = max(0, status.st_size - MOST_BYTES)
+    begin = max(0, log.size - MOST_BYTES)
+    data = os.pread(log.file, MOST_BYTES, begin)
     *complete, unfinished = data.split(b"\n")
     if begin and complete:
         del complete[0]  # its beginning was not read
-    return _result(
-        complete[-lines:], unfinished, _position(status, begin + len(data) - len(unfinished)), restarted=False
-    )
+    return _result(complete[-lines:], unfinished, _position(log, begin + len(data) - len(unfinished)), restarted=False)
 
 
-def _following(data: bytes, status: os.stat_result, begin: int, lines: int, *, restarted: bool) -> dict[str, Any]:
+def _following_aside(log: _Log, begin: int, lines: int) -> dict[str, Any]:
+    """Return the first lines behind an offset of a log that was set aside. More follow, there or in the present log."""
+    found = _following(log, begin, lines, restarted=False)
+    if not found["more"] and len(found["lines"]) < lines:
+        # Nobody completes a line there any more.
+        rest = [found["unfinished"]] if found["unfinished"] else []
+        found |= {"lines": found["lines"] + rest, "position": _position(log, log.size)}
+    return found | {"unfinished": "", "more": True}
+
+
+def _following(log: _Log, begin: int, lines: int, *, restarted: bool) -> dict[str, Any]:
     """Return the first lines behind an offset."""
+    data = os.pread(log.file, MOST_BYTES, begin)
     *complete, unfinished = data.split(b"\n")
     end = begin + len(data) - len(unfinished)
     if not complete and len(data) == MOST_BYTES:
@@ -129,10 +180,10 @@ def _following(data: bytes, status: os.stat_result, begin: int, lines: int, *, r
     if len(complete) > lines:
         end = begin + sum(len(line) + 1 for line in complete[:lines])
         complete, unfinished = complete[:lines], b""
-    more = begin + len(data) < status.st_size or end + len(unfinished) < begin + len(data)
+    more = begin + len(data) < log.size or end + len(unfinished) < begin + len(data)
     if more:
         unfinished = b""
-    return _result(complete, unfinished, _position(status, end), more=more, restarted=restarted)
+    return _result(complete, unfinished, _position(log, end), more=more, restarted=restarted)
 
 
 def _result(
@@ -149,8 +200,8 @@ def _result(
     }
 
 
-def _position(status: os.stat_result, offset: int) -> str:
-    return f"{status.st_ino}-{offset}"
+def _position(log: _Log, offset: int) -> str:
+    return f"{log.status.st_ino}-{offset}"
 
 
 def _parsed(after: str | None) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Logs are read in bounded pieces, and no line is lost or repeated between two pieces."""
 
+import json
 import os
 import random
 from datetime import UTC, datetime
@@ -47,12 +48,12 @@ def test_a_log_that_comes_later_is_read_from_its_beginning(log: Path) -> None:
     assert read_log(log, 1, none["position"])["lines"] == ["a"]
 
 
-@pytest.mark.parametrize("how", ["rotated", "truncated", "removed"])
+@pytest.mark.parametrize("how", ["replaced", "truncated", "removed"])
 def test_another_log_in_its_place_starts_anew(log: Path, how: str) -> None:
     append(log, "old line\n" * 10)
     before = read_log(log, 5, None)
-    if how == "rotated":
-        log.rename(log.with_name("m.log.1"))
+    if how == "replaced":
+        log.rename(log.with_name("other.log"))
     elif how == "truncated":
         os.truncate(log, 0)
     else:
@@ -63,6 +64,53 @@ def test_another_log_in_its_place_starts_anew(log: Path, how: str) -> None:
     after = read_log(log, 5, before["position"])
     assert (after["lines"], after["restarted"]) == (["new line"], True)
     assert not read_log(log, 5, after["position"])["restarted"]
+
+
+def test_a_log_that_is_set_aside_is_read_to_its_end_before_the_new_one(log: Path) -> None:
+    append(log, "one\n")
+    before = read_log(log, 5, None)
+    append(log, "two\nthree\nfour, which nobody completes")
+    log.rename(log.with_name("m.log.1"))
+    seen, position, more = [], before["position"], True
+    while more:  # there is no new log yet
+        part = read_log(log, 2, position)
+        assert not part["restarted"]
+        seen, position, more = [*seen, *part["lines"]], part["position"], part["more"]
+    assert seen == ["two", "three", "four, which nobody completes"]
+    append(log, "five\nsix\n")
+    after = read_log(log, 5, position)
+    assert (after["lines"], after["restarted"], after["more"]) == (["five", "six"], False, False)
+    log.with_name("m.log.1").rename(log.with_name("kept"))  # a new file must not get its inode
+    log.rename(log.with_name("m.log.1"))
+    append(log, "seven\n")
+    assert read_log(log, 5, after["position"])["lines"] == ["seven"]
+    again = read_log(log, 5, before["position"])
+    assert (again["lines"], again["restarted"]) == (["seven"], True)
+
+
+@pytest.mark.parametrize("old", [4, 10, 16])
+def test_since_begins_in_the_log_that_was_set_aside(log: Path, old: int) -> None:
+    """The lines of seconds 0 to 9 are in the log that was set aside, and those of 10 to 19 in the present one."""
+    begin = datetime(2026, 1, 2, 3, 4, 0, tzinfo=UTC)
+    for n in range(20):
+        if n == 10:
+            log.rename(log.with_name("m.log.1"))
+        append(log, f'{{"time": "{begin.replace(second=n).isoformat()}", "message": "{n}"}}\n')
+    lines, part = [], read_log(log, 3, None, since=begin.replace(second=old).timestamp())
+    while True:
+        lines += part["lines"]
+        if not part["more"]:
+            break
+        part = read_log(log, 3, part["position"])
+    assert [json.loads(line)["message"] for line in lines] == [str(n) for n in range(old, 20)]
+
+
+def test_a_log_set_aside_that_cannot_be_read_is_left_out(log: Path) -> None:
+    log.with_name("m.log.1").mkdir()
+    line = '{"time": "2026-01-02T03:04:05+00:00", "message": "x"}'
+    append(log, line + "\n")
+    assert read_log(log, 5, None, since=0.0)["lines"] == [line]
+    assert read_log(log, 5, "7-0")["lines"] == [line]
 
 
 def test_what_is_read_is_bounded(log: Path) -> None:
