@@ -10,6 +10,7 @@ from typing import Final, Literal
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["human", "json"]
 LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
+FORMATS: Final[tuple[Format, ...]] = ("human", "json")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 import logging
 import select
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from protocol.process.log_style import FORMATS, LEVELS, LogStyle
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
@@ -43,21 +43,27 @@ PATIENCE_S = 35.0
     metavar="reasoning_content|reasoning",
     help="The key of the reasoning in answers.  [default: reasoning_content]",
 )
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Least level logged.")
+@click.option(
+    "--log-format", type=click.Choice(FORMATS), default="human", show_default=True, help="json: an object in each line."
+)
 @supervisor_options
-def gateway(runtime_dir: Path, **given: Any) -> int:
+def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) -> int:
     """Serve OpenAI's API over HTTP in this terminal, for a supervisor that runs already.
 
     The supervisor on this machine needs no such command: the section `gateway` of models.yaml does the same. For one on
     another machine, give --connect and a key with the right `gateway` (`modelctl keys new NAME --rights gateway`).
 
-    The options are the keys of the section `gateway`.
+    The options are the keys of the section `gateway`, and those of the log.
     """
     from protocol.client.client_key import ClientKey
     from protocol.process.engine_packages import missing_for_gateway
+    from protocol.process.log_output import begin_log
     from supervisor.gateway_process import CHECK_S, GatewayProcesses, settings_of
 
     config = _config_of(given)
-    settings = settings_of(config, Path.cwd())
+    style = LogStyle(log_level, log_format)
+    settings = replace(settings_of(config, Path.cwd()), log_style=style)
     way = way_to(runtime_dir)
     if "key" in way:
         try:
@@ -69,12 +75,8 @@ def gateway(runtime_dir: Path, **given: Any) -> int:
         settings = replace(settings, runtime_dir=str(runtime_dir))
     if (missing := missing_for_gateway()) is not None:
         raise CommandFailure(exit_codes.CONFIG, "not_installed", missing)
-    log = logging.getLogger("modelctl")
-    log.setLevel(logging.INFO)
-    screen = logging.StreamHandler(sys.stderr)
-    screen.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-    log.addHandler(screen)
-    processes = GatewayProcesses(config, settings, log)
+    begin_log("gateway", style)
+    processes = GatewayProcesses(config, settings, logging.getLogger("modelctl"))
     signals: list[int] = []
 
     def stop(number: int, _: object) -> None:

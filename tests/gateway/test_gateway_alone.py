@@ -111,6 +111,20 @@ def test_a_gateway_whose_own_key_is_refused_does_not_blame_the_token(keyed: Keye
     assert f"'{name}'" in told
 
 
+def test_its_log_is_json_on_request_and_as_terse_as_wanted(keyed: Keyed, tmp_path: Path) -> None:
+    port, token = free_port(), keyed.new_http("json-user")
+    for level in ("info", "warning"):
+        with (tmp_path / level).open("wb") as stderr:
+            style = ("--log-format", "json", "--log-level", level)
+            with gateway("--listen", port, *style, *to(keyed), stderr=stderr):
+                wait_until(lambda: post(port, token)[0] == 200, what="an answer")
+    lines = [json.loads(line) for line in (tmp_path / "info").read_text().splitlines()]
+    assert any("127.0.0.1" in line["message"] for line in lines)
+    assert {line["process"] for line in lines} == {"gateway"}
+    levels = {json.loads(line)["level"] for line in (tmp_path / "warning").read_text().splitlines()}
+    assert "info" not in levels
+
+
 def test_it_waits_for_a_supervisor_and_answers_meanwhile() -> None:
     port, models = free_port(), {"m": engine()}
     with Keyed(models, {"web": "gateway"}) as keyed:
