@@ -161,7 +161,7 @@ class Box:
             raise BoxFailure(self._said())
         for process in psutil.Process(self._outer.pid).children():
             try:
-                if process.name() == "systemd" and process.cmdline()[0].endswith("/systemd"):
+                if process.name() == "systemd" and "".join(process.cmdline()[:1]).endswith("/systemd"):
                     self._first = process
                     return self.run("systemctl", "is-system-running", check=False).stdout.strip() == "running"
             except psutil.NoSuchProcess:
