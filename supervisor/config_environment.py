@@ -20,6 +20,8 @@ SECTIONS: Final = {"SUPERVISOR": "supervisor", "GATEWAY": "gateway", "MODELS": "
 DEFAULT_MODEL: Final = "MODELCTL_DEFAULT_MODEL"
 MOST_CHARS: Final = 65_536
 """The longest value."""
+MOST_BRACKETS: Final = 1000
+"""Opening brackets of a value. PyYAML takes seconds for text that is nested ten thousand deep."""
 
 
 def overlay(source: YamlSource, environment: Mapping[str, str]) -> None:
@@ -84,6 +86,8 @@ def _value_of(text: str) -> Any:
     """Return the value of a variable, read as YAML. Raises ValueError."""
     if len(text) > MOST_CHARS:
         raise ValueError(f"has {len(text)} characters: at most {MOST_CHARS}")
+    if (brackets := text.count("[") + text.count("{")) > MOST_BRACKETS:
+        raise ValueError(f"has {brackets} opening brackets: at most {MOST_BRACKETS}")
     try:
         # Neither anchors nor several documents have a use in a variable. So nothing in it can multiply.
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):

@@ -69,7 +69,7 @@ def test_a_mapping_is_replaced_whole(tmp_path: Path) -> None:
         ("MODELS__B__", "{}", "sets no key of models.yaml"),
         ("SUPERVISOR__STALL", "[1", "MODELCTL_SUPERVISOR__STALL: is not YAML"),
         ("SUPERVISOR__STALL", "[&a 1, *a]", "has a YAML alias"),
-        ("SUPERVISOR__STALL", "[" * 30_000, "is not YAML"),
+        ("SUPERVISOR__STALL", "[" * 30_000, "has 30000 opening brackets: at most 1000"),
         ("SUPERVISOR__STALL", "x" * 70_000, "has 70000 characters"),
         ("SUPERVISOR__STALL", "!!python/object/apply:os.system [ls]", "is not YAML"),
         ("MODELS__B__CACHE_MODE", "Q8", "MODELCTL_MODELS__B__CACHE_MODE: models.b.cache_mode"),
