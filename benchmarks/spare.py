@@ -12,6 +12,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.harness import arguments_for
 from benchmarks.report import Result, write
@@ -53,10 +54,10 @@ def main() -> None:
     arguments = arguments_for(__doc__).parse_args()
     rounds = 1 if arguments.quick else ROUNDS
     results: list[Result] = []
-    restart = {"limit": 1000}
+    limits: dict[str, Any] = {"restart": {"limit": 1000}, "poison": {"limit": 1000}}
     with (
-        Serving({"letters": LETTERS}, spare=0, restart=restart) as without,
-        Serving({"letters": LETTERS}, spare=1, restart=restart) as ahead,
+        Serving({"letters": LETTERS}, spare=0, **limits) as without,
+        Serving({"letters": LETTERS}, spare=1, **limits) as ahead,
     ):
         pairs = [(measure(without, spare=False), measure(ahead, spare=True)) for _ in range(rounds)]
         ram = [spare["ram_bytes"] for spare in ahead.overview()["supervisor"]["spares"]]
