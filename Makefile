@@ -49,8 +49,10 @@ test-claude-code: $(VENV)/.test ## Claude Code against the gateway, with no othe
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/claude @anthropic-ai/claude-code@2.1.330
 	$(BIN)/python -m pytest tests/claude_code.py
 
-test-chaos: $(VENV)/.test ## random faults against real processes, more of them than in the whole suite; needs no GPU
-	CHAOS_EPISODES=200 $(BIN)/python -m pytest -n 2 --dist loadfile tests/system/test_chaos.py tests/system/test_chaos_on.py
+test-chaos: $(VENV)/.test ## random faults and random frames, ten and four times as many as in the suite; needs no GPU
+	CHAOS_EPISODES=200 FUZZ_TIMES=4 $(BIN)/python -m pytest -n 3 --dist loadfile \
+		tests/system/test_chaos.py tests/system/test_chaos_on.py \
+		tests/fuzzing/test_what_the_supervisor_reads.py tests/fuzzing/test_what_the_others_read.py
 
 test-fuzz-http: $(VENV)/.test ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt schemathesis

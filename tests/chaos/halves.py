@@ -7,7 +7,7 @@ import time
 
 from tests.serving import ROOT
 
-EPISODES = int(os.environ.get("CHAOS_EPISODES", 60))
+EPISODES = int(os.environ.get("CHAOS_EPISODES", 20))
 """Number of episodes of each half. ``make test-chaos`` has more."""
 LANES = 3
 """Lanes of each half. While one lane waits, the others go on."""

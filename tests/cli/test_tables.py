@@ -135,7 +135,7 @@ def test_states_have_colours() -> None:
 
 def test_lines_that_move_are_cleared_in_all_their_rows(serve: Serve) -> None:
     """On a narrow terminal a line takes several rows, and all of them have to be cleared."""
-    serving = serve({"slow": engine("SlowLoad", autostart=False)})
+    serving = serve({"slow": engine("SlowLoad", autostart=False, options={"load_s": 3})})
     command = ("start", "slow", "--runtime-dir", serving.runtime_dir)
     with Terminal(*command, environment=serving.environment, columns=20) as terminal:
         assert terminal.wait_for_exit() == 0

@@ -20,7 +20,7 @@ from tools.demo_models.corpus import (
 
 ORACLES = ["oracle", "oracle-ngram", "oracle-draft"]
 SCENES = [*ENGINES, *ORACLES]
-MOST_BREAKS = 32
+MOST_BREAKS = 20
 
 Break = tuple[int, str]
 """(number of delivered ids, all text delivered with them)"""
@@ -89,7 +89,7 @@ def build_scene(name: str, load: Callable[[str, str], Engine]) -> Scene:
         return _oracle_scene(name)
     letters, stories = load(name, "letters"), load(name, "stories")
     conversations = [
-        stories.encode(render_chat([{"role": "user", "content": asked}])) for asked, _ in STORIES_TEST_REQUESTS[:3]
+        stories.encode(render_chat([{"role": "user", "content": asked}])) for asked, _ in STORIES_TEST_REQUESTS[:2]
     ]
     return Scene(
         letters,

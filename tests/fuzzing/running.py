@@ -11,6 +11,8 @@ from tests.serving import ROOT
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 WITHIN = 280.0
+TIMES = int(os.environ.get("FUZZ_TIMES", 1))
+"""How many times as many inputs as usual."""
 
 
 def fuzz(direction: str, count: int) -> dict[str, Any]:

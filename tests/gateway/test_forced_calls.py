@@ -213,12 +213,12 @@ def test_a_worker_that_is_killed_in_the_reasoning_or_in_a_call_changes_nothing(
     serving: Serving, client: openai.OpenAI, in_call: bool
 ) -> None:
     """The next worker goes on at the same place of the reasoning, or of the grammar."""
-    flags = {"type": "array", "items": {"type": "boolean"}, "minItems": 120, "maxItems": 120}
+    flags = {"type": "array", "items": {"type": "boolean"}, "minItems": 50, "maxItems": 50}
     schema = {"type": "object", "properties": {"flags": flags}, "required": ["flags"], "additionalProperties": False}
     asked: dict[str, Any] = {
         "model": "m", "messages": ASK, "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
         "tool_choice": "required", "parallel_tool_calls": False, "seed": 7, "max_tokens": 1200,
-        "extra_body": {"reasoning_budget": 150, "chat_template_kwargs": {"begin_inside": True}},
+        "extra_body": {"reasoning_budget": 60, "chat_template_kwargs": {"begin_inside": True}},
     }  # fmt: skip
     (meant,) = client.chat.completions.create(**asked).choices
     resumed = serving.status("m")["totals"]["resumed"]

@@ -475,7 +475,7 @@ def test_every_request_ends_once_whatever_happens() -> None:
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
             seed(SEED + again)(SchedulerMachine),
             settings=settings(
-                max_examples=int(os.environ.get("SCHEDULER_EXAMPLES", "300")),
+                max_examples=int(os.environ.get("SCHEDULER_EXAMPLES", "120")),
                 stateful_step_count=120,
                 deadline=None,
                 database=None,

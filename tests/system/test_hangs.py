@@ -98,8 +98,8 @@ def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
 
 
 def test_what_is_slow_is_not_hung(serve: Serve) -> None:
-    """Parts of a load and steps may take most of their leases, and the supervisor may pause. No worker is killed."""
-    slow_load = {**hanging("LoadsInParts"), "options": {"parts": 3, "part_s": 1.2}}
+    """Parts of a load and steps may take half of their leases, and the supervisor may pause. No worker is killed."""
+    slow_load = {**hanging("LoadsInParts"), "options": {"parts": 3, "part_s": 1.0}}
     serving = serve(
         {"load": slow_load, "steps": engine(step_s=1.0), "idle": engine(), "fast": engine(context=LONG)},
         watch=WATCH,
