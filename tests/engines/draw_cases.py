@@ -12,6 +12,7 @@ import torch
 
 from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowDraw, write_words
 from model_worker.engines.exllamav2.gpu_draws.rule import candidates_of, draw, penalised, pick, rule_of, weights_of
+from model_worker.engines.exllamav2.gpu_draws.sizes import MOST, WORDS
 from protocol.request import SamplingParams
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all cuts": {"temperature": 1.3, "top_k": 60, "top_p": 0.95, "top_a": 0.05, "min_p": 0.02},
     "repetition": {"temperature": 0.9, "repetition_penalty": 1.3, "penalty_range": 20, "repetition_decay": 15},
     "penalties": {"temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    "flat top_p": {"temperature": 5.0, "top_p": 0.95},
+    "flat cuts": {"temperature": 3.0, "top_k": 400, "top_p": 0.98, "top_a": 0.001, "min_p": 0.001},
     "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
     "greedy under masks": {"temperature": 0},
     "plain under masks": {"temperature": 1.0},
@@ -80,8 +83,10 @@ def masks_of(rng: np.random.Generator, logits: Array) -> Array:
     return masks
 
 
-def compare(device: str, setting: str, rows: int, vocab: int, launches: int, seed: int) -> int:
+def compare(device: str, setting: str, rows: int, vocab: int, launches: int, seed: int, most: int = MOST) -> int:
     """Draw ``launches`` times from ``rows`` rows, on a device and by the reference. Return how many were compared.
+
+    most  the most candidates of a row that are gathered, a power of 2. Rows with more are drawn by ``slow_kernels``
 
     Raises AssertionError for a draw that differs.
     """
@@ -92,7 +97,7 @@ def compare(device: str, setting: str, rows: int, vocab: int, launches: int, see
     with_tables = rule.penalty != 1 or rule.frequency != 0 or rule.presence != 0
     logits = np.full((rows, padded), -65504.0, np.float16)
     logits[:, :vocab] = rows_of(rng, rows, vocab)
-    batched = BatchedDraws(rows, padded, vocab, device)
+    batched = BatchedDraws(rows, padded, vocab, device, most=most)
     slots = rng.permutation(rows) if with_tables else np.full(rows, -1)
     seen, counts = np.zeros((rows, vocab), np.int32), np.zeros((rows, vocab), np.int32)
     bias = np.zeros((rows, vocab), np.float32)
@@ -149,13 +154,32 @@ def compare(device: str, setting: str, rows: int, vocab: int, launches: int, see
     return rows * launches
 
 
+def draw_not_numbers(device: str) -> None:
+    """Draw from a row that is not numbers and keeps many tokens, and then from the rows that follow in its place."""
+    rule = rule_of(parameters("flat top_p"), 96)
+    batched, words = BatchedDraws(1, 96, 96, device, most=4), np.zeros((1, WORDS), np.int32)
+    write_words(words, [RowDraw(rule, -1, 1, 1 << 52)])
+    batched.words.copy_(torch.from_numpy(words))
+    good = np.random.default_rng(1).normal(size=96).astype(np.float16)
+    expected = draw(good.astype(np.float32), rule, 1 << 52)
+    bad = good.copy()
+    bad[7] = np.nan
+    for row, token in ((bad, -1), (good, expected), (np.full_like(bad, -np.inf), -1), (good, expected)):
+        batched.launch(torch.from_numpy(row[None]).to(device), 1)
+        assert batched.drawn.tolist() == [token], row
+
+
 def main() -> None:
     seed = int(sys.argv[1])
     compared = 0
     for setting in SETTINGS:
         compared += compare("cpu", setting, 8, 96, 1, seed)
+        if rule_of(parameters(setting), 96).cuts:
+            compared += compare("cpu", setting, 8, 96, 1, seed, most=4)
     for setting in ("all cuts", "top_p under masks"):  # the interpreter is slow
         compared += compare("cpu", setting, 8, 5000, 1, seed)
+    compared += compare("cpu", "flat cuts", 8, 5000, 1, seed, most=16)
+    draw_not_numbers("cpu")
     print(f"{compared} draws are equal")
 
 

@@ -23,7 +23,7 @@ from model_worker.engines.exllamav2.gpu_draws.rule import (
     weights_of,
 )
 from protocol.request import SamplingParams
-from tests.engines.draw_cases import SETTINGS, compare, parameters, rows_of
+from tests.engines.draw_cases import SETTINGS, compare, draw_not_numbers, parameters, rows_of
 
 VOCAB = 512
 DRAWS = 10_000_000
@@ -176,3 +176,14 @@ def test_the_kernels_draw_what_the_reference_draws(setting: str) -> None:
     for rows, small, large in ((1, 1000, 4), (8, 500, 4), (32, 200, 4), (128, 100 if slow else LAUNCHES, 4)):
         compare("cuda", setting, rows, VOCAB, small, SEED)
         compare("cuda", setting, rows, 128_256, large, SEED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if rule_of(parameters(name), VOCAB).cuts])
+def test_the_kernels_draw_what_the_reference_draws_from_rows_that_keep_many_tokens(setting: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+    for rows, small in ((1, 500), (8, 200), (32, 100), (128, 50)):
+        compare("cuda", setting, rows, VOCAB, small, SEED, most=4)
+        compare("cuda", setting, rows, 128_256, 3, SEED, most=16)
+    draw_not_numbers("cuda")

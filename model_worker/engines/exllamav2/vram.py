@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.decode.buckets import PASSES, page_sizes, row_sizes
-from model_worker.engines.exllamav2.gpu_draws.sizes import MOST
+from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor
@@ -234,7 +234,7 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
     graphs = len(row_sizes(rows // (draft_tokens + 1))) * len(page_sizes(pages, quantized))
     graphs += len(passes) * len(page_sizes(pages + 1, quantized))
     # Draws: for each row bias, two tables, weights and a mask of the vocabulary, and candidates (gpu_draws.batched).
-    draws = 0 if draft_tokens else rows * (16 * shape.vocab + shape.vocab // 8 + 12 * MOST)
+    draws = 0 if draft_tokens else rows * (16 * shape.vocab + shape.vocab // 8 + 12 * (MOST + BINS))
     return _block(2 * rows * padded) + shared + embedded + draws + graphs * shape.layers * NODES * NODE_BYTES
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from model_worker.engines.exllamav2.gpu_draws.rule import DrawRule
-from model_worker.engines.exllamav2.gpu_draws.sizes import BLOCK, LEVELS, MOST, WORDS
+from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, BLOCK, LEVELS, MOST, WORDS
 
 Array = np.ndarray[Any, Any]
 
@@ -53,6 +53,7 @@ class BatchedDraws:
     padded  elements of a row of logits; ids below ``vocab`` can be drawn
     words   int32 [rows, WORDS] on the device: what the rows draw; by default zeros
     drawn   int64 [rows]: where the tokens go; -1 for a row whose logits are not numbers
+    most    the most candidates of a row that are gathered, a power of 2
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class BatchedDraws:
         device: torch.device | str,
         words: torch.Tensor | None = None,
         drawn: torch.Tensor | None = None,
+        most: int = MOST,
     ) -> None:
         self.rows, self.vocab, self._padded = rows, vocab, padded
-        self.blocks = -(-vocab // BLOCK)
+        self.blocks, self._most = -(-vocab // BLOCK), most
         # Not imported above: it needs Triton.
         self._kernels: Any = importlib.import_module("model_worker.engines.exllamav2.gpu_draws.kernels")
         self._slow: Any = importlib.import_module("model_worker.engines.exllamav2.gpu_draws.slow_kernels")
@@ -84,8 +86,9 @@ class BatchedDraws:
         self._sums = make(rows, self.blocks, dtype=torch.int64)
         self._above = make(rows, LEVELS, self.blocks)
         self._mass_above = make(rows, LEVELS, self.blocks, dtype=torch.int64)
-        self._likely, self._likely_ids = make(rows, MOST, dtype=torch.int64), make(rows, MOST)
+        self._likely, self._likely_ids = make(rows, most, dtype=torch.int64), make(rows, most)
         self._gathered = make(rows)
+        self._counted, self._summed = make(rows, BINS), make(rows, BINS, dtype=torch.int64)
 
     def fill(self, table: str, slot: int, values: Array) -> None:
         """Queue the filling of one slot of "bias", "last_seen" or "counts" on the current stream."""
@@ -117,13 +120,15 @@ class BatchedDraws:
         )  # fmt: skip
         chosen = self._likely, self._likely_ids, self._gathered
         k.gather[grid](
-            self.words, self._powers, self._sums, self._above, self._mass_above, *chosen, MOST=MOST, **sizes, **options
-        )
+            self.words, self._powers, self._sums, self._above, self._mass_above, *chosen, self._counted, self._summed,
+            MOST=self._most, BINS=BINS, **sizes, **options,
+        )  # fmt: skip
         k.choose[(rows,)](
             self.words, self._largest, self._where, self._wrong, self._powers, self._sums, *chosen, self.drawn,
-            MOST=MOST, **sizes, **options,
+            MOST=self._most, **sizes, **options,
         )  # fmt: skip
         self._slow.choose_slowly[(rows,)](
-            self.words, self._powers, self._sums, self._gathered, self.drawn, **sizes, **options
-        )
+            self.words, self._powers, self._sums, self._counted, self._summed, self._gathered, self.drawn,
+            BINS=BINS, **sizes, **options | {"num_warps": 32},
+        )  # fmt: skip
         k.note[(rows,)](self.words, self.drawn, self.last_seen, self.counts, VOCAB=self.vocab)

@@ -29,6 +29,9 @@ WORDS = tl.constexpr(24)
 ONE = tl.constexpr(1 << 40)
 HUGE = tl.constexpr(3e38)
 LEVELS = tl.constexpr(8)
+FIRST_BIN = tl.constexpr((127 + 9) << 7)
+"""The upper half of the float32 number 2**9. Weights below the next such number are in bin 0, those up to the one
+behind it in bin 1, and so on: 32 powers of 2, with 128 bins each."""
 
 
 @triton.jit
@@ -153,13 +156,16 @@ def _threshold(level):  # 2**-4 of the largest weight, 2**-8, ...
 
 @triton.jit
 def gather(
-    words, powers, sums, above, mass_above, likely, likely_ids, gathered,
+    words, powers, sums, above, mass_above, likely, likely_ids, gathered, counted, summed,
     VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
-    """Collect the tokens among which all candidates of a row are, by ids.
+    """Collect the tokens among which all candidates of a row are, by ids. If they are too many, fill the row's bins.
 
     likely, likely_ids  int64, int32 [rows, MOST]: weights and ids
     gathered            int32 [rows]: how many there are; -1: they would be more than MOST
+    counted, summed     int32, int64 [rows, BINS], which are zeros before: numbers and sums of all weights, by bin. The
+                        numbers are for top_k
     """
     row, block = tl.program_id(0), tl.program_id(1)
     row_words = words + row * WORDS
@@ -188,14 +194,23 @@ def gather(
         if (taken < 0) & suffices:
             taken = tl.full([], level, tl.int32)
             number = count
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    power = tl.load(powers + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0.0)
+    w = _weight(power)
     if (taken < 0) | (number > MOST):
         tl.store(gathered + row, -1)
+        weight = power * 1099511627776.0
+        number_of_bin = (weight.to(tl.int32, bitcast=True) >> 16) - FIRST_BIN
+        bins = row * BINS + tl.minimum(
+            tl.maximum(number_of_bin, 0), BINS - 1
+        )  # a weight that is no number has any bits
+        tl.atomic_add(summed + bins, w, mask=w > 0, sem="relaxed")
+        if top_k > 0:
+            tl.atomic_add(counted + bins, tl.full([BLOCK], 1, tl.int32), mask=ids < VOCAB, sem="relaxed")
         return
     tl.store(gathered + row, number)
     at = (row * LEVELS + taken) * BLOCKS
     before = tl.sum(tl.load(above + at + blocks, mask=there & (blocks < block), other=0), 0)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    w = _weight(tl.load(powers + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0.0))
     keep = w >= _threshold(taken.to(tl.int64))
     place = row.to(tl.int64) * MOST + before + tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.store(likely + place, w, mask=keep)
@@ -231,7 +246,7 @@ def choose(
 ):  # fmt: skip
     """Draw the token of a row, unless its candidates were not gathered.
 
-    drawn  int64 [rows]; -1 where the logits are not numbers
+    drawn  int64 [rows]; -1 where the logits are not numbers. ``gathered`` becomes -2 there if it was -1
     """
     row = tl.program_id(0)
     row_words = words + row * WORDS
@@ -245,7 +260,7 @@ def choose(
     bad = tl.sum(tl.load(wrong + row * BLOCKS + blocks, mask=there, other=0), 0)
     if (bad > 0) | (top == float("-inf")):
         tl.store(drawn + row, -1)
-        tl.store(gathered + row, 0)
+        tl.store(gathered + row, tl.where(tl.load(gathered + row) < 0, -2, 0))
         return
     if kind == 1:
         first = tl.load(where + row * BLOCKS + blocks, mask=there, other=VOCAB)
