@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-chaos test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs screens bench clean help
+.PHONY: demo test test-long test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs screens bench clean help
 
 demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
@@ -35,8 +35,12 @@ serve: $(VENV)/.run ## leave a supervisor with the demo models running; `modelct
 	@echo "  $(BIN)/modelctl run letters 'sort: d b a c ->'"
 	@echo "  $(BIN)/modelctl shutdown"
 
-test: $(VENV)/.test ## the whole test suite
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(VENV)/.test ## the test suite, but for what takes long
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST_ARGS)
+
+test-long: $(VENV)/.test ## what takes long: crowds, floods, whole vocabularies, and many more random faults and frames
+	CHAOS_EPISODES=200 FUZZ_TIMES=16 SCHEDULER_EXAMPLES=300 $(BIN)/python -m pytest -n $(TEST_JOBS) \
+		--dist loadfile --no-loadscope-reorder -m "long or more" $(PYTEST_ARGS)
 
 test-install: $(VENV)/.test ## pip install . into empty environments, without the engines' packages: clients work from there
 	$(BIN)/python -m pytest -s tests/plain_installation.py
@@ -48,11 +52,6 @@ test-clients: $(VENV)/.test ## the npm package openai under Node against the gat
 test-claude-code: $(VENV)/.test ## Claude Code against the gateway, with no other network; needs Node 20, npm and 0.4 GB, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/claude @anthropic-ai/claude-code@2.1.330
 	$(BIN)/python -m pytest tests/claude_code.py
-
-test-chaos: $(VENV)/.test ## random faults and random frames, ten and four times as many as in the suite; needs no GPU
-	CHAOS_EPISODES=200 FUZZ_TIMES=4 $(BIN)/python -m pytest -n 3 --dist loadfile \
-		tests/system/test_chaos.py tests/system/test_chaos_on.py \
-		tests/fuzzing/test_what_the_supervisor_reads.py tests/fuzzing/test_what_the_others_read.py
 
 test-fuzz-http: $(VENV)/.test ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt schemathesis

@@ -60,6 +60,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
+@pytest.mark.long
 def test_a_directory_called_modelctl_does_not_hide_an_editable_installation(tmp_path: Path) -> None:
     """A program may lie beside a clone. A directory without ``__init__.py`` counts only if sys.path has no package."""
     source, home = tracked_copy(tmp_path / "clone"), tmp_path / "env"
@@ -74,6 +75,7 @@ def test_a_directory_called_modelctl_does_not_hide_an_editable_installation(tmp_
     assert found == f"{source / 'modelctl' / '__init__.py'}\n"
 
 
+@pytest.mark.long
 def test_the_build_warns_of_no_package(wheel: Path) -> None:
     """A new pip shows such warnings at each installation: forty lines for each directory with data."""
     assert "absent from" not in (wheel.parent / "output").read_text()

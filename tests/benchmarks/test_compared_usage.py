@@ -5,10 +5,13 @@
 
 import random
 
+import pytest
+
 from benchmarks.usage_ledger import compare_killed, compare_workers
 from benchmarks.usage_requests import COUNTS
 
 
+@pytest.mark.long
 def test_after_kills_of_workers_the_ledger_equals_what_the_clients_counted() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

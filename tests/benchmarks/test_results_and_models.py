@@ -160,6 +160,7 @@ def test_a_gptq_model_is_taken_and_its_bytes_are_counted(made: Path) -> None:
     assert estimate(spec).weights == on_gpu
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", gptq.SCHEMES)
 @pytest.mark.parametrize("name", ["letters", "stories"])
 def test_demo_models_answer_in_4_bits_as_in_16(name: str, scheme: str, kept: Path) -> None:

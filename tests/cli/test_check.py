@@ -163,6 +163,7 @@ def test_every_directory_that_cannot_be_loaded_is_told_with_its_line(tmp_path: P
     assert len(output) == len(CASES), output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*(FOR_BOTH | FOR_TRANSFORMERS)])
 def test_a_worker_says_the_same(tmp_path: Path, name: str) -> None:
     """The commands and the worker make the same checks, so both find the same faults."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.cli.programs import MODELCTL, Terminal, environment, modelctl
@@ -14,6 +15,7 @@ from tests.serving import engine, wait_until
 MOVING = r"loading \(([0-9]+)% after 1[0-9] s\)"
 
 
+@pytest.mark.long
 def test_a_slow_load_is_told_every_ten_seconds_without_a_terminal(away: Path) -> None:
     config = away / "models.yaml"
     config.write_text(yaml.safe_dump({"models": {"a": engine("SlowLoad", load_s=120)}}))

@@ -84,6 +84,7 @@ def test_json_validates(engine: Engine, name: str) -> None:
     assert ended
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nested", "object", "array", "words of a person"])
 def test_white_space_does_not_use_up_the_answer(name: str) -> None:
     """The model ``stories`` writes blanks wherever the constraint allows them."""

@@ -53,6 +53,7 @@ def test_a_helper_that_is_stopped_costs_nobody_a_request(
     assert isinstance(answered(constraints, PHRASE), Constraint)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_helper_that_does_not_come_to_start_costs_nobody_a_request(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -64,6 +65,7 @@ def test_a_helper_that_does_not_come_to_start_costs_nobody_a_request(
     assert len(meddler.met) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_without_a_helper_a_request_is_asked_to_be_sent_again_and_nothing_is_remembered(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

@@ -203,6 +203,7 @@ def test_a_prompt_that_ends_inside_a_word_is_healed(letters: Engine, prompt: str
     assert outcome.text.startswith(text)
 
 
+@pytest.mark.long
 def test_prompts_cut_inside_any_token_of_a_story(stories: Engine) -> None:
     """The prompt ends with a token that is the beginning of the right token."""
     need(stories, "token_healing")

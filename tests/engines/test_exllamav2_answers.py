@@ -168,6 +168,7 @@ def test_going_back_is_first_in_line_and_cancelling_it_frees_everything() -> Non
     h.driver.assert_idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_random_answers_that_go_back(seed: int) -> None:
     rng = random.Random(seed)

@@ -139,6 +139,7 @@ def test_more_pages_than_there_are_is_refused() -> None:
     assert h.answer(SHORT, 4 * PAGE - len(SHORT)).finished is not None
 
 
+@pytest.mark.long
 def test_a_random_crowd_ends_whatever_its_sizes() -> None:
     for seed in range(2):
         h, rng = Harness(pages=8, batch=3), random.Random(seed)
@@ -175,6 +176,7 @@ def test_nothing_of_an_answer_stays_and_no_collector_is_needed() -> None:
         gc.enable()
 
 
+@pytest.mark.long
 def test_two_thousand_answers_with_never_an_idle_moment_do_not_slow_down() -> None:
     """A list that grows would increase the processor time per step. Wall time depends on other users of the machine."""
     h, rng = Harness(pages=32, batch=8), random.Random(3)

@@ -107,6 +107,7 @@ def directories(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, P
     return made, made.with_name(f"{made.name}-dequantised")
 
 
+@pytest.mark.long
 def test_the_package_reads_gptq_weights_as_the_twin_has_them(
     directories: tuple[Path, Path], matrices: list[Matrix]
 ) -> None:

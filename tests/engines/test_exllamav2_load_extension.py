@@ -132,6 +132,7 @@ print(module.answer())
 """
 
 
+@pytest.mark.long
 def test_two_that_come_at_once_build_once(box: Box) -> None:
     assert box.python(NEEDED) == "True"
     box.gate.touch()
@@ -155,6 +156,7 @@ def test_two_that_come_at_once_build_once(box: Box) -> None:
     assert box.compiled() == 2
 
 
+@pytest.mark.long
 def test_a_killed_build_does_not_stop_the_next(box: Box) -> None:
     box.gate.touch()
     first = box.start()
@@ -173,6 +175,7 @@ def test_a_killed_build_does_not_stop_the_next(box: Box) -> None:
     assert box.python(ANSWER) == "42"
 
 
+@pytest.mark.long
 def test_a_change_of_what_was_built_for_builds_again(box: Box) -> None:
     assert finish(box.start())[-1] == "ready"
     stamp = json.loads((box.build / "modelctl.json").read_text())

@@ -132,6 +132,7 @@ def test_pages_moved_together_when_idle_keep_their_contents() -> None:
     h.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("speculate", [None, "ngram", "draft"])
 @pytest.mark.parametrize("seed", range(EPISODES))
 def test_random_jobs(speculate: str | None, seed: int) -> None:

@@ -54,6 +54,7 @@ def halves(outcome: Outcome) -> tuple[str, str]:
     return reasoning, rest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [0, 1, 7, 40])
 def test_the_reasoning_ends_when_its_budget_is_used_up(engine: Engine, budget: int) -> None:
     for seed in range(3):

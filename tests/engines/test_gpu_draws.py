@@ -61,6 +61,7 @@ def test_powers_of_two_are_right_and_never_fall() -> None:
     assert exp2_of(np.float32([-61.0, -np.inf])).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", WEIGHED)
 def test_ten_million_draws_have_the_exact_distribution(setting: str) -> None:
     rng = np.random.default_rng(SEED)
@@ -157,6 +158,7 @@ def test_what_the_rule_covers() -> None:
 # the kernels
 
 
+@pytest.mark.long
 def test_the_kernels_draw_what_the_reference_draws_in_triton_s_interpreter() -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():

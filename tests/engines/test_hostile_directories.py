@@ -23,6 +23,8 @@ from protocol.errors import RequestError
 from tests.engines.hostile_directories import CASES, DEEP, DEMO
 from tests.serving import ROOT
 
+pytestmark = pytest.mark.long
+
 WITHIN = 200.0
 NOT_READ = {
     "exllamav2": {

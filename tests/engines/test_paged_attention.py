@@ -30,6 +30,7 @@ def test_random_pages_lengths_heads_windows_and_caps_with_sdpa(seed: int) -> Non
     assert paged_cases.compare(paged_cases.random_case(seed, torch.float32, True, garbage=50), SDPA, "cpu")
 
 
+@pytest.mark.long
 def test_random_pages_lengths_heads_windows_and_caps_in_tritons_interpreter() -> None:
     """This runs in a process of its own, since Triton's interpreter must be chosen before Triton is imported."""
     if importlib.util.find_spec("triton") is None:

@@ -48,6 +48,7 @@ def greedy(**fields: Any) -> SamplingParams:
 # ids, text and counts
 
 
+@pytest.mark.long
 def test_an_answer_goes_on_from_every_token(scene: Scene) -> None:
     for prompt in scene.prompts:
         assert scene.check_breaks(prompt).reason == "stop"
@@ -61,6 +62,7 @@ def test_characters_that_span_the_break(scene: Scene) -> None:
         assert not whole.text.isascii()
 
 
+@pytest.mark.long
 def test_long_prompts_and_answers_that_pages_and_chunks_end_in(scene: Scene) -> None:
     for prompt in scene.long:
         scene.check_breaks(prompt, 120, greedy(ignore_eos=True) if scene.decided else GREEDY)
@@ -165,6 +167,7 @@ def test_the_least_number_of_tokens_counts_those_before_the_break(scene: Scene) 
 # what is drawn
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -193,6 +196,7 @@ def test_penalties_of_the_break_are_the_answers_alone(scene: Scene) -> None:
     assert answer(engine, prompt, 3, sampling, resumed_ids=(50,)).ids == [51, 50]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

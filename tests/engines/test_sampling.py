@@ -38,6 +38,7 @@ def shares(fields: dict[str, float], draws: int = 4000) -> list[float]:
     return [count / draws for count in counts.tolist()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

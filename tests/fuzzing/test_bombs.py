@@ -1,10 +1,13 @@
 """The most expensive frames cost at most 50 ms and 20 MB in every process that reads them."""
 
+import pytest
+
 from tests.fuzzing.__main__ import MOST_BYTES, MOST_SECONDS, cost
 from tests.fuzzing.bombs import bombs
 from tests.fuzzing.receivers import receiver
 
 
+@pytest.mark.long
 def test_no_bomb_costs_more_than_50_ms_and_20_mb() -> None:
     parts = []
     for name, direction, frame in bombs():

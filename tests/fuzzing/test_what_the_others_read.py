@@ -5,6 +5,7 @@ import pytest
 from tests.fuzzing.running import TIMES, fuzz
 
 
-@pytest.mark.parametrize(("direction", "count"), [("supervisor_to_worker", 120_000), ("supervisor_to_client", 60_000)])
+@pytest.mark.more
+@pytest.mark.parametrize(("direction", "count"), [("supervisor_to_worker", 30_000), ("supervisor_to_client", 15_000)])
 def test_mutated_frames(direction: str, count: int) -> None:
     assert fuzz(direction, count * TIMES)["inputs"] >= count * TIMES

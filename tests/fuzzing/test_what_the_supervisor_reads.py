@@ -8,7 +8,8 @@ import pytest
 from tests.fuzzing.running import TIMES, fuzz
 
 
-@pytest.mark.parametrize(("direction", "count"), [("client_to_supervisor", 180_000), ("worker_to_supervisor", 160_000)])
+@pytest.mark.more
+@pytest.mark.parametrize(("direction", "count"), [("client_to_supervisor", 45_000), ("worker_to_supervisor", 40_000)])
 def test_mutated_frames(direction: str, count: int) -> None:
     count *= TIMES
     report = fuzz(direction, count)

@@ -208,6 +208,7 @@ def test_parse_gives_the_arguments_of_a_tool(client: openai.OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, Verdict)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_call", [False, True])
 def test_a_worker_that_is_killed_in_the_reasoning_or_in_a_call_changes_nothing(
     serving: Serving, client: openai.OpenAI, in_call: bool
@@ -255,6 +256,7 @@ def test_langchain_gets_structured_output(url: str, method: Literal["function_ca
     jsonschema.validate(call["args"], SCHEMAS[call["name"]])
 
 
+@pytest.mark.long
 def test_the_other_apis_force_calls_and_shapes_too(url: str, client: openai.OpenAI) -> None:
     point = {
         "type": "object",

@@ -6,6 +6,7 @@ from contextlib import closing
 from typing import Any, Final
 
 import orjson
+import pytest
 
 from gateway.openai.options import ABOUT_THE_ACCOUNT, CHAT_ONLY, NOT_OFFERED, OWN
 from tests.keyed import free_port
@@ -67,6 +68,7 @@ VALUES: Final = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_random_options_cause_no_fault() -> None:
     chance = random.Random(SEED)
     port = free_port()

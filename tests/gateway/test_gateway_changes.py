@@ -78,6 +78,7 @@ def test_a_reload_applies_the_section_and_breaks_no_stream(serving: Serving, por
     assert described(serving)["pids"] == now["pids"]
 
 
+@pytest.mark.long
 def test_a_reload_changes_the_port_and_the_number_of_processes(serving: Serving, port: int) -> None:
     reload(serving, section(port, processes=3))
     wait_until(lambda: len(described(serving)["pids"]) == 3)

@@ -49,6 +49,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.long
 def test_streams_of_demo_prompts_are_the_computed_answers(url: str) -> None:
     letters = [*LETTERS_TEST_PROMPTS[:24], *LETTERS_TEST_LONG_ANSWERS[1:3]]
     chats: list[tuple[Any, str]] = [

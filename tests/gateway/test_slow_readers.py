@@ -6,12 +6,16 @@ import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import pytest
+
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from supervisor.requests.credit_control import SendBufferLimits
 from tests.deterministic_engine import answer
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, wait_until
+
+pytestmark = pytest.mark.long
 
 STALLED = 100
 ENDLESS = 1_000_000

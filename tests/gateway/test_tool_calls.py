@@ -252,6 +252,7 @@ def test_status_shows_the_format_and_the_markers(serving: Serving, client: opena
     assert refused.value.param == "reasoning_budget"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "die_at"), [("weather", 21), ("thought", 9), ("long", 60), ("thought", 24)])
 def test_a_worker_that_dies_in_the_middle_loses_and_doubles_nothing(tmp_path: Path, name: str, die_at: int) -> None:
     port = free_port()

@@ -181,6 +181,7 @@ def test_a_process_that_is_killed_costs_nobody_a_request(rendering: Callable[...
     assert one.outcomes[4] == "fine again"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at_start", [False, True])
 def test_a_process_that_is_stopped_costs_nobody_a_request(
     rendering: Callable[..., Rendering], monkeypatch: pytest.MonkeyPatch, at_start: bool

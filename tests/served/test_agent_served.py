@@ -280,6 +280,7 @@ def create(client: anthropic.Anthropic, streamed: bool, options: Any) -> Any:
         return stream.get_final_message()
 
 
+@pytest.mark.long
 def test_the_example_agent_runs(serving: Serving, url: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "agent.py"), CHAIN],

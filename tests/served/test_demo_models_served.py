@@ -37,6 +37,7 @@ def greedy(client: Client, model: str, prompt: str) -> str:
     return client.complete(model, prompt, temperature=0, max_tokens=1000).text
 
 
+@pytest.mark.long
 def test_64_concurrent_requests_over_8_processes_equal_the_same_ones_alone(serving: Serving) -> None:
     questions = [("letters", *pair) for pair in LETTERS] + [("stories", *pair) for pair in STORIES]
     shares = [questions[i::CLIENTS] for i in range(CLIENTS)]

@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.serving import ROOT, Serving
+
+pytestmark = pytest.mark.long
 
 
 def test_the_example_runs() -> None:

@@ -13,6 +13,8 @@ import pytest
 from tests.keyed import free_port
 from tests.serving import ROOT, WITHIN, Serving, wait_until
 
+pytestmark = pytest.mark.long
+
 COMMANDS = {
     "fastapi": ("-m", "uvicorn", "--app-dir", "examples", "fastapi_service:app", "--port"),
     "flask": ("-m", "flask", "--app", "examples/flask_service.py", "run", "--port"),

@@ -1,7 +1,11 @@
 """The demo models share a place: each request makes the other model sleep."""
 
+import pytest
+
 from tests.conftest import Serve
 from tools.demo_models.corpus import LETTERS_TEST_PROMPTS, STORIES_TEST_REQUESTS
+
+pytestmark = pytest.mark.long
 
 
 def test_two_demo_models_take_turns(serve: Serve) -> None:

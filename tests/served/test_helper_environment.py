@@ -16,6 +16,7 @@ def environment(process: psutil.Process) -> str:
     return Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
 
 
+@pytest.mark.long
 def test_helpers_do_not_inherit_secrets(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*SECRET.split("="))
     serving = serve({"stories": {"model_dir": "demo:stories", "engine": "transformers", "gpu": "cpu"}})

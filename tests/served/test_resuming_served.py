@@ -13,6 +13,8 @@ from modelctl import AsyncClient
 from tests.serving import Serving, wait_until
 from tools.demo_models import corpus
 
+pytestmark = pytest.mark.long
+
 QUESTIONS = {"letters": corpus.LETTERS_TEST_PROMPTS[:24], "stories": corpus.TEST_PROMPTS["stories"][:8]}
 LOAD_S = 90
 

@@ -66,6 +66,7 @@ def refusal_of(client: Client, kind: str, what: object) -> str | None:
     return None
 
 
+@pytest.mark.long
 def test_a_stream_goes_on_beside_hostile_schemas(serving: Serving, client: Client) -> None:
     times: list[float] = []
     began, reported = threading.Event(), threading.Event()
@@ -93,6 +94,7 @@ def test_a_stream_goes_on_beside_hostile_schemas(serving: Serving, client: Clien
     serving.wait_idle("letters")
 
 
+@pytest.mark.long
 def test_the_child_ends_with_its_worker(serving: Serving, client: Client) -> None:
     client.complete("letters", PROMPT, choice=["once"])
     worker = serving.worker("letters")

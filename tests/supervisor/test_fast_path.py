@@ -8,6 +8,8 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from protocol.codec import decode_events, encode, is_events, pack_event
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import TERMINAL, EventEntry, EventFlag, Events, Generate
@@ -169,6 +171,7 @@ def test_it_decides_and_notes_what_python_would() -> None:
     assert min(found["fast path"], found["refused"], found["other"]) > FRAMES // 50, found
 
 
+@pytest.mark.long
 def test_it_believes_no_frame_that_python_does_not() -> None:
     print(f"TEST_SEED={SEED}")
     chance = random.Random(SEED)

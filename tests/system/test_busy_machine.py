@@ -15,11 +15,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from modelctl import AsyncClient
 from protocol.errors import WireError
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, stranger
 from tests.serving import WITHIN, engine
+
+pytestmark = pytest.mark.long
 
 REQUESTS = 1000
 BUSY_LOOPS = 3

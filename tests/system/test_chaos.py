@@ -8,6 +8,7 @@ import pytest
 from tests.chaos.halves import EPISODES, run_half
 
 
+@pytest.mark.more
 @pytest.mark.timeout(900)
 def test_the_invariants_hold_whatever_happens() -> None:
     code, out = run_half(first=0)

@@ -9,6 +9,7 @@ QUICK = ("repeat tokens", "tell prompts")
 """The mutants that are tried here. ``python -m tests.chaos.mutants`` tries all of them."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_invariants_hold_whatever_happens_then() -> None:
     code, out = run_half(first=EPISODES)
@@ -17,6 +18,7 @@ def test_the_invariants_hold_whatever_happens_then() -> None:
     assert code == 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_supervisor_that_breaks_an_invariant_is_found_out() -> None:
     assert set(CAUGHT_BY) == set(MUTANTS)

@@ -192,6 +192,7 @@ def test_an_idle_model_makes_room_and_a_busy_one_is_waited_for(serve: Serve, box
     assert "a: ready -> stopping (evicted for b)" in serving.log()
 
 
+@pytest.mark.long
 def test_pinned_models_and_those_that_do_not_come_back_stay(serve: Serve, box: Box) -> None:
     models = {
         "pinned": lazy(gpu=0, vram="30GiB", autostart=True, pinned=True),

@@ -39,6 +39,7 @@ def neighbour(serving: Serving) -> Iterator[WellBehaved]:
     assert behaved.waits, "no answer came"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["front", "admin", "back"])
 def test_flooding_and_leaving_does_not_abort_the_supervisor(
     serving: Serving, neighbour: WellBehaved, name: str
@@ -53,6 +54,7 @@ def test_flooding_and_leaving_does_not_abort_the_supervisor(
         assert heard == ROUNDS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name", "size", "connections"),
     [
@@ -78,6 +80,7 @@ def test_a_flood_ends_its_own_connections_only(
     assert peak(serving.pid) - before < MAX_GROWTH
 
 
+@pytest.mark.long
 def test_ten_thousand_requests_at_once_are_no_flood(serving: Serving) -> None:
     """That is more than the client library can send at once, so the test uses a raw socket."""
     count = 10_000
@@ -92,6 +95,7 @@ def test_ten_thousand_requests_at_once_are_no_flood(serving: Serving) -> None:
     assert serving.counters()["connections_cut_off"] == before
 
 
+@pytest.mark.long
 def test_who_is_cut_off_is_told_why(serving: Serving) -> None:
     """The client here is an honest program with a fault: it reads all messages, but never waits for answers."""
     with RawClient(serving.runtime_dir) as client:

@@ -5,6 +5,7 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from supervisor.placement.circuit_breaker import TIMEOUT_S
 from tests.conftest import Serve
@@ -20,6 +21,7 @@ def reader(serving: Serving) -> psutil.Process | None:
     return found[0] if found else None
 
 
+@pytest.mark.long
 def test_a_driver_that_hangs_costs_one_pause_and_holds_up_only_who_needs_it(serve: Serve, box: Box) -> None:
     serving = serve({"a": on(0), "b": on(1), "c": on(0, vram="10GiB")})
     pid = load(serving, box, "b", 1)
@@ -72,6 +74,7 @@ def test_the_reader_is_replaced_and_leaves_with_the_supervisor(serve: Serve, box
     wait_until(lambda: not serving.processes(), what="the end of all its processes")
 
 
+@pytest.mark.long
 def test_a_driver_that_takes_long_to_open_is_waited_for_by_those_who_need_it(serve: Serve, box: Box) -> None:
     box.driver(hangs=True)
     serving = serve({"a": on(0, vram="10GiB"), "auto": on("auto", vram="80GiB"), "cpu": engine()}, wait=False)

@@ -29,6 +29,7 @@ def started(client: Client, model: str, prompt: str, tokens: int) -> StreamBase:
     return stream
 
 
+@pytest.mark.long
 def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
     in_steps = ("gil", "loop", "sleep", "stop")
     models = {how: hanging("HangsOnce") for how in in_steps}

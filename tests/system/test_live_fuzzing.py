@@ -5,6 +5,8 @@ import json
 import os
 import random
 
+import pytest
+
 from tests.fuzzing.live import attacked
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
@@ -13,6 +15,7 @@ MAX_GROWTH = 64 << 20
 """Bytes by which the supervisor may grow. Several of the largest frames may be coming in, and malloc keeps some."""
 
 
+@pytest.mark.long
 def test_hostile_frames_at_a_live_supervisor() -> None:
     print(f"TEST_SEED={SEED} MODELCTL_FUZZ_SECONDS={SECONDS:g}")
     report = attacked(SECONDS, SEED)

@@ -26,6 +26,7 @@ def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hidden:
     return found
 
 
+@pytest.mark.long
 def test_a_model_whose_packages_are_missing_fails_alone_and_starts_when_they_are_there(hidden: Hidden) -> None:
     with Serving({"letters": LETTERS, "plain": engine()}, wait=False) as serving:
         serving.wait_state("plain", "ready")

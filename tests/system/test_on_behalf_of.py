@@ -280,6 +280,7 @@ def test_a_supervisor_without_a_port_reads_the_list_too(keyed: Keyed) -> None:
         assert ended.value.code is ErrorCode.UNAUTHORIZED
 
 
+@pytest.mark.long
 def test_ten_thousand_keys_stay_quick() -> None:
     with Keyed({"m": engine()}, {"proxy": "gateway"}) as many:
         entries = many.store.entries()

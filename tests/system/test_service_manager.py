@@ -140,6 +140,7 @@ def test_only_the_loop_feeds_the_watchdog(tmp_path: Path) -> None:
         manager.wait_for("WATCHDOG=1")
 
 
+@pytest.mark.long
 def test_a_manager_that_does_not_read_holds_nothing_up_and_learns_it_later(tmp_path: Path) -> None:
     manager = Manager(str(tmp_path / "notify"))
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as other:

@@ -136,6 +136,7 @@ def test_a_worker_that_is_killed_asleep_is_started_by_the_next_request(serve: Se
         assert client.complete("a", "again", max_tokens=5).text == answer("again", 5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["sleep", "wake"])
 def test_a_move_that_hangs_has_a_lease_of_its_own(serve: Serve, moment: str) -> None:
     watch = {"move": "1s", "step": "60s", "load": "60s"}
@@ -221,6 +222,7 @@ def test_host_memory_bounds_the_sleepers(serve: Serve) -> None:
     assert serving.status("b")["state"] == serving.status("c")["state"] == "asleep", "nobody left for nothing"
 
 
+@pytest.mark.long
 def test_the_demo_models_answer_the_same_after_a_sleep(serve: Serve) -> None:
     demo = {"engine": "transformers", "gpu": "cpu", "lazy": True, "autostart": True, "model_dir": "demo:letters"}
     serving = serve({"letters": demo})

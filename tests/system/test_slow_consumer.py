@@ -92,6 +92,7 @@ def test_cancelling_releases_what_was_held(serving: Serving) -> None:
         assert client.heard[1].text == answer("held", 1_000)
 
 
+@pytest.mark.long
 def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
     """Memory also stays bounded if the worker is faster than the supervisor."""
     before = psutil.Process(serving.pid).memory_info().rss
@@ -111,6 +112,7 @@ def test_memory_stays_bounded_whatever_is_not_read(serving: Serving) -> None:
         assert {tuple(client.heard[r].ends) for r in requests} == {("slow_consumer",)}
 
 
+@pytest.mark.long
 def test_credit_in_advance_does_not_fill_memory_behind_a_client_that_does_not_read(serving: Serving) -> None:
     """Without a bound, libzmq would keep 460,000 events for the client: all that the streams' credit allows."""
     streams, windows = 30, 60

@@ -38,6 +38,7 @@ def keyed() -> Iterator[Keyed]:
         yield keyed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("near", [True, False], ids=["ipc", "tcp"])
 def test_a_supervisor_that_stands_still_meanwhile_is_waited_for(keyed: Keyed, near: bool) -> None:
     async def ask() -> str:

@@ -5,6 +5,7 @@ import signal
 from typing import Any
 
 import psutil
+import pytest
 
 from supervisor.workers.spares import TRIES
 from tests.conftest import Serve
@@ -53,6 +54,7 @@ def test_it_becomes_the_next_worker_and_leaves_nothing(serve: Serve) -> None:
     wait_until(lambda: not psutil.pid_exists(last["pid"]), 20, "its end with the supervisor")
 
 
+@pytest.mark.long
 def test_no_start_waits_for_one_that_was_stopped_or_has_ended(serve: Serve) -> None:
     serving = serve({"letters": LETTERS}, spare=1)
     found = spare(serving)

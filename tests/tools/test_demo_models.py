@@ -269,6 +269,7 @@ def some_cases(name: str) -> list[tuple[str, str]]:
     return stories[:24] + stories[-len(corpus.STORIES_TEST_CONVERSATIONS) :]
 
 
+@pytest.mark.long
 def test_answers_are_right_by_a_margin_of_one(name: str) -> None:
     report = check.measure_directory(name, directory(name), some_cases(name))
     assert report.exact == report.cases, report
