@@ -127,6 +127,7 @@ def test_what_is_compiled_is_built_anew_where_a_source_of_any_of_it_has_changed(
     assert all(extension.optional for extension in built)
 
 
+@pytest.mark.long
 def test_the_wheel_serves_outside_the_tree(installed: Path, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MODELCTL_CONFIG")}
     environment["MODELCTL_RUNTIME_DIR"] = str(tmp_path / "run")

@@ -288,6 +288,7 @@ def test_a_package_that_is_missing_is_told(tmp_path: Path) -> None:
     assert modelctl("check", file, "--elsewhere", **here).returncode == 0
 
 
+@pytest.mark.long
 def test_a_plain_installation_names_the_extra_and_checks_what_it_can(tmp_path: Path) -> None:
     """Without the engines' packages, the command checks everything that needs none of them, and names the rest."""
     plain = {"PYTHONPATH": Hidden(tmp_path, *ENGINES).python_path}

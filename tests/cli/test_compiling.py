@@ -40,6 +40,7 @@ def box(tmp_path: Path) -> Box:
     return Box(tmp_path / "box")
 
 
+@pytest.mark.long
 def test_it_is_compiled_before_the_supervisor_starts_and_once(box: Box, tmp_path: Path) -> None:
     first = serve(box, tmp_path, "exllamav2")
     assert first.returncode == 0, first.stderr
@@ -80,6 +81,7 @@ def all_is_over(box: Box) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_build_ends_with_serve(box: Box, tmp_path: Path, number: int) -> None:
     serving = subprocess.Popen([*MODELCTL, *foreground(box, tmp_path)], env=box.environment, start_new_session=True)

@@ -48,6 +48,7 @@ def completed(home: Path, *words: str) -> list[str]:
     return sorted(done.stdout.split())
 
 
+@pytest.mark.long
 def test_bash_completes_commands_options_and_models(home: Path) -> None:
     assert completed(home, "res") == ["restart"]
     assert completed(home, "ps", "--wa") == ["--watch"]

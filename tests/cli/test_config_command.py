@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.programs import modelctl
 from tests.conftest import Serve
 from tests.serving import engine, wait_until
@@ -55,6 +57,7 @@ def test_what_is_wrong_is_shown_beside_what_is_set(tmp_path: Path) -> None:
     assert "MODELCTL_SUPERVISR__STALL: sets no key of models.yaml: did you mean MODELCTL_SUPERVISOR__…?" in done.stderr
 
 
+@pytest.mark.long
 def test_a_watched_file_is_followed_and_a_faulty_one_changes_nothing(serve: Serve) -> None:
     def names() -> list[str]:
         return [model["name"] for model in serving.overview()["models"]]

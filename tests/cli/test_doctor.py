@@ -32,6 +32,7 @@ def findings(*arguments: object, code: int, **variables: str) -> dict[str, list[
     return found
 
 
+@pytest.mark.long
 def test_a_machine_without_models(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"  # another program may listen on the port of the file
     found = findings(
@@ -59,6 +60,7 @@ def test_a_model_that_failed_is_named_with_its_reason(serving: Serving) -> None:
     assert broken["remedy"] == "see `modelctl events broken`"
 
 
+@pytest.mark.long
 def test_faults_of_the_file_and_a_port_that_is_taken(tmp_path: Path) -> None:
     port = free_port()
     file = tmp_path / "models.yaml"
@@ -75,6 +77,7 @@ def test_faults_of_the_file_and_a_port_that_is_taken(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout, "no colours in a pipe"
 
 
+@pytest.mark.long
 def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text("models: [")

@@ -71,6 +71,7 @@ def test_a_models_yaml_that_is_missing(tmp_path: Path, command: str) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_model_that_waits_for_its_next_start_is_told_with_the_reason(serve: Serve) -> None:
     serving = serve({"crash": engine("CrashesInLoad")}, wait=False)
     serving.wait_state("crash", "backoff")

@@ -116,6 +116,7 @@ def test_a_model_is_measured_quantized_and_written(place: Place) -> None:
     assert place.trace()[:2] == ["begins on GPU GPU-1a2b3c4d-0000 with optimize", "Quantizing 0"]
 
 
+@pytest.mark.long
 def test_it_goes_on_after_ctrl_c_and_after_a_kill(place: Place) -> None:
     gate = place.gates / "Measuring 6"
     gate.touch()

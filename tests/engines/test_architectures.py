@@ -16,6 +16,7 @@ from tests.engines.random_model import ARCHITECTURES, write_model
 PROMPTS = ["the quick", "brown fox jumps over the lazy dog " * 4, "x", "dog the the the lazy"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_answers_are_those_of_generate(tmp_path: Path, architecture: str) -> None:
     write_model(tmp_path, architecture)

@@ -64,6 +64,7 @@ def whole(outcome: Outcome) -> str:
 UNBOUNDED = {"map of integers", "list by recursion", "tree", "two that call each other", "recursion at the root"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_json_validates(engine: Engine, name: str) -> None:
     schema = SCHEMAS[name]
@@ -283,6 +284,7 @@ def test_what_is_not_offered_is_refused_by_name(engine: Engine, named: str, sche
     assert refused(engine, ("regex", "a"), token_healing=True).field == "token_healing"
 
 
+@pytest.mark.long
 def test_others_go_on_beside_a_hostile_one(engine: Engine) -> None:
     driver = Driver(engine)
     free = driver.submit(PROMPT, 30, SamplingParams(temperature=0, ignore_eos=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from model_worker.engines.exllamav2.decode.buckets import fitting, page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.buckets import fitting, most_captured, page_sizes, row_sizes
 from model_worker.engines.exllamav2.decode.pace import Pace
 from protocol.request import SamplingParams
 from tests.engines.driver import GREEDY
@@ -222,6 +222,7 @@ def some_sampling(rng: random.Random) -> SamplingParams:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_drawn_ahead_are_those_that_the_host_draws(seed: int) -> None:
     """Tables of penalties and biases follow the answers through company, cancelled neighbours and slots used again.
@@ -271,6 +272,21 @@ def test_sizes_of_graphs() -> None:
     assert row_sizes(6) == [1, 2, 3, 4, 6]
     assert row_sizes(32) == [1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32]
     assert row_sizes(100) == [1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100]
+    assert row_sizes(32, 16) == [1, 2, 3, 4, 8, 12, 16, 40]
+    assert row_sizes(32, 24) == [1, 2, 3, 4, 8, 12, 16, 20, 24, 40]
+    assert row_sizes(12, 16) == [1, 2, 3, 4, 8, 12]
+    assert row_sizes(64, 16) == [1, 2, 3, 4, 8, 12, 16, 40, 48, 56, 64]
+    for most in range(1, 200):
+        for kernel_rows in range(16, 33, 4):
+            sizes = row_sizes(most, kernel_rows)
+            assert sizes == sorted(set(sizes))
+            assert sizes[-1] in (most, most_captured(most, True))
+            for needed in range(1, most + 1):
+                found = fitting(sizes, needed)
+                assert found is not None
+                assert found >= needed
+                assert found <= kernel_rows or found > 32, "what kernels should not compute is made fp16"
+        assert most_captured(most, False) == row_sizes(most)[-1] == most
     for most in range(1, 200):
         sizes = row_sizes(most)
         assert sizes == sorted(set(sizes))

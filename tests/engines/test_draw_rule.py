@@ -32,6 +32,7 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 def test_penalties_are_those_of_the_package_and_of_the_engine(kernels: Kernels) -> None:
     for seed in range(200):
         rng, logits = random.Random(seed), some_logits(seed, 96)

@@ -116,6 +116,7 @@ def test_greedy_answers_draw_no_numbers(load: Callable[[str, str], Engine]) -> N
             answer(engine, PROMPT, 8, GREEDY, top_logprobs=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("speculate", ["ngram", "draft"])
 def test_a_seeded_answer_is_the_same_with_speculation(speculate: str) -> None:
     """The number of draws in a step, and which of them are discarded, do not change the answer."""

@@ -32,6 +32,7 @@ def test_banned_strings_do_not_come(letters: Engine, banned: list[str], kept: st
     assert outcome.text == letters.decode(outcome.ids)
 
 
+@pytest.mark.long
 def test_what_is_banned_but_does_not_come_changes_nothing(letters: Engine, stories: Engine) -> None:
     need(letters, "banned_strings", "logprobs")
     plain = answer(letters, COUNT, 300)

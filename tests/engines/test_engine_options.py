@@ -69,6 +69,7 @@ def test_stop_strings_are_looked_for_behind_min_tokens(letters: Engine) -> None:
     assert answer(letters, PROMPT, stop=[" 11"], min_new_tokens=early).text == ANSWER, "it was over by then"
 
 
+@pytest.mark.long
 def test_an_answer_that_repeats_itself_ends(letters: Engine) -> None:
     need(letters, "stop_on_loop", "allowed_tokens", "min_tokens", "banned_strings")
     (token,) = letters.encode(" 7")[-1:]

@@ -167,6 +167,7 @@ def test_deltas_join_to_the_answer_and_ids_decode_to_it(letters: Engine, stories
         assert len(outcome.deltas) > len(text) / 20, "it is a stream"
 
 
+@pytest.mark.long
 def test_characters_that_span_tokens_arrive_whole(stories: Engine) -> None:
     for request, text in STORIES_TEST_REQUESTS[:3]:
         outcome = answer(stories, chat_ids(stories, request), 400)

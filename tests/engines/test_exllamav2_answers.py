@@ -46,6 +46,7 @@ def letters_of(h: Harness, prompt: list[int], size: int) -> str:
     return h.engine.decode(h.logits.expected(prompt, size))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("speculate", SPECULATION)
 @pytest.mark.parametrize("seed", range(6))
 def test_banned_strings_are_led_away_from(speculate: str | None, seed: int) -> None:

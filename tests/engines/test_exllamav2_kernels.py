@@ -74,6 +74,7 @@ def some_logits(seed: int, vocab: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).normal(0, scale, vocab).astype(np.float32)
 
 
+@pytest.mark.long
 def test_the_packages_top_p_drops_likely_tokens(kernels: Kernels) -> None:
     """The engine uses exllamav2.cut instead. If this test fails, the package has been corrected."""
     shares = [0.55, 0.25, 0.1, 0.05, 0.03, 0.02]

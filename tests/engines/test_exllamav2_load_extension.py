@@ -187,6 +187,7 @@ def test_a_change_of_what_was_built_for_builds_again(box: Box) -> None:
     assert box.python(NEEDED) == "False"
 
 
+@pytest.mark.long
 def test_errors_are_one_line(box: Box) -> None:
     def failed() -> str:
         process = box.start()
@@ -206,6 +207,7 @@ def test_errors_are_one_line(box: Box) -> None:
     assert "there is no ninja" in failed()
 
 
+@pytest.mark.long
 def test_another_builder_that_lives_is_not_disturbed(box: Box) -> None:
     box.build.mkdir(parents=True)
     with (box.build / "lock").open("w"):

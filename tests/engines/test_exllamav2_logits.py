@@ -152,6 +152,7 @@ def test_an_exception_of_a_step_is_not_survived() -> None:
 # XTC
 
 
+@pytest.mark.long
 def test_xtc_leaves_out_all_likely_tokens_but_the_least_likely() -> None:
     logits = np.full(VOCAB, -4.0, np.float32)
     logits[[10, 11, 12, 13]] = 5.0, 4.5, 4.0, 2.0

@@ -104,6 +104,7 @@ SHAPES_OF_STEPS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1
 """(streams, tokens of each stream)"""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("streams", "tokens"), SHAPES_OF_STEPS)
 def test_128_experts_are_never_fused_for_more_than_one_row(
     streams: int, tokens: int, make_layer: MakeLayer, original: Any

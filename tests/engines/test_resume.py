@@ -54,6 +54,7 @@ def test_an_answer_goes_on_from_every_token(scene: Scene) -> None:
         assert scene.check_breaks(prompt).reason == "stop"
 
 
+@pytest.mark.long
 def test_characters_that_span_the_break(scene: Scene) -> None:
     spelled = scene.spelled or scene
     for prompt in spelled.prompts:

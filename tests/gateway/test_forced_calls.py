@@ -93,6 +93,7 @@ def force(client: openai.OpenAI, choice: Any, seed: int, **more: Any) -> Any:
     ).choices[0]
 
 
+@pytest.mark.long
 def test_a_required_call_fits_one_of_the_tools(client: openai.OpenAI) -> None:
     seen = set()
     for seed in range(6):

@@ -57,6 +57,7 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.long
 def test_a_reload_applies_the_section_and_breaks_no_stream(serving: Serving, port: int) -> None:
     body = {"model": "m", "prompt": "hello", "max_tokens": 2_500}
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:

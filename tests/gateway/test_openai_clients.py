@@ -206,6 +206,7 @@ def test_curl_shows_a_stream(url: str) -> None:
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
 
 
+@pytest.mark.long
 def test_langchain(url: str) -> None:
     chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
     model = chat_openai(model="stories", base_url=url, api_key="none", temperature=0, timeout=WITHIN, max_retries=0)

@@ -86,6 +86,7 @@ def test_a_request_that_waits_is_kept_open_by_comments(serving: Serving, gateway
     serving.wait_idle("m")
 
 
+@pytest.mark.long
 def test_comments_are_no_text_and_tell_of_the_load(serving: Serving, gateway: Gateway) -> None:
     with closing(post(gateway.port, {"model": "lazy", "prompt": "x", "max_tokens": 20, "stream": True})) as waiting:
         came = read_until(waiting, b"[DONE]")
@@ -210,6 +211,7 @@ def test_the_ids_of_a_request_over_http_tell_what_became_of_it(serving: Serving,
                     assert all(each["trace_ids"] == names for each in told)
 
 
+@pytest.mark.long
 def test_a_gateway_without_a_supervisor_says_when_to_try_again_and_works_with_the_next_one() -> None:
     models = {"m": engine()}
     with Serving(models) as serving, Gateway(serving) as gateway:

@@ -402,6 +402,7 @@ def traced() -> Iterator[Callable[[], int]]:
     tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_memory_is_given_back(traced: Callable[[], int]) -> None:
     many: list[EngineEvent] = [NewTokens(number, (1, 2**20), "some text €") for number in OWN_IDS for _ in range(20)]
     joined = []

@@ -79,6 +79,7 @@ def expected(case: Case) -> Answer:
     return answer if case.thinking else Answer("", answer.content, answer.calls)
 
 
+@pytest.mark.long
 def test_the_text_of_an_answer_is_right_alone_and_in_company(serving: Serving) -> None:
     """The protocol's own requests show the text as the model writes it, with its markers."""
     with serving.client() as client:
@@ -101,6 +102,7 @@ def test_the_text_of_an_answer_is_right_alone_and_in_company(serving: Serving) -
     serving.wait_idle("agent")
 
 
+@pytest.mark.long
 def test_openai_gets_reasoning_text_and_calls_of_every_conversation_whole_and_streamed(url: str) -> None:
     async def whole(client: openai.AsyncOpenAI, case: Case) -> tuple[Answer, str]:
         choice = (await client.chat.completions.create(**request(case))).choices[0]

@@ -62,6 +62,7 @@ def errors(serving: Serving) -> int:
     return count
 
 
+@pytest.mark.long
 def test_a_known_regex_and_plain_requests_go_on_beside_unknown_schemas(serving: Serving, client: Client) -> None:
     """A worker that takes four jobs at once gets twenty schemas of a second each."""
     regex = "[a-f]{3}-[0-9]{2}"
@@ -158,6 +159,7 @@ def test_a_client_that_leaves_takes_its_schemas_with_it(serving: Serving) -> Non
     assert errors(serving) - ended <= 4, "they were tried to the last"
 
 
+@pytest.mark.long
 def test_requests_that_wait_for_their_constraints_survive_the_worker(serving: Serving, client: Client) -> None:
     client.complete("letters", PROMPT, choice=["once"])
     helper(serving).send_signal(signal.SIGSTOP)
@@ -167,6 +169,7 @@ def test_requests_that_wait_for_their_constraints_survive_the_worker(serving: Se
     assert [stream.complete().text for stream in streams] == ["xxx", "xxxx", "xxxxx"]
 
 
+@pytest.mark.long
 def test_a_key_pays_for_what_is_compiled_for_it(keyed: Keyed, serving: Serving) -> None:
     """A key pays a thousand tokens for a second of computing, although its prompts are short and get no answer."""
     keyed.new("hog", tokens_per_minute=2000, max_in_flight=4)

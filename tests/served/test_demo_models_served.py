@@ -113,6 +113,7 @@ def test_bad_input_names_field_value_and_limit(
         assert greedy(client, *("letters", LETTERS[0][0])) == LETTERS[0][1]
 
 
+@pytest.mark.long
 def test_stop_of_one_model_does_not_touch_the_other(serving: Serving) -> None:
     with serving.client() as client:
         stream = client.generate("letters", LONG_PROMPT, temperature=0)

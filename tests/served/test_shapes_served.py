@@ -32,6 +32,7 @@ def client(serving: Serving) -> Iterator[Client]:
         yield one
 
 
+@pytest.mark.long
 def test_every_kind(client: Client) -> None:
     schema = SCHEMAS["nested"]
     for given in (schema, json.dumps(schema)):

@@ -72,6 +72,7 @@ def test_a_port_is_not_opened_for_http_keys_alone(tmp_path: Path) -> None:
         check_opening("tcp://127.0.0.1:5570", store.directory)
 
 
+@pytest.mark.long
 def test_a_full_list_takes_no_more_keys_and_stays_readable(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     store.add_token("first", INFER)

@@ -24,6 +24,7 @@ def test_tokens_of_a_text_and_back(serve: Serve) -> None:
         assert client.call("tokenize", reply_timeout=60, model="a:2", prompt="b")["count"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("verb", "params", "code", "field"),
     [

@@ -93,6 +93,7 @@ def test_who_has_not_read_an_answer_may_still_do_so_when_it_has_left(serve: Serv
         assert client.heard[1].ends == ["length"]
 
 
+@pytest.mark.long
 def test_a_request_that_comes_while_it_leaves_is_served(serve: Serve) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -168,6 +169,7 @@ def held(serving: Serving, box: Box, model: str, size: int) -> int:
     return pid
 
 
+@pytest.mark.long
 def test_an_idle_model_makes_room_and_a_busy_one_is_waited_for(serve: Serve, box: Box) -> None:
     models = {name: lazy("SlowLoad", load_s=1, gpu=0, vram="50GiB", step_s=0.01) for name in "ab"}
     serving = serve(models, wait=False)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from protocol.errors import ErrorCode
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
@@ -43,6 +45,7 @@ def test_two_models_in_one_place_take_turns(serve: Serve, box: Box) -> None:
         assert a.complete().text == answer("a", 3)
 
 
+@pytest.mark.long
 def test_a_request_that_waits_wakes_the_other_worker(serve: Serve) -> None:
     serving = serve({"a": lazy(replicas=2, max_batch_size=1, step_s=0.01)}, wait=False)
     serving.order("start", model="a:1")

@@ -56,6 +56,7 @@ def test_a_driver_that_hangs_costs_one_pause_and_holds_up_only_who_needs_it(serv
     assert "without a look at the GPUs" not in log
 
 
+@pytest.mark.long
 def test_the_reader_is_replaced_and_leaves_with_the_supervisor(serve: Serve, box: Box) -> None:
     serving = serve({"a": on(0)})
     load(serving, box, "a")

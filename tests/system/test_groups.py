@@ -23,6 +23,7 @@ def pids(serving: Serving) -> int:
     return sum(status["pid"] is not None for status in serving.overview()["models"])
 
 
+@pytest.mark.long
 def test_a_request_makes_the_idle_model_of_its_group_leave(serve: Serve) -> None:
     models = {"a": lazy(step_s=0.01), "b": lazy(), "free": lazy()}
     serving = serve(models, wait=False, groups=group("a", "b"))
@@ -44,6 +45,7 @@ def test_a_request_makes_the_idle_model_of_its_group_leave(serve: Serve) -> None
     assert serving.status("free")["generation"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["unloads", "sleeps"])
 def test_requests_for_all_models_of_a_group_are_served_in_turns(serve: Serve, kind: str) -> None:
     """At no time more models of the group are loaded than it allows. None waits for ever."""

@@ -98,6 +98,7 @@ def test_every_hang_is_found_and_its_requests_go_on(serve: Serve) -> None:
         assert not is_alive(newborn)
 
 
+@pytest.mark.long
 def test_what_is_slow_is_not_hung(serve: Serve) -> None:
     """Parts of a load and steps may take half of their leases, and the supervisor may pause. No worker is killed."""
     slow_load = {**hanging("LoadsInParts"), "options": {"parts": 3, "part_s": 1.0}}

@@ -35,6 +35,7 @@ def test_a_key_is_enough_to_be_served(keyed: Keyed) -> None:
         assert client.models()["models"][0]["name"] == "m"
 
 
+@pytest.mark.long
 def test_a_key_that_connects_again_and_again_keeps_no_other_key_out(keyed: Keyed) -> None:
     """Regression: 270 handshakes a second of one key used up a limit for all keys, and other keys often failed."""
     keyed.new("restless")

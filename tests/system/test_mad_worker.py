@@ -34,6 +34,7 @@ def test_events_for_nobody_are_dropped_and_counted(serving: Serving) -> None:
     assert serving.status("a")["generation"] == serving.status("b")["generation"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -91,6 +91,7 @@ def test_the_gateway_lists_every_name_and_answers_to_it(keyed: Keyed) -> None:
     assert ask(port, "/tokenize", {"prompt": "hello"})["count"] == 5
 
 
+@pytest.mark.long
 def test_the_commands_show_the_names_and_take_them(keyed: Keyed) -> None:
     serving = keyed.serving
     named = "gpt-4o-mini, claude-local, :long, :short, (default: letters:short)"

@@ -91,6 +91,7 @@ def held(serving: Serving, reported: Path) -> dict[str, int]:
     return counted
 
 
+@pytest.mark.long
 def test_what_was_served_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = tmp_path / "held.json"
     monkeypatch.setenv("COUNTED_TO", str(message))

@@ -40,6 +40,7 @@ def test_after_a_sigkill_all_streams_go_on_beside_each_other(serve: Serve) -> No
             assert heard.text == answer(f"stream {request}", heard.tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [0, 50])
 def test_a_request_that_kills_among_many_is_found_by_three_deaths_and_nobody_else_fails(
     serve: Serve, place: int

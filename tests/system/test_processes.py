@@ -132,6 +132,7 @@ def test_a_worker_inherits_no_descriptor_of_the_supervisor(serving: Serving) -> 
         assert lock not in held
 
 
+@pytest.mark.long
 def test_nothing_leaks_over_restarts(serving: Serving) -> None:
     """After a dozen generations there are no more descriptors, children, sockets and shared memory than before."""
 

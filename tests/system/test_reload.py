@@ -206,6 +206,7 @@ def test_where_the_new_worker_does_not_come_up_the_old_one_goes_on(serve: Serve)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "a: exchanged, the new worker beside the old")
 
 
+@pytest.mark.long
 def test_replicas_come_and_go_and_a_restart_leaves_one(serve: Serve) -> None:
     serving = serve({"a": engine("SlowLoad", load_s=0.2)})
     with RawClient(serving.runtime_dir) as client:
@@ -299,6 +300,7 @@ def test_a_model_that_is_being_stopped_or_removed_does_not_come_back(serve: Serv
     assert [(m["name"], m["generation"]) for m in serving.overview()["models"]] == [("a", 1), ("c", 1)]
 
 
+@pytest.mark.long
 def test_a_restart_in_turns_is_of_what_is_there_when_its_turn_comes(serve: Serve) -> None:
     serving = serve({"a": engine("SlowLoad", load_s=0.3, replicas=2)})
     serving.order("stop", model="a:1")

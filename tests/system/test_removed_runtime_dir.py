@@ -45,6 +45,7 @@ def kill_worker(serving: Serving, model: str) -> None:
     serving.wait_state(model, "ready")
 
 
+@pytest.mark.long
 def test_a_removed_directory_is_made_again(serve: Serve) -> None:
     serving = serve({"a": engine(**SHORT)}, restart=OFTEN)
     with serving.client() as client:

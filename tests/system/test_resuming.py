@@ -44,6 +44,7 @@ def test_a_stream_goes_on_in_another_worker_at_once(serve: Serve) -> None:
     assert serving.status("a:1")["totals"]["resumed"] == 4
 
 
+@pytest.mark.long
 def test_what_is_held_for_a_slow_client_is_part_of_what_goes_on(serve: Serve) -> None:
     serving = serve({"a": engine(step_s=0.001)})
     with RawClient(serving.runtime_dir) as client:
@@ -184,6 +185,7 @@ def test_positions_are_reported_to_who_asked(serve: Serve) -> None:
         assert {report["phase"] for report in client.reports[7]} == {"queued"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["the drain's time is over", "it dies while it drains"])
 def test_what_a_restart_interrupts_goes_on_behind_it(serve: Serve, how: str) -> None:
     drain = "100ms" if how == "the drain's time is over" else "30s"

@@ -208,6 +208,7 @@ def test_no_room_to_wake_is_told_with_the_arithmetic(serve: Serve, box: Box) -> 
     assert serving.status("a")["generation"] == 1
 
 
+@pytest.mark.long
 def test_host_memory_bounds_the_sleepers(serve: Serve) -> None:
     models = {name: sleeper(autostart=True, options={"host_gib": 4}) for name in "abc"}
     models["d"] = sleeper(autostart=True, options={"host_gib": 11})

@@ -24,6 +24,7 @@ def serving() -> Iterator[Serving]:
         yield serving
 
 
+@pytest.mark.long
 def test_a_stream_without_credit_is_cut_off_alone(serving: Serving) -> None:
     with RawClient(serving.runtime_dir) as slow, serving.client() as other:
         slow.generate(1, "a", "never reads", max_tokens=ENDLESS)

@@ -31,6 +31,7 @@ def answer(serving: Serving) -> str:
         return str(client.complete("letters", PROMPT, max_tokens=20, temperature=0, timeout=60).text)
 
 
+@pytest.mark.long
 def test_it_becomes_the_next_worker_and_leaves_nothing(serve: Serve) -> None:
     serving = serve({"letters": LETTERS}, spare=1)
     expected, first = answer(serving), serving.status("letters")["pid"]

@@ -30,6 +30,7 @@ def rungs(serving: Serving, model: str) -> list[str]:
     return [line.split()[0] for line in lines if line.startswith(("SHUTDOWN", "SIG"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "hangs", "climbed", "code"),
     [

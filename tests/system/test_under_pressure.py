@@ -72,6 +72,7 @@ def test_few_descriptors_are_lived_with(serve: Serve, tmp_path: Path) -> None:
     assert "no new connections" in serving.log()
 
 
+@pytest.mark.long
 def test_at_the_lowest_limit_clients_come_back_and_operators_look_in(serve: Serve, tmp_path: Path) -> None:
     """Regression: with ``ulimit -n 96``, 40 short connections closed both sockets for ever, so ps found nothing."""
     serving = serve({"a": engine()}, script=limited(tmp_path, needed(workers=1, ports=2)))
@@ -144,6 +145,7 @@ def test_no_descriptor_at_all_is_lived_with(serve: Serve) -> None:
     assert serving.wait_state("a", "ready")["pid"] != pid
 
 
+@pytest.mark.long
 def test_a_paused_supervisor_loses_nothing(serve: Serve) -> None:
     """After Ctrl-Z the worker goes on and fills its pipe (11,000 frames). Later all frames must come out in order."""
     tokens, clients = 10_000, 4  # one frame for each client and step

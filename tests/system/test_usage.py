@@ -88,6 +88,7 @@ def test_tokens_are_counted_by_model_and_kept_across_restarts(serving: Serving) 
     assert serving.modelctl("usage", "--since", "yesterday").returncode == 2
 
 
+@pytest.mark.long
 def test_what_dying_workers_had_begun_counts_once(serving: Serving) -> None:
     """Each answer goes on in another worker, is cancelled, or ends with an error. The clients count what they get."""
     counted, unsure, errors, lock = Counter[str](), Counter[str](), set[ErrorCode](), threading.Lock()
@@ -208,6 +209,7 @@ def test_a_broken_file_costs_no_request_and_its_counts_come_later(serving: Servi
         assert connection.execute("SELECT sum(completion_tokens) FROM usage").fetchone() == (11,)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", ["corrupt", "read-only"])
 def test_what_cannot_be_written_at_the_end_is_said(serving: Serving, broken: str) -> None:
     file = serving.runtime_dir / "usage.sqlite3"

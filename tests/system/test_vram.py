@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.nvml_box import GIB, STRANGER, Box
@@ -187,6 +189,7 @@ def test_shutdown_waits_for_the_memory_too(serve: Serve, box: Box) -> None:
     assert serving.process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_a_failing_nvml_is_said_once_and_stops_nothing(serve: Serve, box: Box) -> None:
     serving = serve({"a": on(0), "b": on(1)}, restart={"limit": 50, "initial": "10ms", "max": "20ms"})
     pid = load(serving, box, "a")

@@ -21,6 +21,7 @@ def exit_after(serving: Serving, restarts: int) -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.long
 def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
     """The faults occur one after the other in one model, so its log also holds the tracebacks of former workers."""
     serving = serve({"a": faulty("RaisesInStep")}, restart={"limit": 50, "initial": "10ms", "max": "20ms"})
