@@ -59,8 +59,8 @@ def entry(
     return made | keys
 
 
-def spec_of(entry: dict[str, Any]) -> EngineSpec:
-    """Return the specification that a worker's engine gets for an entry of models.yaml."""
+def spec_of(entry: dict[str, Any], sleep: bool = False) -> EngineSpec:
+    """Return the specification that a worker's engine gets for an entry of models.yaml. ``sleep``: it may sleep."""
     own = ("model_dir", "engine", "gpu", "max_batch_size", "max_seq_len", "autostart")
     return EngineSpec(
         "model",
@@ -70,6 +70,7 @@ def spec_of(entry: dict[str, Any]) -> EngineSpec:
         max_seq_len=entry["max_seq_len"],
         max_batch_size=entry["max_batch_size"],
         options={key: value for key, value in entry.items() if key not in own},
+        sleep=sleep,
     )
 
 

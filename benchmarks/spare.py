@@ -65,13 +65,16 @@ def main() -> None:
     ):
         pairs = [(measure(without, request, spare=False), measure(ahead, request, spare=True)) for _ in range(rounds)]
         ram = [spare["ram_bytes"] for spare in ahead.overview()["supervisor"]["spares"]]
+    name = arguments.model
     for place, what in enumerate(("first token after a death", "first token after a start")):
         plain, quick = [a[place] for a, _ in pairs], [b[place] for _, b in pairs]
         results += [
-            Result(f"{arguments.model}: {what}, without a spare", statistics.median(plain), "s"),
-            Result(f"{arguments.model}: {what}, with a spare", statistics.median(quick), "s"),
-            Result(f"{arguments.model}: {what}, with a spare, the slowest of {rounds}", max(quick), "s"),
-            Result(f"{arguments.model}: {what}, with / without", statistics.median(quick) / statistics.median(plain), ""),
+            Result(f"{name}: {what}, without a spare", statistics.median(plain), "s"),
+            Result(f"{name}: {what}, with a spare", statistics.median(quick), "s"),
+            Result(f"{name}: {what}, with a spare, the slowest of {rounds}", max(quick), "s"),
+            Result(
+                f"{name}: {what}, with / without", statistics.median(quick) / statistics.median(plain), ""
+            ),
         ]
     if ram and ram[0] is not None:
         results.append(Result("host memory of a spare", ram[0] / 2**20, "MiB"))

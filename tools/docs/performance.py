@@ -23,7 +23,7 @@ GROUPS = {
         "spare", "desk", "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",
         "http-path-2-cores", "http-tools-exllamav2", "page-load",
     ),
-    "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing", "sleeping"),
+    "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing", "sleeping", "napping"),
     "Faults": (
         "chaos", "chaos-exllamav2", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2",
         "hangs", "visible-faults", "orphans", "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
-from model_worker.engines.exllamav2.decode.buckets import PASSES, page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.buckets import PASSES, most_captured, page_sizes, row_sizes
 from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
@@ -219,7 +219,7 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
 
     The graphs share what is alive at once in the largest step. A graph has about NODES operations in each layer.
     """
-    rows, padded = sizes.rows, -(-shape.vocab // 32) * 32
+    rows, padded = most_captured(sizes.rows, directory.is_quantized), -(-shape.vocab // 32) * 32
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if directory.is_quantized:
         alive = 2 * queries + 2 * keys + shape.hidden
@@ -231,7 +231,7 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
     draft_tokens = options.draft_tokens if options.speculates else 0
     pages = -(-(sizes.context + draft_tokens) // PAGE_TOKENS)
     quantized = options.cache_mode != "FP16"
-    graphs = len(row_sizes(rows // (draft_tokens + 1))) * len(page_sizes(pages, quantized))
+    graphs = len(row_sizes(sizes.rows // (draft_tokens + 1))) * len(page_sizes(pages, quantized))
     graphs += len(passes) * len(page_sizes(pages + 1, quantized))
     # Draws: for each row bias, two tables, weights and a mask of the vocabulary, and candidates (gpu_draws.batched).
     draws = 0 if draft_tokens else rows * (16 * shape.vocab + shape.vocab // 8 + 12 * (MOST + BINS))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from model_worker.engine import ProgressCallback
-from model_worker.engines.exllamav2.decode.buckets import PASSES, page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.buckets import KERNEL_ROWS, PASSES, page_sizes, row_sizes
 from model_worker.engines.exllamav2.decode.device_steps import DeviceSteps
 from model_worker.engines.exllamav2.decode.embedding import HostEmbedding, NotReadableError
 from model_worker.engines.exllamav2.decode.forward import use_graphs
@@ -15,7 +15,7 @@ from model_worker.engines.exllamav2.decode.loop import DecodeLoop
 from model_worker.engines.exllamav2.decode.obstacles import MIXTURE, most_rows, obstacle
 from model_worker.engines.exllamav2.decode.pace import Pace
 from model_worker.engines.exllamav2.decode.prompts import PromptPasses
-from model_worker.engines.exllamav2.decode.tuning import finish_tuning
+from model_worker.engines.exllamav2.decode.tuning import finish_tuning, rows_of_kernels
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import PAGE_TOKENS
 
@@ -68,12 +68,13 @@ def _one_by_one(why: str) -> str:
 
 def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queries: int) -> DecodeGraphs:
     finish_tuning(loaded.core, model)
+    kernel_rows = rows_of_kernels(loaded.core, model) if queries == 1 else KERNEL_ROWS
     return DecodeGraphs(
         model,
         cache,
         loras,
         HostEmbedding(model.modules[0].embedding.weight.data),
-        rows=row_sizes(rows),
+        rows=row_sizes(rows, kernel_rows),
         widths=_widths(loaded, cache),
         queries=queries,
         spare=loaded.cache_size // PAGE_TOKENS,
