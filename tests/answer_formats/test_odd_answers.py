@@ -138,6 +138,7 @@ def _fragments(format: str) -> st.SearchStrategy[str]:
     return st.lists(pieces | st.text(max_size=3), max_size=8).map("".join)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -300,6 +300,7 @@ def test_check(tmp_path: Path) -> None:
     assert check(ROOT / "models.yaml").returncode == 0
 
 
+@pytest.mark.long
 def test_models_yaml_is_named_in_the_same_ways_everywhere(tmp_path: Path) -> None:
     """Each command accepts ``FILE``, ``-c FILE`` or ``--config FILE``, but not two of them."""
     file = tmp_path / "absent.yaml"
@@ -313,6 +314,7 @@ def test_models_yaml_is_named_in_the_same_ways_everywhere(tmp_path: Path) -> Non
         assert f"given twice: {file}, and --config {tmp_path / 'other.yaml'}" in " ".join(done.stderr.split())
 
 
+@pytest.mark.long
 def test_supervisord_in_the_same_environment_is_named(tmp_path: Path) -> None:
     clash = tmp_path / "supervisor-4.3.0.dist-info"
     clash.mkdir()

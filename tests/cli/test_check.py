@@ -273,6 +273,7 @@ def test_what_only_this_machine_lacks_is_told_apart(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.long
 def test_a_package_that_is_missing_is_told(tmp_path: Path) -> None:
     hidden = Hidden(tmp_path, "exllamav2")
     Box(tmp_path / "box.json").becomes([24])

@@ -52,6 +52,7 @@ def test_it_is_compiled_before_the_supervisor_starts_and_once(box: Box, tmp_path
     assert box.compiled() == compiled
 
 
+@pytest.mark.long
 def test_a_failure_is_said_once_and_the_others_are_served(box: Box, tmp_path: Path) -> None:
     box.source.write_text("this is no C++")
     done = serve(box, tmp_path, "exllamav2")
@@ -96,6 +97,7 @@ def test_the_build_ends_with_serve(box: Box, tmp_path: Path, number: int) -> Non
         serving.wait()
 
 
+@pytest.mark.long
 def test_in_a_terminal(box: Box, tmp_path: Path) -> None:
     arguments = foreground(box, tmp_path)
     try:

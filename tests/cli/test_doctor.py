@@ -51,6 +51,7 @@ def test_a_supervisor_with_a_model_that_answers(serving: Serving) -> None:
     assert found["models.yaml"][0]["verdict"] == found["permissions"][0]["verdict"] == "ok"
 
 
+@pytest.mark.long
 def test_a_model_that_failed_is_named_with_its_reason(serving: Serving) -> None:
     serving.modelctl("start", "broken")
     wait_until(lambda: serving.status("broken")["state"] == "failed")

@@ -65,6 +65,7 @@ def test_broken_lines_of_the_file_are_left_out(serving: Serving) -> None:
     assert told(serving) == before
 
 
+@pytest.mark.long
 def test_follow_goes_on_with_the_next_supervisor(serving: Serving) -> None:
     command = [*map(str, MODELCTL), "events", "--follow", "--json", "--runtime-dir", str(serving.runtime_dir)]
     with subprocess.Popen(command, env=serving.environment, stdout=subprocess.PIPE, text=True) as following:

@@ -58,6 +58,7 @@ def test_a_relative_directory_is_told_whole(away: Path) -> None:
     assert hints(started.stderr) == [f"modelctl shutdown --runtime-dir {away / 'r'}"]
 
 
+@pytest.mark.long
 def test_errors_of_the_supervisor_and_of_the_client_say_what_to_type(serving: Serving) -> None:
     where = shlex.quote(str(serving.runtime_dir))
     done = modelctl("run", "off", "hi", "--runtime-dir", serving.runtime_dir)

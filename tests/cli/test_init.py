@@ -107,6 +107,7 @@ def test_names_that_mean_something_else_in_yaml_are_quoted(models: Path, place: 
     assert modelctl("check", cwd=place).returncode == 0
 
 
+@pytest.mark.long
 def test_models_that_cannot_be_loaded_are_left_out_with_the_reason(models: Path, place: Path) -> None:
     broken = models / "broken"
     shutil.copytree(LETTERS, broken)

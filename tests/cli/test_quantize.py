@@ -200,6 +200,7 @@ def test_a_terminal_shows_modules_their_rate_and_the_time_left(place: Place) -> 
         assert terminal.wait_for_exit() == 130
 
 
+@pytest.mark.long
 def test_what_is_missing_is_said_in_one_line(place: Place) -> None:
     def refused(*arguments: object) -> tuple[int, str]:
         code, output, errors = place.run(*(arguments or (place.model, "--bits", 4)))

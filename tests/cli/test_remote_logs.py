@@ -18,6 +18,7 @@ def keyed() -> Iterator[Keyed]:
         yield keyed
 
 
+@pytest.mark.long
 def test_the_command_shows_and_follows_a_log_of_another_machine(keyed: Keyed) -> None:
     serving = keyed.serving
     to = ("--connect", keyed.endpoint, "--key-file", str(keyed.file("boss")))

@@ -100,6 +100,7 @@ def test_a_trial_that_is_killed_is_tried_once_more(constraints: Constraints, mon
     assert not meddler.met
 
 
+@pytest.mark.long
 def test_a_costly_constraint_costs_its_second_once_and_no_process_is_started_again(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

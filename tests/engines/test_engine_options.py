@@ -44,6 +44,7 @@ def story(engine: Engine, number: int = 0) -> tuple[list[int], str]:
 # where an answer ends
 
 
+@pytest.mark.long
 def test_min_tokens_are_exact(letters: Engine) -> None:
     need(letters, "min_tokens")
     plain = answer(letters, PROMPT)

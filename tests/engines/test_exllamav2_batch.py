@@ -101,6 +101,7 @@ def test_jobs_begin_in_the_order_in_which_they_came() -> None:
     assert order == list(range(8))
 
 
+@pytest.mark.long
 def test_a_large_job_is_passed_by_small_ones_but_not_for_ever() -> None:
     h = Harness(pages=8, batch=8)
     first = h.submit(SHORT, 3 * PAGE)  # takes half of the pages

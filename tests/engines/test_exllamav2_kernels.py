@@ -85,6 +85,7 @@ def test_the_packages_top_p_drops_likely_tokens(kernels: Kernels) -> None:
     assert kept(logits, SamplingParams(top_p=0.7)) == 2
 
 
+@pytest.mark.long
 def test_the_stand_in_draws_as_the_kernels_do(kernels: Kernels) -> None:
     meta, different = torch.empty((1, 1), device="meta"), 0
     for seed in range(600):

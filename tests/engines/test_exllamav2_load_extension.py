@@ -218,6 +218,7 @@ def test_another_builder_that_lives_is_not_disturbed(box: Box) -> None:
     assert finish(box.start())[-1] == "ready", "its file is still there, and nobody has it open"
 
 
+@pytest.mark.long
 def test_a_build_goes_on_when_nobody_listens(box: Box) -> None:
     box.gate.touch()
     process = box.start()

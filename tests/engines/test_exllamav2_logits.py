@@ -181,6 +181,7 @@ def pieces() -> list[str]:
     return result
 
 
+@pytest.mark.long
 def test_xtc_is_tried_as_often_as_asked() -> None:
     logits = np.full(VOCAB, -9.0, np.float32)
     logits[[10, 11]] = 5.0, 4.0

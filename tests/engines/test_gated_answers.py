@@ -68,6 +68,7 @@ def test_the_reasoning_ends_when_its_budget_is_used_up(engine: Engine, budget: i
         assert reasoning.strip() == decoded.strip()
 
 
+@pytest.mark.long
 def test_the_constraint_begins_behind_the_reasoning(engine: Engine) -> None:
     for seed in range(4):
         told = asked(engine, seed, replace(INSIDE, budget=20), constraint=SCHEMA)
@@ -93,6 +94,7 @@ def test_a_prompt_that_ends_before_or_behind_the_reasoning(engine: Engine) -> No
         jsonschema.validate(json.loads(rest), PERSON)
 
 
+@pytest.mark.long
 def test_a_resumed_answer_goes_on_in_its_reasoning_or_behind_it(engine: Engine) -> None:
     layout = replace(INSIDE, budget=12)
     whole = asked(engine, 5, layout, constraint=SCHEMA)
@@ -103,6 +105,7 @@ def test_a_resumed_answer_goes_on_in_its_reasoning_or_behind_it(engine: Engine) 
         assert whole.text.endswith(again.text)
 
 
+@pytest.mark.long
 def test_answers_beside_one_that_waits(engine: Engine) -> None:
     """A row whose constraint wakes up is drawn again. The others are not."""
     driver = Driver(engine)

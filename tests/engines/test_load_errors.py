@@ -265,6 +265,7 @@ def in_a_process(program: str, *flags: str) -> None:
     subprocess.run([sys.executable, *flags, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.long
 def test_assertions_must_be_on() -> None:
     in_a_process(
         """

@@ -232,6 +232,7 @@ def test_unseeded_answers_go_on_too(scene: Scene) -> None:
     assert all(outcome.finished is not None for outcome in outcomes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 4.0])
 def test_answers_of_a_given_shape_go_on(scene: Scene, temperature: float) -> None:
     scene.need_decided()
@@ -288,6 +289,7 @@ def test_an_answer_that_goes_on_is_cancelled_like_any_other(scene: Scene) -> Non
 # progress
 
 
+@pytest.mark.long
 def test_progress_of_a_prompt_is_said_at_every_chunk(scene: Scene) -> None:
     engine, prompt = scene.engine, [40 + number % 90 for number in range(900)]
     engine.reset()

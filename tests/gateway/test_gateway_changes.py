@@ -105,6 +105,7 @@ def test_a_reload_changes_the_port_and_the_number_of_processes(serving: Serving,
     assert serving.log().count("cannot listen") == 1, "the former processes are not in the way of the new ones"
 
 
+@pytest.mark.long
 def test_a_missing_extra_is_named_and_the_models_are_served(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_the_log_is_kept_small(serving: Serving, port: int) -> None:
     assert log.stat().st_size <= MAX_LOG_BYTES
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_is_replaced(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's process starts, watches and ends the processes of a second gateway."""
     monkeypatch.setattr(gateway_child, "HANG_S", 2.0)

@@ -117,6 +117,7 @@ def test_a_long_conversation_passes_whole(rendering: Callable[..., Rendering]) -
     assert one.outcomes == {1: long, 2: "short"}
 
 
+@pytest.mark.long
 def test_a_template_that_loops_costs_its_own_request_a_second(rendering: Callable[..., Rendering]) -> None:
     one = rendering(EITHER)
     for key in (1, 2):

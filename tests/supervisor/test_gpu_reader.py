@@ -346,6 +346,7 @@ def test_without_a_driver_there_are_no_gpus_and_no_process(box: Box, monkeypatch
         GpuReader(logging.getLogger("reader")).read()
 
 
+@pytest.mark.long
 def test_a_driver_that_is_loaded_anew_is_tried_again(
     reader: GpuReader, box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def renderers(serving: Serving) -> list[psutil.Process]:
     return [child for child in serving.worker("m").children() if is_alive(child)]
 
 
+@pytest.mark.long
 def test_streams_go_on_beside_hostile_chats(serving: Serving, client: Client) -> None:
     hostile = [client.generate("m", messages=said(what), max_tokens=5) for what in ("loop", "grow", "loop")]
     stream = client.generate("m", "steady on", max_tokens=1200)

@@ -40,6 +40,7 @@ def test_the_first_request_starts_it_once_and_is_told_how_it_loads(serve: Serve)
     assert serving.status("a")["generation"] == 1
 
 
+@pytest.mark.long
 def test_it_leaves_when_nobody_asks_and_comes_back(serve: Serve) -> None:
     serving = serve({"a": lazy(ttl="1s"), "b": lazy(autostart=True, pinned=True)}, wait=False)
     serving.wait_state("b", "ready")

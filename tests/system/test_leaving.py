@@ -80,6 +80,7 @@ def test_killing_a_client_whose_requests_wait(serving: Serving) -> None:
         wait_busy(serving, 4)
 
 
+@pytest.mark.long
 def test_a_frozen_client_is_cut_off_by_heartbeats(serving: Serving) -> None:
     process = streaming_process(serving, 2)
     closed = serving.counters()["connections_closed"]

@@ -201,6 +201,7 @@ def test_without_nvml_pins_are_obeyed_and_auto_is_refused(serve: Serve, box: Box
     assert serving.status("a")["vram_estimate_bytes"] == 30 * GIB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "how"), [(80, "beside"), (50, "exchange")])
 def test_a_reload_is_beside_where_there_is_room(serve: Serve, box: Box, size: int, how: str) -> None:
     box.becomes([size])

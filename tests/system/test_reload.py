@@ -127,6 +127,7 @@ def test_the_difference_of_a_file_is_applied(serve: Serve) -> None:
     assert reload(serving)["other"]["change"] == "unchanged"
 
 
+@pytest.mark.long
 def test_changed_settings_of_the_supervisor_are_applied_and_named(serve: Serve) -> None:
     serving = serve({"a": engine(context=1_000_000)}, stop={"drain": "10m"})
 
@@ -183,6 +184,7 @@ def test_an_invalid_file_changes_nothing_and_says_why(serve: Serve) -> None:
     assert (serving.status("a")["pid"], serving.overview()["supervisor"]["turnovers"]) == (pid, [])
 
 
+@pytest.mark.long
 def test_where_the_new_worker_does_not_come_up_the_old_one_goes_on(serve: Serve) -> None:
     serving = serve({"a": engine(step_s=0.005)})
     pid = serving.status("a")["pid"]
@@ -322,6 +324,7 @@ def test_a_restart_of_several_starts_those_that_are_down(serve: Serve) -> None:
     assert [(m["state"], m["generation"]) for m in serving.overview()["models"]] == [("ready", 2)] * 2
 
 
+@pytest.mark.long
 def test_a_load_that_keeps_crashing_does_not_keep_the_next_reload_waiting(serve: Serve) -> None:
     serving = serve({"a": engine()}, restart={"limit": 100, "initial": "10ms", "max": "50ms"})
     serving.write_models({"a": engine("CrashesInLoad")})

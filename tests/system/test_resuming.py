@@ -111,6 +111,7 @@ def test_a_request_that_kills_is_found_and_then_refused(serve: Serve) -> None:
     assert serving.wait_state("a", "ready")["generation"] == 4, "three deaths"
 
 
+@pytest.mark.long
 def test_the_limit_of_deaths_is_a_setting(serve: Serve) -> None:
     serving = serve({"a": engine(step_s=0.005)}, poison={"limit": 10}, restart={"limit": 100, "max": "10ms"})
     with RawClient(serving.runtime_dir) as client:
@@ -152,6 +153,7 @@ def test_a_model_that_fails_ends_what_waited_to_go_on(serve: Serve) -> None:
     assert serving.status("a")["state"] == "failed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["queue_ms", "ttft_ms", "deadline_ms"])
 def test_times_are_kept_whatever_the_worker_does(serve: Serve, which: str) -> None:
     """Although the worker hangs, neither queueing nor prefill nor the stream may last longer than the client allows."""

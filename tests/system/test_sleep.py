@@ -114,6 +114,7 @@ def test_requests_at_every_moment_of_its_sleep_are_answered(serve: Serve) -> Non
 # ---- faults
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["sleep", "wake"])
 def test_a_worker_that_dies_on_the_way_costs_no_request(serve: Serve, moment: str) -> None:
     serving = serve({"a": sleeper(autostart=True, options={"faults": {moment: "kill"}})})
@@ -190,6 +191,7 @@ def test_models_in_turn_sleep_for_one_another(serve: Serve, box: Box) -> None:
     assert "putting to sleep" in serving.log()
 
 
+@pytest.mark.long
 def test_no_room_to_wake_is_told_with_the_arithmetic(serve: Serve, box: Box) -> None:
     box.lists_the_living()
     serving = serve({"a": sleeper(50, autostart=True), "b": {**sleeper(50, autostart=False), "lazy": False}})

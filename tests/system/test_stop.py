@@ -216,6 +216,7 @@ def test_shutdown_waits_for_running_requests_and_takes_no_orders(serve: Serve) -
     assert serving.process.wait(60) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_does_not_wait(serve: Serve, number: int) -> None:
     serving = serve({"a": engine("HangsDeaf")})

@@ -153,6 +153,7 @@ def test_a_killed_supervisor_has_counted_what_it_handed_over(serving: Serving) -
     assert 0 <= found["completion_tokens"] - sum(counts) <= WINDOW * streams
 
 
+@pytest.mark.long
 def test_a_dead_writer_is_replaced_and_nothing_is_lost_or_counted_twice(serving: Serving) -> None:
     with serving.client() as client:
         client.complete("letters", "hello", max_tokens=7)

@@ -141,6 +141,7 @@ def test_a_model_waits_for_another_ones_memory_only_on_its_own_gpu(serve: Serve,
         assert serving.wait_state(model, "ready")["generation"] == 1
 
 
+@pytest.mark.long
 def test_two_dead_workers_are_waited_for_each_by_its_own(serve: Serve, box: Box) -> None:
     serving = serve({"a": on(0), "b": on(1)})
     pids = {model: load(serving, box, model, gpu) for gpu, model in enumerate("ab")}
