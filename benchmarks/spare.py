@@ -72,9 +72,7 @@ def main() -> None:
             Result(f"{name}: {what}, without a spare", statistics.median(plain), "s"),
             Result(f"{name}: {what}, with a spare", statistics.median(quick), "s"),
             Result(f"{name}: {what}, with a spare, the slowest of {rounds}", max(quick), "s"),
-            Result(
-                f"{name}: {what}, with / without", statistics.median(quick) / statistics.median(plain), ""
-            ),
+            Result(f"{name}: {what}, with / without", statistics.median(quick) / statistics.median(plain), ""),
         ]
     if ram and ram[0] is not None:
         results.append(Result("host memory of a spare", ram[0] / 2**20, "MiB"))

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from protocol.errors import ErrorCode, WireError
+from protocol.messages import Cancel
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.raw_client import Heard, RawClient
@@ -283,10 +284,10 @@ def test_a_request_for_a_model_that_a_reload_has_yet_to_come_to_is_refused(serve
 
 
 def test_a_model_that_is_being_stopped_or_removed_does_not_come_back(serve: Serve) -> None:
-    serving = serve({"a": engine(step_s=0.01), "b": engine(step_s=0.01)})
+    serving = serve({"a": engine(step_s=0.01), "b": engine(step_s=0.01, context=100_000)})
     with RawClient(serving.runtime_dir) as client:
-        for request, model in (1, "a"), (2, "b"):
-            client.generate(request, model, "long", max_tokens=150)
+        for request, model, tokens in (1, "a", 150), (2, "b", 90_000):  # b drains until its request is cancelled
+            client.generate(request, model, "long", max_tokens=tokens)
         while not (client.heard.get(1, Heard()).tokens and client.heard.get(2, Heard()).tokens):
             client.receive()
         serving.order("stop", model="a")
@@ -295,8 +296,9 @@ def test_a_model_that_is_being_stopped_or_removed_does_not_come_back(serve: Serv
         serving.wait_state("b", "draining")
         serving.order("start", model="b")  # models.yaml no longer has b
         serving.order("reload", model="b")
+        client.send(Cancel(2))
         client.read_until_ended(1, 2)
-        assert [client.heard[request].ends for request in (1, 2)] == [["length"]] * 2
+        assert [client.heard[request].ends for request in (1, 2)] == [["length"], ["cancelled"]]
     assert {report["state"] for report in turned_over(serving, number).values()} == {"done"}
     serving.wait_state("a", "stopped")
     assert [(m["name"], m["generation"]) for m in serving.overview()["models"]] == [("a", 1), ("c", 1)]
