@@ -62,7 +62,13 @@ class SupervisorLink:
         socket.setsockopt(zmq.MAXMSGSIZE, limits.SOCKET_MAX_FRAME)
         # A worker that lost its supervisor is of no use. A new worker process is safer than a resumed connection.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._by_key = spec.keys is not None
+        if spec.keys is not None:
+            socket.curve_serverkey = spec.keys.server.encode()
+            socket.curve_publickey, socket.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
+            socket.setsockopt(zmq.IPV6, int("[" in spec.endpoint))
+        connected = zmq.EVENT_HANDSHAKE_SUCCEEDED if self._by_key else zmq.EVENT_CONNECTED
+        self._monitor = socket.get_monitor_socket(connected | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(spec.endpoint)
         self._socket = socket
         self._outbox = outbox = Outbox(socket, spec.generation, MAX_FRAME_EVENTS, MAX_FRAME_BYTES)
@@ -71,20 +77,21 @@ class SupervisorLink:
         self._last_progress = ("", 0.0)
 
     def hello(self) -> None:
-        """Send HELLO after the kernel has confirmed that our own user listens. Call this before any other method.
+        """Send HELLO after it is certain that the supervisor listens. Call this before any other method.
 
-        End this process if no process listens. End it, too, if another user's process does: that process would receive
-        the answers to prompts.
+        Over ipc the kernel confirms that our own user listens, and over TCP the handshake proves the supervisor's key.
+        End this process if no process listens, or another one: that process would receive the answers to prompts.
         """
         if not self._monitor.poll(CONNECT_WAIT_MS):
             _leave("the supervisor did not take the connection")
         event, descriptor = monitor_event(self._monitor)
-        if event != zmq.EVENT_CONNECTED:
-            _leave("the supervisor does not listen any more")
-        try:
-            check_listener(descriptor)
-        except OSError as e:
-            _leave(f"the supervisor's socket cannot be trusted: {e}")
+        if event not in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+            _leave("the supervisor does not listen any more, or does not know this worker's key")
+        if not self._by_key:
+            try:
+                check_listener(descriptor)
+            except OSError as e:
+                _leave(f"the supervisor's socket cannot be trusted: {e}")
         self._socket.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
 
     def progress(self, phase: str, done: int, total: int, unit: str = "") -> None:

@@ -54,7 +54,7 @@ from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
 from supervisor.ports.request_authorizer import REVOKE_S, RequestAuthorizer
 from supervisor.ports.sockets import Context
 from supervisor.ports.tcp_listener import open_tcp_port
-from supervisor.ports.worker_port import RELAY, WorkerPort
+from supervisor.ports.worker_port import RELAY, open_local_port
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
 from supervisor.request_log import CHECK_S as REQUEST_LOG_CHECK_S
@@ -159,7 +159,7 @@ class Supervisor:
         self._frames = WorkerFrames(
             self._fleet, self._scheduler, self._queries, self._authorizer, self._deadlines, self._reactor, self._effects
         )
-        self._workers = WorkerPort(self._context, back, front, self._frames.slot_of)
+        self._workers, back_file = open_local_port(self._context, back, front, self._frames.slot_of)
         # Parts that bring the others together.
         self._troubles = Troubles(
             log, self._scheduler, self._fleet.registry, self._reloads, self._fleet.vram, self._gateway, ring
@@ -181,7 +181,7 @@ class Supervisor:
         self._runner = EffectRunner(
             self._effects, self._clients, self._workers, self._scheduler, self._fleet, self._on_demand, self._reloads
         )
-        files = (front_file, admin_file, self._workers.file)
+        files = (front_file, admin_file, back_file)
         self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
 
     def run(self) -> int:

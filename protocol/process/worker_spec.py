@@ -45,6 +45,20 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class LinkKeys:
+    """The CURVE keys of one worker's connection over TCP, as Z85 text. They are made for one process, and count until
+    it has ended.
+
+    server          the supervisor's public key, which proves the supervisor to the worker
+    public, secret  the worker's own keys
+    """
+
+    server: str
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """The settings of one worker process.
 
@@ -53,7 +67,8 @@ class WorkerSpec:
     endpoint        ZeroMQ endpoint of the supervisor's worker socket
     routing_id      unguessable identity of this generation on that socket
     log_path        file that takes the worker's stdout and stderr
-    supervisor_pid  the worker ends when this process is no longer its parent
+    supervisor_pid  the worker ends when this process is no longer its parent: the supervisor, or the agent that
+                    started the worker on another machine
     sampling        values for options that requests leave out (``sampling_defaults.DEFAULTS``), checked
     limits          the most that requests may ask for (``sampling_defaults.LIMITS``), checked
     cpus            numbers of the CPUs that the worker may use: those next to its GPUs. Empty: all
@@ -62,6 +77,8 @@ class WorkerSpec:
     leases          longest times without a heartbeat, by phase
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     log             how the worker writes its log
+    node            the machine of a cluster on which the worker runs; "" for the supervisor's own
+    keys            for an endpoint over TCP
     """
 
     engine: EngineSpec
@@ -79,6 +96,8 @@ class WorkerSpec:
     leases: Leases = DEFAULT_LEASES
     name: str = ""
     log: LogStyle = DEFAULT_STYLE
+    node: str = ""
+    keys: LinkKeys | None = None
 
 
 def pack_spec(spec: WorkerSpec) -> bytes:
@@ -92,6 +111,7 @@ def unpack_spec(packed: bytes) -> WorkerSpec:
     fields["engine"], fields["leases"] = EngineSpec(**fields["engine"]), Leases(**fields["leases"])
     fields["log"] = LogStyle(**fields["log"])
     fields["cpus"] = tuple(fields["cpus"])
+    fields["keys"] = fields["keys"] and LinkKeys(**fields["keys"])
     if isinstance(fields["reasoning"], list):
         start, end = fields["reasoning"]
         fields["reasoning"] = start, end

@@ -1,7 +1,7 @@
-"""The ROUTER that workers connect to. Each worker has the routing id that it was started with. The loop drops frames
-from any other routing id.
+"""The ROUTERs that workers connect to: one over ipc and, in a cluster, another one over TCP (``remote_port``). Each
+worker has the routing id that it was started with. The loop drops frames from any other routing id.
 
-No other process may connect. The reason: this socket has a receive mark, because workers must wait for a supervisor
+No other process may connect. The reason: these sockets have a receive mark, because workers must wait for a supervisor
 that is slower than they are. At such a mark a peer can make libzmq 4.3.5 abort the process: the peer sends a PING of
 ZMTP, and its connection ends (see ``sockets.client_router``). Workers send no PING.
 """
@@ -14,6 +14,7 @@ import zmq
 from protocol.process.compiled import find
 from protocol.process.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
 from supervisor.ports.client_port import ClientPort
+from supervisor.ports.socket_file import SocketFile
 from supervisor.ports.sockets import Context, bind_private, router, skip_parts
 from supervisor.ports.zap import WORKER_DOMAIN
 from supervisor.requests.worker_slots import WorkerSlot
@@ -39,23 +40,18 @@ supervisor, for example while the supervisor waits for a processor. All other ev
 
 
 class WorkerPort:
-    """The socket for workers.
+    """A socket for workers.
 
-    more  whether more frames may be waiting after the last ``receive``
+    socket   a bound ROUTER, of ``worker_router``
+    clients  the port to which compiled code, if there is any, passes ordinary frames on
+    slot_of  returns the worker slot of the worker that has a routing id; None if Python handles all its frames
+    more     whether more frames may be waiting after the last ``receive``
     """
 
     def __init__(
-        self, context: Context, endpoint: str, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]
+        self, socket: zmq.Socket[bytes], clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]
     ) -> None:
-        """Bind a private ipc ROUTER. The runtime directory's lock must be held.
-
-        clients  the port to which compiled code, if there is any, passes ordinary frames on
-        slot_of  returns the worker slot of the worker that has a routing id; None if Python handles all its frames
-        """
-        self.socket = router(context)
-        self.socket.setsockopt(zmq.SNDHWM, SEND_MARK)
-        self.socket.setsockopt(zmq.RCVHWM, RECEIVE_MARK)
-        self.file = bind_private(self.socket, endpoint, WORKER_DOMAIN)
+        self.socket = socket
         self.more = False
         self._skipping = False
         """Whether the rest of a message of several parts must still be read and dropped."""
@@ -124,3 +120,20 @@ class WorkerPort:
 
     def close(self) -> None:
         self.socket.close(linger=0)
+
+
+def worker_router(context: Context) -> zmq.Socket[bytes]:
+    """Return a ROUTER for workers, which is not bound yet."""
+    socket = router(context)
+    socket.setsockopt(zmq.SNDHWM, SEND_MARK)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_MARK)
+    return socket
+
+
+def open_local_port(
+    context: Context, endpoint: str, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]
+) -> tuple[WorkerPort, SocketFile]:
+    """Bind a private ipc ROUTER for the workers of this machine, and return the port and its file. The runtime
+    directory's lock must be held. Arguments as for ``WorkerPort``."""
+    socket = worker_router(context)
+    return WorkerPort(socket, clients, slot_of), bind_private(socket, endpoint, WORKER_DOMAIN)

@@ -1,7 +1,7 @@
 """Decide which processes may connect: answer ZAP (ZeroMQ RFC 27) inside the supervisor's loop.
 
 Over ipc, processes of the supervisor's own user may connect, and to the workers' socket only workers. Over TCP, clients
-with a key that is on the list may connect.
+with a key that is on the list may connect, and to the port for workers on other machines only these workers.
 
 pyzmq's own authenticator does not look at uids. libzmq names the peer of an ipc connection as
 ``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE libzmq names the client's public key, after
@@ -10,7 +10,7 @@ every message.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import zmq
 from zmq.utils import z85
@@ -20,6 +20,7 @@ from supervisor.keys.ring import HandshakeDecision, KeyRing
 ZAP_DOMAIN = b"modelctl"
 WORKER_DOMAIN = b"modelctl-back"
 TCP_DOMAIN = b"modelctl-tcp"
+REMOTE_DOMAIN = b"modelctl-remote"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ADMITTED, DENIED, TRY_LATER = b"200", b"400", b"500"
 """Status codes of ZAP. libzmq reports 400 and 500 to the client, but not 300. modelctl's own client does not try again
@@ -33,7 +34,8 @@ class ZapHandler:
 
     uid        the user whose processes may connect over ipc
     is_worker  tells whether the process with this pid is a worker, and may connect to the workers' socket
-    ring       the keys that may connect over TCP; None if none may
+    ring       the keys of clients that may connect over TCP; None if none may
+    worker_keys  the keys of workers on other machines that run now, as Z85 text
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class ZapHandler:
         *,
         is_worker: Callable[[int], bool] = lambda pid: False,
         ring: KeyRing | None = None,
+        worker_keys: Collection[str] = (),
     ) -> None:
+        self._worker_keys = worker_keys
         self._uid = uid
         self._is_worker = is_worker
         self._ring = ring
@@ -67,9 +71,12 @@ class ZapHandler:
             elif domain == WORKER_DOMAIN and mechanism == b"NULL":
                 is_worker = self._is_own(address) and self._is_worker(int(address.split(b":")[3]))
                 status, text = _answer(is_worker, b"only workers")
-            elif domain == TCP_DOMAIN and mechanism == b"CURVE" and len(parts) == 7 and len(parts[6]) == 32:
+            elif mechanism == b"CURVE" and len(parts) == 7 and len(parts[6]) == 32:
                 user = z85.encode(parts[6])
-                status, text = self._admit(user.decode())
+                if domain == TCP_DOMAIN:
+                    status, text = self._admit(user.decode())
+                elif domain == REMOTE_DOMAIN:
+                    status, text = _answer(user.decode() in self._worker_keys, b"this key is of no worker that runs")
             self.denied += status != ADMITTED
             user = user if status == ADMITTED else b""
             self.socket.send_multipart([version, request_id, status, text, user, b""])

@@ -13,7 +13,7 @@ import zmq
 
 from protocol.codec import EventWriter
 from protocol.messages import EventEntry, EventFlag
-from supervisor.ports.worker_port import DRAIN_LIMIT, WorkerPort
+from supervisor.ports.worker_port import DRAIN_LIMIT, open_local_port
 from supervisor.ports.zap import ZapHandler
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_progress import RequestProgress
@@ -36,7 +36,7 @@ class Between:
         self.front.bind(f"ipc://{directory}/front")
         self.connections: dict[int, Any] = {}
         clients: Any = SimpleNamespace(socket=self.front, connections_by_channel=self.connections)
-        self.port = WorkerPort(self.context, f"ipc://{directory}/back", clients, self.seat_of)
+        self.port, _ = open_local_port(self.context, f"ipc://{directory}/back", clients, self.seat_of)
         self.client, self.worker = self._socket(zmq.DEALER), self._socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, b"W1")
         self.client.connect(f"ipc://{directory}/front")

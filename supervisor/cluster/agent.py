@@ -1,0 +1,223 @@
+"""The agent of one worker on another machine. It starts the worker as the supervisor starts its own, reports how the
+worker is, and ends it when it is told to, or when it has heard nothing of the supervisor for a lease.
+
+The program reads one order (``agent_messages.Order``) from its standard input up to its end. It dies with the process
+that has started it, and the worker dies with the agent: the kernel sees to both. Its exit code is 0 if the supervisor
+knows how the worker ended.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+
+from protocol import __version__
+from protocol.errors import FrameError
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
+from supervisor.cluster.agent_messages import (
+    BEAT_S,
+    MAX_LOG,
+    Beat,
+    Ended,
+    FromAgent,
+    Heard,
+    Leave,
+    Log,
+    Order,
+    Refused,
+    Signal,
+    Stacks,
+    Up,
+    pack,
+    read_to_agent,
+)
+from supervisor.timers import Timers
+from supervisor.workers.launcher import Launched
+from supervisor.workers.local_launcher import LocalLauncher
+from supervisor.workers.orphans import Orphans
+
+SOCKET_MARK = 1000
+"""Messages that may wait for the network in each direction."""
+PREFIX = "modelctl-agent-"
+"""The name of an agent's directory begins so. The agent's pid follows."""
+
+EXIT_KNOWN, EXIT_LOST, EXIT_REFUSED = 0, 1, 2
+
+
+class Agent:
+    """One worker, and the connection to its supervisor."""
+
+    def __init__(self, order: Order, directory: Path) -> None:
+        self._order = order
+        self._log_file = directory / "worker.log"
+        self._log_sent = 0
+        spec = order.spec
+        assert spec.keys is not None
+        context = zmq.Context()
+        link = self._link = context.socket(zmq.DEALER)
+        link.setsockopt(zmq.ROUTING_ID, order.agent_id)
+        link.setsockopt(zmq.LINGER, 0)
+        link.setsockopt(zmq.SNDHWM, SOCKET_MARK)
+        link.setsockopt(zmq.RCVHWM, SOCKET_MARK)
+        link.setsockopt(zmq.MAXMSGSIZE, MAX_LOG)
+        link.setsockopt(zmq.RECONNECT_IVL, -1)  # the key may be taken off the list meanwhile: the lease decides
+        link.setsockopt(zmq.IPV6, int("[" in spec.endpoint))
+        link.curve_serverkey = spec.keys.server.encode()
+        link.curve_publickey, link.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
+        link.connect(spec.endpoint)
+        self._timers = Timers()
+        log = logging.getLogger("supervisor.agent")
+        self._launcher = LocalLauncher(self._timers, Orphans(directory, log), log, directory / "spare.log")
+        self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid())
+        self._poller = zmq.Poller()
+        self._poller.register(link, zmq.POLLIN)
+        self._poller.register(self._launcher.descriptor, zmq.POLLIN)
+
+    def run(self) -> int:
+        """Start the worker, and stay with it until it has ended. Return this process's exit code."""
+        if self._order.build != __version__:
+            return self._refuse(
+                f"modelctl {__version__} is installed on {socket.gethostname()}, and the supervisor is "
+                f"{self._order.build}: install the same version"
+            )
+        try:
+            worker = self._launcher.start(self._spec)
+        except OSError as e:
+            return self._refuse(f"cannot start a process on {socket.gethostname()}: {e.strerror or e}")
+        self._send(Up(worker.pid, socket.gethostname()))
+        heard, beat_at = time.monotonic(), 0.0
+        while True:
+            now = time.monotonic()
+            if now >= beat_at:
+                self._send_log()
+                self._send(Beat(worker.read_lease().word, worker.memory(), worker.condition()))
+                beat_at = now + BEAT_S
+            for timer in self._timers.due(now):
+                if not timer.cancelled:
+                    timer.callback()
+            wait = max(0.0, beat_at - time.monotonic())
+            if self._poller.poll(round(1000 * wait)):
+                if self._take(worker):
+                    heard = time.monotonic()
+                if ended := self._launcher.ended():
+                    return self._end(ended[0])
+            if time.monotonic() - heard > self._order.lease_s:
+                return self._lose(worker)
+
+    def _take(self, worker: Launched) -> bool:
+        """Do what the supervisor has ordered. Return whether it has been heard."""
+        heard = False
+        while True:
+            try:
+                message = read_to_agent(self._link.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return heard
+            except FrameError:
+                continue
+            heard = True
+            if isinstance(message, Signal):
+                with suppress(ValueError, OSError):
+                    worker.signal(signal.Signals(message.number))
+            elif isinstance(message, Stacks):
+                worker.dump_stacks()
+            else:
+                assert isinstance(message, Heard | Leave)
+
+    def _end(self, worker: Launched) -> int:
+        """Report the end, until the supervisor knows it or the lease is over."""
+        code = self._launcher.reap(worker)
+        until = time.monotonic() + self._order.lease_s
+        while self._send_log():
+            if not self._wait(until):
+                return EXIT_LOST
+        while not self._send(Ended(code)):
+            if not self._wait(until):
+                return EXIT_LOST
+        while (left := until - time.monotonic()) > 0:
+            if self._link.poll(round(1000 * left)):
+                with suppress(FrameError):
+                    if isinstance(read_to_agent(self._link.recv(zmq.NOBLOCK)), Leave):
+                        return EXIT_KNOWN
+        return EXIT_LOST
+
+    def _wait(self, until: float) -> bool:
+        """Wait a moment for room in the socket. Return False if it is too late."""
+        self._link.poll(50, zmq.POLLOUT)
+        return time.monotonic() < until
+
+    def _lose(self, worker: Launched) -> int:
+        """End the worker, because nothing was heard of the supervisor: it may be gone, or may have given this worker
+        up and started another one."""
+        worker.signal(signal.SIGKILL)
+        while not (ended := self._launcher.ended()):
+            self._poller.poll(100)
+        self._launcher.reap(ended[0])
+        return EXIT_LOST
+
+    def _refuse(self, why: str) -> int:
+        self._send(Refused(why))
+        self._link.close(linger=1000)
+        return EXIT_REFUSED
+
+    def _send_log(self) -> bool:
+        """Send the next bytes of the worker's log. Return whether there may be more."""
+        try:
+            with open(self._log_file, "rb") as log:
+                log.seek(self._log_sent)
+                text = log.read(MAX_LOG // 2)
+        except OSError:
+            return False
+        if text and self._send(Log(text)):
+            self._log_sent += len(text)
+        return bool(text)
+
+    def _send(self, message: FromAgent) -> bool:
+        """Send a message, and return whether the socket has taken it."""
+        try:
+            self._link.send(pack(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Free what is left. The worker has ended."""
+        self._launcher.close()
+        self._link.close(linger=0)
+
+
+def clear_directories() -> None:
+    """Remove what agents that were killed have left."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        pid = directory.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(directory, ignore_errors=True)  # another user's stays
+
+
+def main() -> int:
+    """Run the agent of the order in standard input."""
+    parent = os.getppid()
+    if not die_with(parent):
+        return EXIT_LOST
+    order = Order.unpack(sys.stdin.buffer.read())
+    set_title(f"agent of worker {order.spec.name or order.spec.engine.model}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    clear_directories()
+    directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+    try:
+        agent = Agent(order, directory)
+        try:
+            return agent.run()
+        finally:
+            agent.close()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,158 @@
+"""What the supervisor and the agents of its workers tell each other: the order to an agent, and the messages between
+the two. An agent is not trusted: every value of its messages is checked.
+
+A message is one ZeroMQ frame with one msgpack map. Its key ``kind`` says which message it is. The other keys are the
+fields of the class.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from protocol.codec import pack_body, unpack_body
+from protocol.errors import ErrorCode, FrameError
+from protocol.process.worker_spec import WorkerSpec, pack_spec, unpack_spec
+
+BEAT_S: Final = 0.25
+"""Seconds between two beats of an agent."""
+MAX_LOG: Final = 64 << 10
+"""The most bytes of a worker's log in one message."""
+_WORD: Final = 1 << 64
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an agent is told when it is started, through its standard input.
+
+    spec      the specification of the worker. Its endpoint is also that of the agent, with the same keys. Its
+              ``log_path`` and ``supervisor_pid`` are left to the agent
+    agent_id  the agent's routing id
+    lease_s   seconds without a sign of the supervisor after which the agent ends the worker
+    build     the supervisor's version
+    """
+
+    spec: WorkerSpec
+    agent_id: bytes
+    lease_s: float
+    build: str
+
+    def packed(self) -> bytes:
+        """Return the order as bytes."""
+        return pack_body({**vars(self), "spec": pack_spec(self.spec)})
+
+    @staticmethod
+    def unpack(packed: bytes) -> "Order":
+        """Return the order that ``packed`` has made."""
+        fields = unpack_body(packed)
+        return Order(**{**fields, "spec": unpack_spec(fields["spec"])})
+
+
+@dataclass(frozen=True)
+class Up:
+    """The agent has started the worker.
+
+    pid    the worker's process
+    node   the name of the machine
+    """
+
+    pid: int
+    node: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life, every BEAT_S.
+
+    word       the word of the worker's lease, see ``protocol.process.progress_lease``
+    memory     bytes of RAM that the worker holds; None if not known
+    condition  the state of the worker's process, for people
+    """
+
+    word: int
+    memory: int | None
+    condition: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """The next bytes of the worker's log, at most MAX_LOG."""
+
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The worker has ended, and nothing of it is left.
+
+    code  the exit code, or minus the number of the signal
+    """
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The agent cannot start the worker. ``why`` is one line for people."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The supervisor's answer to Beat."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send this signal to the worker and its process group."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Have the worker write the stacks of its threads."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The end is known: the agent may leave."""
+
+
+FromAgent = Up | Beat | Log | Ended | Refused
+ToAgent = Heard | Signal | Stacks | Leave
+_FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Up, Beat, Log, Ended, Refused)}
+_TO_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Heard, Signal, Stacks, Leave)}
+_TYPES: Final = {int: (int,), str: (str,), bytes: (bytes,), int | None: (int, type(None))}
+
+
+def pack(message: FromAgent | ToAgent) -> bytes:
+    """Return the frame of a message."""
+    return pack_body({"kind": type(message).__name__, **vars(message)})
+
+
+def read_from_agent(frame: bytes) -> FromAgent:
+    """Return the message in a frame of an agent. Raises FrameError."""
+    message: FromAgent = _read(frame, _FROM_AGENT)
+    if isinstance(message, Beat) and not 0 <= message.word < _WORD:
+        raise FrameError(ErrorCode.BAD_FRAME, f"an agent's beat with the word {message.word}")
+    return message
+
+
+def read_to_agent(frame: bytes) -> ToAgent:
+    """Return the message in a frame of the supervisor. Raises FrameError."""
+    message: ToAgent = _read(frame, _TO_AGENT)
+    return message
+
+
+def _read(frame: bytes, kinds: Mapping[str, type[Any]]) -> Any:
+    fields = unpack_body(frame)
+    kind = kinds.get(str(fields.pop("kind", None)))
+    if kind is None:
+        raise FrameError(ErrorCode.BAD_FRAME, "a message of an unknown kind between agent and supervisor")
+    expected = kind.__annotations__
+    if fields.keys() != expected.keys() or any(
+        not isinstance(fields[name], _TYPES[hint]) or isinstance(fields[name], bool) for name, hint in expected.items()
+    ):
+        raise FrameError(ErrorCode.BAD_FRAME, f"a message {kind.__name__} with other fields than {list(expected)}")
+    return kind(**fields)

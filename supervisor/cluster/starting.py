@@ -1,0 +1,36 @@
+"""The interface between the launcher of workers on other machines and what starts their agents there."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """An agent that has ended, or was never started.
+
+    number  the number that it was started with
+    why     one line for people; "" if it left by itself
+    """
+
+    number: int
+    why: str
+
+
+class AgentStarter(Protocol):
+    """Starts agents on the machines of a cluster. No method blocks."""
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor that is readable when ``ended`` has something to return."""
+
+    def start(self, number: int, node: str, order: bytes) -> None:
+        """Start an agent, and give it the order. Each start ends in exactly one AgentEnd, also one that fails."""
+
+    def end(self, number: int) -> None:
+        """End an agent, and with it its worker. Do nothing if it has ended."""
+
+    def ended(self) -> list[AgentEnd]:
+        """Return the agents that have ended since the last call."""
+
+    def close(self) -> None:
+        """End all agents."""

@@ -1,0 +1,47 @@
+"""The port for workers on other machines, and for their agents: TCP with CURVE, for the keys of processes that run.
+
+Each process gets a key pair of its own when it is started. The key is taken off the list when the process has ended, so
+an older process that comes back from a cut network is refused. Frames of a connection that it still has are dropped,
+because no living worker has its routing id any more.
+"""
+
+import os
+from collections.abc import Callable
+
+import zmq
+
+from supervisor.ports.client_port import ClientPort
+from supervisor.ports.sockets import Context
+from supervisor.ports.tcp_listener import ListenError
+from supervisor.ports.worker_port import WorkerPort, worker_router
+from supervisor.ports.zap import REMOTE_DOMAIN
+from supervisor.requests.worker_slots import WorkerSlot
+
+
+def open_remote_port(
+    context: Context,
+    endpoint: str,
+    secret_key: bytes,
+    clients: ClientPort,
+    slot_of: Callable[[bytes], WorkerSlot | None],
+) -> WorkerPort:
+    """Bind the port. Raises ListenError.
+
+    endpoint    tcp://IP:PORT, an address of this machine that the other machines can reach
+    secret_key  the port's secret key for CURVE, as Z85 text
+    clients, slot_of  as for ``WorkerPort``
+    """
+    socket = worker_router(context)
+    socket.curve_server = True
+    socket.curve_secretkey = secret_key
+    socket.setsockopt(zmq.ZAP_DOMAIN, REMOTE_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as e:
+        socket.close(linger=0)
+        message = f"cannot listen on {endpoint} for workers (cluster.advertise): {os.strerror(e.errno or 0)}"
+        raise ListenError(f"{message}; choose another port, or an address of this machine") from None
+    return WorkerPort(socket, clients, slot_of)

@@ -1,0 +1,68 @@
+"""Start agents as plain processes of this machine, in the place of what starts them on a cluster."""
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from supervisor.cluster.starting import AgentEnd
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class PlainStarter:
+    """An AgentStarter. ``before`` are words of the command in front of Python, such as ``ip netns exec NAME``."""
+
+    def __init__(self, before: Sequence[str] = ()) -> None:
+        self._before = list(before)
+        self._epoll = select.epoll()
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        self._pidfds: dict[int, int] = {}
+        self.lost_nodes: set[str] = set()
+        """Machines on which no agent can be started."""
+        self._never: list[AgentEnd] = []
+
+    @property
+    def descriptor(self) -> int:
+        return self._epoll.fileno()
+
+    def start(self, number: int, node: str, order: bytes) -> None:
+        if node in self.lost_nodes:
+            self._never.append(AgentEnd(number, f"no machine {node}"))
+            return
+        agent = subprocess.Popen(
+            [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": ROOT},
+            start_new_session=True,
+        )
+        assert agent.stdin is not None
+        agent.stdin.write(order)
+        agent.stdin.close()
+        self.agents[number] = agent
+        pidfd = os.pidfd_open(agent.pid)
+        self._pidfds[pidfd] = number
+        self._epoll.register(pidfd, select.EPOLLIN)
+
+    def end(self, number: int) -> None:
+        if number in self.agents:
+            self.agents[number].kill()
+
+    def ended(self) -> list[AgentEnd]:
+        ends, self._never = self._never, []
+        for pidfd, _ in self._epoll.poll(0):
+            number = self._pidfds.pop(pidfd)
+            self._epoll.unregister(pidfd)
+            os.close(pidfd)
+            code = self.agents.pop(number).wait()
+            ends.append(AgentEnd(number, f"its agent left with {code}" if code else ""))
+        return ends
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._epoll.close()
