@@ -27,7 +27,7 @@ class PlainStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def start(self, number: int, node: str, order: bytes) -> None:
+    def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         if node in self.lost_nodes:
             self._never.append(AgentEnd(number, f"no machine {node}"))
             return

@@ -78,6 +78,7 @@ class WorkerSpec:
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     log             how the worker writes its log
     node            the machine of a cluster on which the worker runs; "" for the supervisor's own
+    leased_gpus     on such a machine, the number of GPUs that the cluster chooses; then visible_devices is empty
     keys            for an endpoint over TCP
     """
 
@@ -97,6 +98,7 @@ class WorkerSpec:
     name: str = ""
     log: LogStyle = DEFAULT_STYLE
     node: str = ""
+    leased_gpus: int = 0
     keys: LinkKeys | None = None
 
 

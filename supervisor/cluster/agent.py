@@ -78,7 +78,8 @@ class Agent:
         self._timers = Timers()
         log = logging.getLogger("supervisor.agent")
         self._launcher = LocalLauncher(self._timers, Orphans(directory, log), log, directory / "spare.log")
-        self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid())
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if spec.leased_gpus else spec.visible_devices
+        self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), visible_devices=devices)
         self._poller = zmq.Poller()
         self._poller.register(link, zmq.POLLIN)
         self._poller.register(self._launcher.descriptor, zmq.POLLIN)

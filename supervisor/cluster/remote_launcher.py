@@ -140,7 +140,7 @@ class RemoteLauncher:
         self._workers[worker.agent_id] = worker
         self.keys.add(keys.public)
         order = Order(replace(spec, endpoint=self._endpoint, keys=keys), worker.agent_id, self._lease_s, __version__)
-        self._starter.start(worker.number, spec.node, order.packed())
+        self._starter.start(worker.number, spec.node, spec.leased_gpus, order.packed())
         return worker
 
     def knows(self, routing_id: bytes) -> bool:

@@ -23,8 +23,9 @@ class AgentStarter(Protocol):
     def descriptor(self) -> int:
         """A descriptor that is readable when ``ended`` has something to return."""
 
-    def start(self, number: int, node: str, order: bytes) -> None:
-        """Start an agent, and give it the order. Each start ends in exactly one AgentEnd, also one that fails."""
+    def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
+        """Start an agent with a lease of ``gpus`` GPUs, and give it the order. Each start ends in exactly one AgentEnd,
+        also one that fails."""
 
     def end(self, number: int) -> None:
         """End an agent, and with it its worker. Do nothing if it has ended."""

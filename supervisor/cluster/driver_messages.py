@@ -1,0 +1,100 @@
+"""What the supervisor and its helper process that talks to Ray tell each other.
+
+A message is one packet of a SOCK_SEQPACKET pair with one msgpack map. The key ``kind`` names the class.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from protocol.codec import pack_body, unpack_body
+from protocol.errors import ErrorCode, FrameError
+
+MAX_PACKET: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster.
+
+    node_id  Ray's id of the machine's membership; a machine that leaves and comes back has another one
+    name     the name that it was started with, else its address
+    address  its IP address
+    gpus     GPUs that Ray may lease there
+    free     of these, the GPUs that are not leased
+    own      whether it is the supervisor's machine
+    labels   labels that it was started with
+    """
+
+    node_id: str
+    name: str
+    address: str
+    gpus: float
+    free: float
+    own: bool
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StartAgent:
+    """Start an agent on a machine, with a lease of ``gpus`` GPUs, and give it the order."""
+
+    number: int
+    node_id: str
+    gpus: int
+    order: bytes
+
+
+@dataclass(frozen=True)
+class EndAgent:
+    number: int
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of the cluster, whenever they have changed."""
+
+    nodes: list[dict[str, Any]]
+
+    def read(self) -> list[Node]:
+        """Return the machines. Raises TypeError for other fields."""
+        return [Node(**node) for node in self.nodes]
+
+
+@dataclass(frozen=True)
+class AgentLeft:
+    """An agent has ended, or was never started. ``why`` is one line for people, "" if it left by itself."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """The cluster cannot be used, and the helper leaves. ``why`` is one line for people."""
+
+    why: str
+
+
+ToDriver = StartAgent | EndAgent
+FromDriver = Nodes | AgentLeft | Unusable
+_KINDS: Final[dict[str, type[Any]]] = {
+    kind.__name__: kind for kind in (StartAgent, EndAgent, Nodes, AgentLeft, Unusable)
+}
+
+
+def pack(message: ToDriver | FromDriver) -> bytes:
+    """Return the packet of a message."""
+    return pack_body({"kind": type(message).__name__, **asdict(message)})
+
+
+def read(packet: bytes) -> ToDriver | FromDriver:
+    """Return the message in a packet. Raises FrameError."""
+    fields = unpack_body(packet)
+    kind = _KINDS.get(str(fields.pop("kind", None)))
+    try:
+        if kind is None:
+            raise TypeError("its kind is unknown")
+        message: ToDriver | FromDriver = kind(**fields)
+    except TypeError as e:
+        raise FrameError(ErrorCode.BAD_FRAME, f"a message between the supervisor and Ray's driver: {e}") from None
+    return message

@@ -1,0 +1,190 @@
+"""The helper process that talks to Ray: the driver, in Ray's words. The supervisor never imports Ray.
+
+It starts and ends actors as the supervisor tells it, and reports which machines there are. If the cluster hangs, so
+does this process, and nobody else. Ray ends all actors when this process ends, and the kernel ends it with the
+supervisor.
+
+Ray's Python API is used for membership, leases of GPUs and actors, and nothing else: no objects, queues or restarts.
+"""
+
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from protocol.process.parent_death import die_with
+from protocol.process.process_title import set_title
+from supervisor.cluster.driver_messages import (
+    MAX_PACKET,
+    AgentLeft,
+    EndAgent,
+    FromDriver,
+    Node,
+    Nodes,
+    StartAgent,
+    Unusable,
+    pack,
+    read,
+)
+
+LOOK_S = 1.0
+"""Seconds between two looks at the machines of the cluster."""
+STRANGER_S = 10.0
+"""Seconds that the try without a token may take."""
+_STRANGER = """
+import sys
+import ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="CRITICAL", namespace="modelctl-stranger")
+print("admitted", flush=True)
+"""
+"""A program without a token. A cluster that lets it in lets anybody run code."""
+
+
+class Driver:
+    """The connection to the supervisor, and the actors that were started."""
+
+    def __init__(self, link: socket.socket) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from supervisor.cluster.ray_actor import AgentActor
+
+        self._ray: Any = ray
+        self._actor: Any = AgentActor
+        self._affinity = NodeAffinitySchedulingStrategy
+        self._link = link
+        self._actors: dict[int, Any] = {}
+        self._over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._said: list[dict[str, Any]] | None = None
+
+    def run(self) -> None:
+        """Serve the supervisor until it ends the connection."""
+        own = self._ray.get_runtime_context().get_node_id()
+        poll = select.poll()
+        for source in (self._link, self._wake):
+            poll.register(source, select.POLLIN)
+        look_at = 0.0
+        while True:
+            if (now := time.monotonic()) >= look_at:
+                self._say_nodes(own)
+                look_at = now + LOOK_S
+            ready = {descriptor for descriptor, _ in poll.poll(round(1000 * max(0.0, look_at - time.monotonic())))}
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                while not self._over.empty():
+                    number, why = self._over.get()
+                    if self._actors.pop(number, None) is not None:
+                        self._say(AgentLeft(number, why))
+            if self._link.fileno() in ready:
+                packet = self._link.recv(MAX_PACKET)
+                if not packet:
+                    return
+                message = read(packet)
+                if isinstance(message, StartAgent):
+                    self._start(message)
+                elif isinstance(message, EndAgent) and (actor := self._actors.get(message.number)) is not None:
+                    self._ray.kill(actor, no_restart=True)
+
+    def _start(self, message: StartAgent) -> None:
+        number = message.number
+        try:
+            actor = self._actor.options(
+                num_gpus=message.gpus,
+                scheduling_strategy=self._affinity(message.node_id, soft=False),
+                name=f"modelctl-{os.getpid()}-{number}",
+            ).remote()
+            self._actors[number] = actor
+            future = actor.run.remote(message.order).future()
+        except Exception as e:
+            self._actors.pop(number, None)
+            self._say(AgentLeft(number, _line(e)))
+            return
+        future.add_done_callback(lambda done: self._note_end(number, done))
+
+    def _note_end(self, number: int, done: Any) -> None:
+        """Take note that an agent has ended. Ray calls this on a thread of its own."""
+        try:
+            code = done.result()
+            why = f"its agent left with exit code {code}" if code else ""
+        except Exception as e:
+            why = _line(e)
+        self._over.put((number, why))
+        os.eventfd_write(self._wake, 1)
+
+    def _say_nodes(self, own: str) -> None:
+        free = self._ray._private.state.available_resources_per_node()
+        nodes = [
+            vars(
+                Node(
+                    node_id=node["NodeID"],
+                    name=node.get("NodeName") or node["NodeManagerAddress"],
+                    address=node["NodeManagerAddress"],
+                    gpus=node["Resources"].get("GPU", 0.0),
+                    free=free.get(node["NodeID"], {}).get("GPU", 0.0),
+                    own=node["NodeID"] == own,
+                    labels={str(key): str(value) for key, value in (node.get("Labels") or {}).items()},
+                )
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+        if nodes != self._said:
+            self._said = nodes
+            self._say(Nodes(nodes))
+
+    def _say(self, message: FromDriver) -> None:
+        self._link.send(pack(message))
+
+
+def lets_strangers_in(address: str) -> bool:
+    """Return whether the cluster lets a process in that has no token."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    environment |= {"RAY_AUTH_MODE": "disabled", "HOME": "/nonexistent"}
+    command = [sys.executable, "-P", "-c", _STRANGER, address]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=STRANGER_S, cwd="/")
+    except subprocess.TimeoutExpired:
+        return False
+    return b"admitted" in done.stdout
+
+
+def _line(error: Exception) -> str:
+    """Return one line of an error of Ray for people. Ray's messages are long."""
+    text = " ".join(str(getattr(error, "cause", None) or error).split())
+    return f"Ray: {type(error).__name__}: {text[:300]}"
+
+
+def main() -> None:
+    """Connect to the cluster of the first argument, and serve the supervisor at standard input."""
+    parent, address = os.getppid(), sys.argv[1]
+    if not die_with(parent):
+        return
+    set_title("driver of Ray")
+    link = socket.socket(fileno=os.dup(0))
+    try:
+        import ray
+
+        ray.init(address=address, namespace="modelctl", log_to_driver=False, logging_level="ERROR")
+    except ModuleNotFoundError:
+        link.send(pack(Unusable("the package ray is not installed: pip install 'modelctl[ray]'")))
+        return
+    except Exception as e:
+        link.send(pack(Unusable(f"the cluster {address} cannot be reached: {_line(e)}")))
+        return
+    if lets_strangers_in(ray.get_runtime_context().gcs_address):
+        why = (
+            f"the cluster {address} lets anybody run code who can reach it: start all its machines with "
+            "RAY_AUTH_MODE=token and the same token"
+        )
+        link.send(pack(Unusable(why)))
+        return
+    Driver(link).run()
+
+
+if __name__ == "__main__":
+    main()

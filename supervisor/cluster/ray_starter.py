@@ -1,0 +1,190 @@
+"""Start agents on the machines of a Ray cluster, through the helper process that talks to Ray (``ray_driver``)."""
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+
+from protocol.errors import FrameError
+from protocol.process.helper_environment import helper_environment
+from supervisor.cluster.driver_messages import (
+    MAX_PACKET,
+    AgentLeft,
+    EndAgent,
+    Node,
+    Nodes,
+    StartAgent,
+    ToDriver,
+    Unusable,
+    pack,
+    read,
+)
+from supervisor.cluster.starting import AgentEnd
+
+_COMMAND = (sys.executable, "-P", "-m", "supervisor.cluster.ray_driver")
+AGAIN_S = 5.0
+"""Seconds between two starts of the helper."""
+
+
+class RayStarter:
+    """An ``AgentStarter``. Raises OSError if the helper cannot be started.
+
+    address  the cluster's address, as Ray takes it, or "auto" for the one that this machine belongs to
+    nodes    the machines of the cluster; empty until it has answered
+    trouble  why the cluster cannot be used, for people; "" if it can, or has not answered yet
+    """
+
+    def __init__(self, address: str, log: logging.Logger) -> None:
+        self._address, self._log = address, log
+        self.nodes: list[Node] = []
+        self.trouble = ""
+        self._started: set[int] = set()
+        """The agents that were started, and have not ended yet."""
+        self._ends: list[AgentEnd] = []
+        self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._readable, select.EPOLLIN)
+        self._link: socket.socket | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._begun = time.monotonic()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "HOME"}
+        try:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_PACKET)
+            self._process = subprocess.Popen(
+                [*_COMMAND, self._address],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env=helper_environment(**ray),
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._link = ours
+        self._epoll.register(ours, select.EPOLLIN)
+
+    @property
+    def descriptor(self) -> int:
+        return self._epoll.fileno()
+
+    def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
+        if why := self._refusal(node, gpus):
+            self._never(number, why)
+            return
+        (node_id,) = (there.node_id for there in self.nodes if there.name == node)
+        self._started.add(number)
+        self._send(StartAgent(number, node_id, gpus, order))
+
+    def _refusal(self, node: str, gpus: int) -> str:
+        """Return why no agent can be started on a machine, "" if one can."""
+        if self._link is None or not self.nodes:
+            return self.trouble or "the Ray cluster has not answered yet"
+        found = [there for there in self.nodes if there.name == node]
+        if not found:
+            names = ", ".join(sorted(there.name for there in self.nodes))
+            return f"the Ray cluster has no machine {node}: it has {names}"
+        if len(found) > 1:
+            return f"the Ray cluster has {len(found)} machines called {node}: start each with a --node-name of its own"
+        if found[0].free < gpus:
+            return f"{node} has {found[0].free:g} of {found[0].gpus:g} GPUs free, and {gpus} are needed"
+        return ""
+
+    def end(self, number: int) -> None:
+        if number in self._started:
+            self._send(EndAgent(number))
+
+    def ended(self) -> list[AgentEnd]:
+        self._receive()
+        try:
+            os.eventfd_read(self._readable)
+        except BlockingIOError:
+            pass
+        ends, self._ends = self._ends, []
+        return ends
+
+    def check(self, now: float) -> None:
+        """Start the helper again if it has ended. Call this every second or so."""
+        if self._link is None and now - self._begun > AGAIN_S:
+            try:
+                self._begin()
+            except OSError as e:
+                self._log.warning("the helper that talks to Ray cannot be started: %s", e)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._process.kill()
+        self._process.wait()
+        self._epoll.close()
+        os.close(self._readable)
+
+    def _receive(self) -> None:
+        while self._link is not None:
+            try:
+                packet = self._link.recv(MAX_PACKET)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            try:
+                if not packet:
+                    raise EOFError("it has ended")
+                message = read(packet)
+            except (FrameError, EOFError) as e:
+                self._lose(str(e))
+                return
+            if isinstance(message, Nodes):
+                self._adopt(message.read())
+            elif isinstance(message, AgentLeft):
+                if message.number in self._started:
+                    self._started.discard(message.number)
+                    self._ends.append(AgentEnd(message.number, message.why))
+            elif isinstance(message, Unusable):
+                if message.why != self.trouble:
+                    self._log.error("cluster: %s", message.why)
+                self.trouble = message.why
+
+    def _adopt(self, nodes: list[Node]) -> None:
+        before, after = ({node.name for node in some} for some in (self.nodes, nodes))
+        for name in sorted(after - before):
+            self._log.info("cluster: machine %s is there", name)
+        for name in sorted(before - after):
+            self._log.warning("cluster: machine %s is gone", name)
+        self.nodes, self.trouble = nodes, ""
+
+    def _lose(self, why: str) -> None:
+        """Note that the helper is gone. Ray ends all its actors, and so all agents end."""
+        assert self._link is not None
+        self._epoll.unregister(self._link)
+        self._link.close()
+        self._link = None
+        self._process.kill()
+        self._process.wait()
+        self._ends += [AgentEnd(number, "the connection to the Ray cluster was lost") for number in self._started]
+        self._started.clear()
+        self.nodes = []
+        self.trouble = self.trouble or f"the helper that talks to Ray: {why}"
+
+    def _never(self, number: int, why: str) -> None:
+        self._ends.append(AgentEnd(number, why))
+        os.eventfd_write(self._readable, 1)
+
+    def _send(self, message: ToDriver) -> None:
+        try:
+            if self._link is not None:
+                self._link.send(pack(message))
+        except OSError as e:
+            self._lose(f"it does not read ({e.strerror})")
+            os.eventfd_write(self._readable, 1)
