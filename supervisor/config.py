@@ -16,8 +16,14 @@ from protocol.process.worker_spec import EngineSpec
 from supervisor.config_environment import overlay
 from supervisor.config_gateway import GatewayConfig, gateway_problems
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
-from supervisor.config_rules import combination_problems, group_problems, held_problems, sampling_problems
-from supervisor.config_schema import FileConfig, GroupConfig, SupervisorConfig
+from supervisor.config_rules import (
+    cluster_problems,
+    combination_problems,
+    group_problems,
+    held_problems,
+    sampling_problems,
+)
+from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.logs import log_dir
@@ -78,15 +84,16 @@ class ModelSpec:
     @property
     def may_sleep(self) -> bool:
         """Return whether models.yaml lets the model sleep. Its engine may not be able to."""
-        return self.config.lazy and not self.config.pinned and self.config.sleep == "ram"
+        config = self.config
+        return config.lazy and not config.pinned and config.sleep == "ram" and config.node is None
 
     @property
     def process_key(self) -> tuple[object, ...]:
         """Return the settings that a worker gets at its start. If they change, the worker must be replaced."""
         config = self.config
         return (
-            self.engine_spec, config.gpu, config.sampling, config.limits, config.step_timeout, config.tool_format,
-            config.reasoning,
+            self.engine_spec, config.gpu, config.node, config.sampling, config.limits, config.step_timeout,
+            config.tool_format, config.reasoning,
         )  # fmt: skip
 
     @property
@@ -107,7 +114,7 @@ class ModelSpec:
             max_seq_len=config.max_seq_len,
             max_batch_size=config.max_batch_size,
             options={**options, **(config.options or {})},
-            sleep=config.lazy and config.sleep == "ram",
+            sleep=config.lazy and config.sleep == "ram" and config.node is None,
         )
 
 
@@ -122,6 +129,7 @@ class Config:
         gateway: GatewayConfig | None = None,
         default_model: str | None = None,
         groups: Mapping[str, GroupConfig] | None = None,
+        cluster: ClusterConfig | None = None,
     ) -> None:
         self.file = file
         self.models = models
@@ -130,6 +138,7 @@ class Config:
         self.notes: list[str] = []
         """What was left out of files that give defaults, one line each."""
         self.groups = groups or {}
+        self.cluster = cluster
         self.names = ModelNames({name: spec.config for name, spec in models.items()}, default_model)
 
     @property
@@ -226,11 +235,15 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
     problems += [source.problem(path, message) for path, message in held_problems(parsed.supervisor.held)]
     if not flaws:
         problems += [source.problem(path, message) for path, message in group_problems(parsed.models, parsed.groups)]
+        problems += [source.problem(path, message) for path, message in cluster_problems(parsed.models, parsed.cluster)]
     if parsed.gateway is not None:
         wrong_keys = gateway_problems(parsed.gateway)
         problems += [source.problem(("gateway", key), message) for key, message in wrong_keys]
     problems.sort(key=lambda problem: problem.line)
-    whole = Config(Path(file).resolve(), models, parsed.supervisor, parsed.gateway, parsed.default_model, parsed.groups)
+    whole = Config(
+        Path(file).resolve(), models, parsed.supervisor, parsed.gateway, parsed.default_model, parsed.groups,
+        parsed.cluster,
+    )  # fmt: skip
     whole.notes = [str(note) for note in notes]
     return Examined(source, whole, problems)
 

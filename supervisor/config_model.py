@@ -118,6 +118,13 @@ class ModelConfig:
     Default: required for exllamav2, cpu for the other engines
     Example: [0, 1]
     """
+    node: str | None = None
+    """The machine on which the model's workers run, by its name in the Ray cluster of the section ``cluster``. There
+    ``gpu`` is ``auto`` for one GPU, which Ray chooses, or ``cpu``. ``model_dir`` is the same path on both machines.
+
+    Default: the supervisor's own machine
+    Example: big-box
+    """
     vram: Vram = None
     """GPU memory of each worker in all, as nvidia-smi shows it.
 

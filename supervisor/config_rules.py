@@ -8,7 +8,7 @@ from typing import Any
 from protocol.limits import MODEL_NAME_PATTERN
 from protocol.process.worker_spec import OFF, PAGE_TOKENS
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
-from supervisor.config_schema import GroupConfig, HeldConfig
+from supervisor.config_schema import ClusterConfig, GroupConfig, HeldConfig
 from supervisor.yaml_source import KeyPath
 
 
@@ -41,6 +41,21 @@ def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
     if config.engine == "exllamav2":
         problems += _exllamav2_problems(config)
     return problems
+
+
+def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig | None) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (path, message) for models on other machines without a cluster, and for keys that do not work there."""
+    if cluster is not None and cluster.advertise is None:
+        yield ("cluster",), "needs advertise, the endpoint to which workers on other machines connect"
+    for name, config in models.items():
+        if config.node is None:
+            continue
+        if cluster is None:
+            yield ("models", name, "node"), f"is {config.node!r}, and models.yaml has no section cluster; add one"
+        if config.gpu not in (None, "cpu", "auto"):
+            yield ("models", name, "gpu"), f"is {config.gpu!r} with node: Ray chooses the GPU there; write auto or cpu"
+        if config.vram is not None:
+            yield ("models", name, "vram"), "is not read for a model on another machine; remove it"
 
 
 def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:

@@ -306,6 +306,32 @@ class GroupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The section ``cluster``: workers on other machines, which a Ray cluster provides. Without it there are none.
+
+    A change takes a restart of the supervisor.
+    """
+
+    advertise: Listen = None
+    """TCP endpoint to which workers on other machines connect: an address of this machine that they can reach.
+
+    Default: required
+    Example: tcp://192.168.1.5:5571
+    """
+    ray: str = "auto"
+    """Address of the cluster, as Ray takes it. ``auto`` is the cluster that this machine belongs to.
+
+    Example: 192.168.1.5:6379
+    """
+    lease: Lease = 10.0
+    """Time without a sign of life after which a machine counts as lost. Its workers end themselves after the same time,
+    counted by them.
+
+    Example: 30s
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileConfig:
     """Keys of the whole file, beside ``models`` and the sections."""
 
@@ -325,3 +351,4 @@ class FileConfig:
     """
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     gateway: GatewayConfig | None = None
+    cluster: ClusterConfig | None = None

@@ -28,7 +28,7 @@ from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.ports.client_ports import ClientPorts
-from supervisor.ports.worker_port import WorkerPort
+from supervisor.ports.worker_ports import WorkerPorts
 from supervisor.requests.effect_queue import EffectQueue, EndConnection
 from supervisor.requests.in_flight import ToClient, ToWorker, Wake
 from supervisor.requests.scheduler import Scheduler
@@ -41,7 +41,7 @@ class EffectRunner:
         self,
         queue: EffectQueue,
         clients: ClientPorts,
-        workers: WorkerPort,
+        workers: WorkerPorts,
         scheduler: Scheduler,
         fleet: Fleet,
         on_demand: OnDemandLoader,
@@ -79,7 +79,7 @@ class EffectRunner:
         replica = self._fleet.registry.replicas.get(effect.worker)
         if replica is None or replica.generation != effect.generation:
             return  # the process has ended, and the scheduler knows
-        if not self._workers.send(replica.routing_id, effect.frame):
+        if not self._workers.send(replica.routing_id, effect.frame, remote=replica.spec.config.node is not None):
             # The worker is not connected any more. The loop is about to see its exit, which ends all its requests. Or
             # the worker is 10,000 frames behind, and would lose a request silently.
             self._fleet.kill(replica, "it cannot be reached")

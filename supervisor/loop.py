@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -25,6 +26,7 @@ from protocol.process.runtime_paths import admin_endpoint, back_endpoint, front_
 from supervisor.calls import AdminContext
 from supervisor.client_messages import ClientMessages
 from supervisor.config import Config
+from supervisor.config_schema import ClusterConfig
 from supervisor.config_watch import LOOK_S as CONFIG_LOOK_S
 from supervisor.config_watch import ConfigWatch, signature_of
 from supervisor.deadline_timer import DeadlineTimer
@@ -54,7 +56,8 @@ from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
 from supervisor.ports.request_authorizer import REVOKE_S, RequestAuthorizer
 from supervisor.ports.sockets import Context
 from supervisor.ports.tcp_listener import open_tcp_port
-from supervisor.ports.worker_port import RELAY, open_local_port
+from supervisor.ports.worker_port import RELAY, WorkerPort, open_local_port
+from supervisor.ports.worker_ports import WorkerPorts
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
 from supervisor.request_log import CHECK_S as REQUEST_LOG_CHECK_S
@@ -76,9 +79,13 @@ from supervisor.usage_keeper import CHECK_S as USAGE_CHECK_S
 from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
 from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
+from supervisor.workers.launcher import Launcher
 from supervisor.workers.lifecycle import COMING_UP
 from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.orphans import Orphans
+
+if TYPE_CHECKING:
+    from supervisor.cluster.cluster import Cluster
 
 MONITOR_LIMIT = 8
 """Events of a port's monitor that are read before descriptors are counted again."""
@@ -126,12 +133,17 @@ class Supervisor:
         self._queries = PendingQueries()
         self._probes = Probes()
         self._launcher = LocalLauncher(timers, Orphans(runtime.path, log), log, log_path(runtime.path, "_spare"))
+        self._cluster = None if config.cluster is None else _cluster(config.cluster, log)
         # Sockets of clients. The ZAP handler has to exist before the first socket is bound.
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = KeyRing(keys_of(config), log)
         admitting = None if opening is None else ring
         self._zap = ZapHandler(self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=admitting)
+        self._launchers: Launcher = self._launcher
+        if self._cluster is not None:
+            self._launchers = self._cluster.beside(self._launcher)
+            self._zap.worker_keys = self._cluster.launcher.keys
         holds = self._scheduler.holds
         front, front_file = open_ipc_port(self._context, front_endpoint(runtime.path), budget.backlog, holds, log)
         admin, admin_file = open_ipc_port(self._context, admin_endpoint(runtime.path), budget.backlog, holds, log)
@@ -146,7 +158,7 @@ class Supervisor:
         self._signals = Signals()
         # Models and their workers.
         back = back_endpoint(runtime.path)
-        self._fleet = Fleet(config, self._scheduler, timers, self._launcher, self._effects, runtime.path, back, log)
+        self._fleet = Fleet(config, self._scheduler, timers, self._launchers, self._effects, runtime.path, back, log)
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
         self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
         self._logs = LogControl(self._fleet.registry, log, self._gateway, self._effects)
@@ -159,7 +171,10 @@ class Supervisor:
         self._frames = WorkerFrames(
             self._fleet, self._scheduler, self._queries, self._authorizer, self._deadlines, self._reactor, self._effects
         )
-        self._workers, back_file = open_local_port(self._context, back, front, self._frames.slot_of)
+        local, back_file = open_local_port(self._context, back, front, self._frames.slot_of)
+        self._workers = WorkerPorts(local)
+        if self._cluster is not None:
+            self._workers.remote = self._cluster.open(self._context, front, self._frames.slot_of)
         # Parts that bring the others together.
         self._troubles = Troubles(
             log, self._scheduler, self._fleet.registry, self._reloads, self._fleet.vram, self._gateway, ring
@@ -167,7 +182,7 @@ class Supervisor:
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
             self._authorizer, self._zap, self._shutdown, self._gateway, self._usage, self._troubles, self._launcher,
-            self._request_log,
+            self._request_log, self._cluster,
         )  # fmt: skip
         history = EventHistory(earlier=latest_events(log_dir(runtime.path)))
         log.addHandler(history)
@@ -196,7 +211,7 @@ class Supervisor:
         if not self._workers.relays:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
         self._logs.apply()
-        self._launcher.sweep(self._fleet.vram.holders())
+        self._launchers.sweep(self._fleet.vram.holders())
         self._fleet.vram.serves()
         self._on_demand.begin()
         self._runner.run()
@@ -221,13 +236,17 @@ class Supervisor:
         """Name a handler for each socket and descriptor that the loop waits for."""
         watch = self._reactor.watch
         watch(self._zap.socket, self._admit_newcomers)
-        watch(self._workers.socket, self._on_workers, busy=True)
+        watch(self._workers.local.socket, self._on_workers, busy=True)
+        if self._cluster is not None and (remote := self._workers.remote) is not None:
+            watch(remote.socket, partial(self._on_machines, self._cluster, remote), busy=True)
+            watch(self._cluster.launcher.starter_descriptor, self._cluster.launcher.agents_ended)
+            self._reactor.every(self._cluster.check_s, partial(self._check_machines, self._cluster))
         for port in self._clients:
             handler = partial(self._on_port, port)
             watch(port.socket, handler, busy=port is not self._clients.admin, waiting=port.is_waiting)
             watch(port.monitor, handler)
         watch(self._signals.receiver, self._on_signals)
-        watch(self._launcher.descriptor, self._on_ends)
+        watch(self._launchers.descriptor, self._on_ends)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
         watch(self._gateway.descriptor, self._gateway.hear)
         if self._usage is not None:
@@ -269,7 +288,7 @@ class Supervisor:
         self._zap.socket.close(linger=0)
         self._context.term()
         self._fleet.vram.close()
-        self._launcher.close()
+        self._launchers.close()
         self._runtime.release()
 
     # --- what comes in --------------------------------------------------------------------------------------------
@@ -298,19 +317,35 @@ class Supervisor:
 
     def _on_workers(self) -> bool:
         """Handle the frames that workers have sent. Return whether there may be more."""
-        for routing_id, frame in self._workers.receive():
+        for routing_id, frame in self._workers.local.receive():
             self._frames.handle(routing_id, frame)
             self._runner.run()  # before compiled code passes on what this worker has sent next
-        return self._workers.more
+        return self._workers.local.more
+
+    def _on_machines(self, cluster: "Cluster", port: WorkerPort) -> bool:
+        """Handle the frames of workers on other machines and of their agents. Return whether there may be more."""
+        for routing_id, frame in port.receive():
+            if cluster.launcher.knows(routing_id):
+                cluster.launcher.on_frame(routing_id, frame)
+            else:
+                self._frames.handle(routing_id, frame)
+                self._runner.run()
+        return port.more
+
+    def _check_machines(self, cluster: "Cluster") -> None:
+        cluster.check(time.monotonic())
 
     def _on_ends(self) -> None:
         """Handle the ends of workers, after the last frames that they sent.
 
         A complete answer may lie in the socket. It must not turn into ``worker_died`` because the pidfd was read first.
         """
-        if ended := self._launcher.ended():
+        if ended := self._launchers.ended():
             for _ in range(LAST_FRAMES_TURNS):
-                if not self._on_workers():
+                more = self._on_workers()
+                if self._cluster is not None and self._workers.remote is not None:
+                    more |= self._on_machines(self._cluster, self._workers.remote)
+                if not more:
                     break
         for process in ended:
             self._frames.note_end(self._fleet.registry.worker_of(process))
@@ -377,6 +412,13 @@ class Supervisor:
     def _sample(self) -> None:
         self._fleet.sample_rates(RATE_WINDOW_S)
         self._on_demand.unload_idle()
+
+
+def _cluster(config: ClusterConfig, log: logging.Logger) -> "Cluster":
+    """Return the parts for workers on other machines. Without a cluster nothing of them is imported."""
+    from supervisor.cluster.cluster import Cluster
+
+    return Cluster(config, log)
 
 
 def _keeper(config: Config, runtime_dir: Path, effects: EffectQueue, log: logging.Logger) -> UsageKeeper | None:

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from protocol import __version__
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
@@ -15,7 +15,8 @@ from supervisor.gateway_process import GatewayProcesses
 from supervisor.logs import log_path, log_trouble
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.request_authorizer import RequestAuthorizer
-from supervisor.ports.worker_port import RELAY, WorkerPort
+from supervisor.ports.worker_port import RELAY
+from supervisor.ports.worker_ports import WorkerPorts
 from supervisor.ports.zap import ZapHandler
 from supervisor.request_log import RequestLog
 from supervisor.requests.scheduler import Scheduler
@@ -24,6 +25,9 @@ from supervisor.troubles import Troubles
 from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
 from supervisor.workers.local_launcher import LocalLauncher
+
+if TYPE_CHECKING:
+    from supervisor.cluster.cluster import Cluster
 
 
 class SupervisorDescription:
@@ -37,7 +41,7 @@ class SupervisorDescription:
         reloads: Reloads,
         scheduler: Scheduler,
         clients: ClientPorts,
-        workers: WorkerPort,
+        workers: WorkerPorts,
         frames: WorkerFrames,
         authorizer: RequestAuthorizer,
         zap: ZapHandler,
@@ -47,6 +51,7 @@ class SupervisorDescription:
         troubles: Troubles,
         launcher: LocalLauncher,
         request_log: RequestLog,
+        cluster: "Cluster | None",
     ) -> None:
         self.session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         """A random text that tells this supervisor process from the ones before it."""
@@ -69,6 +74,7 @@ class SupervisorDescription:
         self._troubles = troubles
         self._launcher = launcher
         self._request_log = request_log
+        self._cluster = cluster
 
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
@@ -90,6 +96,7 @@ class SupervisorDescription:
             "tcp": self._authorizer.describe_tcp(),
             "http_keys": self._authorizer.describe_http(),
             "gateway": self._gateway.describe(),
+            "cluster": None if self._cluster is None else self._cluster.describe(),
             "usage": None if self._usage is None else self._usage.describe(),
             "request_log": self._request_log.describe(),
             "counters": self._counters(),

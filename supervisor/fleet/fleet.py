@@ -208,6 +208,8 @@ class Fleet:
         code = self._launcher.reap(process)
         tail = without_ours(logs.tail(replica.log_path, since=replica.log_begin))
         killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
+        if process.lost:
+            killed = "lost", process.lost
         report = classify(code, asked=asked, log_tail=tail, killed=killed)
         self.registry.process_ended(replica)
         self.vram.ended(replica.name, process.pid)

@@ -51,10 +51,10 @@ class Start(Admission):
     def begin(self) -> None:
         """Check that the engine's packages are there, and estimate what the model needs."""
         engine = self._spec.config.engine
-        if (missing := missing_for(engine)) is not None:
+        if self._spec.config.node is None and (missing := missing_for(engine)) is not None:
             self._refuse_soon(not_admitted("config", LOAD_ERROR_PREFIX + missing, retry=False))
             return
-        if self._gpu_request is None:  # on the CPU
+        if self._gpu_request is None:  # on the CPU, or on another machine
             self.stage = Stage.TURN
             self._starts.advance()
             return
@@ -142,6 +142,8 @@ class Start(Admission):
             leases=starts.registry.config.supervisor.leases(config),
             name=replica.label,
             log=replica.log_style,
+            node=config.node or "",
+            leased_gpus=int(config.node is not None and config.gpu == "auto"),
         )
         try:
             process = starts.launcher.start(spec)
@@ -151,10 +153,11 @@ class Start(Admission):
         starts.registry.launched(replica, process)
         if placed is not None:
             replica.memory.holding = Holding(replica.label, process.pid, placed.bytes, loading=True)
+        where = f"on {config.node}" if config.node else f"devices: {devices or 'cpu'}"
+        what = f"spawned pid {process.pid}" if process.pid else "ordered"
         starts.log.info(
-            "%s: spawned pid %d, generation %d, devices: %s",
-            replica.shown, process.pid, replica.generation, devices or "cpu", extra=about(replica.log_name),
-        )  # fmt: skip
+            "%s: %s, generation %d, %s", replica.shown, what, replica.generation, where, extra=about(replica.log_name)
+        )
         self._end()
         starts.at_next_turn(starts.advance)
 

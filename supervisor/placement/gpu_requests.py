@@ -15,9 +15,9 @@ ESTIMATED = frozenset({"exllamav2"})
 
 
 def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
-    """Return the GPUs that a model asks for; None for a model on the CPU."""
+    """Return the GPUs of this machine that a model asks for; None for a model on the CPU or on another machine."""
     config = spec.config
-    if not spec.visible_devices:
+    if not spec.visible_devices or config.node is not None:
         return None
     if config.gpu == "auto":
         return GpuRequest(None)

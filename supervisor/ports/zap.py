@@ -47,7 +47,7 @@ class ZapHandler:
         ring: KeyRing | None = None,
         worker_keys: Collection[str] = (),
     ) -> None:
-        self._worker_keys = worker_keys
+        self.worker_keys = worker_keys
         self._uid = uid
         self._is_worker = is_worker
         self._ring = ring
@@ -76,7 +76,7 @@ class ZapHandler:
                 if domain == TCP_DOMAIN:
                     status, text = self._admit(user.decode())
                 elif domain == REMOTE_DOMAIN:
-                    status, text = _answer(user.decode() in self._worker_keys, b"this key is of no worker that runs")
+                    status, text = _answer(user.decode() in self.worker_keys, b"this key is of no worker that runs")
             self.denied += status != ADMITTED
             user = user if status == ADMITTED else b""
             self.socket.send_multipart([version, request_id, status, text, user, b""])

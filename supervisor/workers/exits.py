@@ -44,7 +44,7 @@ class ExitReport:
     """The report of a process that has ended, or that was not started.
 
     reason   "asked", "config", "no room", "unreadable", "out of VRAM", "out of memory", "CUDA error",
-             "engine fault", "hung", "killed", "signal", "spawn" or "exit"
+             "engine fault", "hung", "killed", "lost", "signal", "spawn" or "exit"
     message  one line for a person, at most MAX_MESSAGE characters
     retry    whether another try may help
     lines    the last lines that the process wrote to its log, at most MAX_LINES of MAX_MESSAGE characters. If it wrote
@@ -97,7 +97,7 @@ def _unasked(code: int, log_tail: list[str], killed: tuple[str, str] | None) -> 
         return ExitReport(code, fault.reason, _printable(fault.message), retry=True)
     if code == -signal.SIGKILL and killed:
         reason, why = killed
-        message = why if reason == "hung" else f"killed by the supervisor: {why}"
+        message = why if reason in ("hung", "lost") else f"killed by the supervisor: {why}"
         return ExitReport(code, reason, _printable(message), retry=True)
     if code == -signal.SIGKILL:
         return ExitReport(code, "killed", "killed by SIGKILL, not by us (out of memory?)", retry=True)

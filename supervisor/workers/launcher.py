@@ -18,6 +18,10 @@ class Launched(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def lost(self) -> str:
+        """Return why the process counts as ended although nobody has seen its end; "" if that is not so."""
+
+    @property
     def is_gone(self) -> bool:
         """Return whether the process has ended, even if it was not reaped yet."""
 

@@ -89,6 +89,10 @@ class WorkerProcess:
             raise
 
     @property
+    def lost(self) -> str:
+        return ""
+
+    @property
     def is_gone(self) -> bool:
         """Return whether the process has ended, even if it was not reaped yet."""
         poll = select.poll()  # not select(): there may be more descriptors than it can count

@@ -1,0 +1,66 @@
+"""The parts of a supervisor that are there for workers on other machines only."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import zmq
+
+from supervisor.cluster.launchers import Launchers
+from supervisor.cluster.ray_starter import RayStarter
+from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
+from supervisor.config_schema import ClusterConfig
+from supervisor.ports.client_port import ClientPort
+from supervisor.ports.remote_port import open_remote_port
+from supervisor.ports.sockets import Context
+from supervisor.ports.worker_port import WorkerPort
+from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.workers.launcher import Launcher
+
+
+class Cluster:
+    """The connection to a Ray cluster, the port for its machines, and the launcher of workers there.
+
+    Raises OSError if the helper that talks to Ray cannot be started.
+    """
+
+    check_s = CHECK_S
+
+    def __init__(self, config: ClusterConfig, log: logging.Logger) -> None:
+        assert config.advertise is not None  # config_rules.cluster_problems
+        self._config = config
+        self._public, self._secret = zmq.curve_keypair()
+        self._port: WorkerPort | None = None
+        self._starter = RayStarter(config.ray, log)
+        self.launcher = RemoteLauncher(
+            self._starter, config.advertise, self._public.decode(), config.lease, self._send, log
+        )
+
+    def beside(self, local: Launcher) -> Launchers:
+        """Return one launcher for the workers of this machine and of others."""
+        return Launchers(local, self.launcher)
+
+    def open(self, context: Context, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]) -> WorkerPort:
+        """Bind the port, and return it. Raises ListenError. Arguments as for ``WorkerPort``."""
+        assert self._config.advertise is not None
+        self._port = open_remote_port(context, self._config.advertise, self._secret, clients, slot_of)
+        return self._port
+
+    def _send(self, routing_id: bytes, frame: bytes) -> bool:
+        return self._port is not None and self._port.send(routing_id, frame)
+
+    def check(self, now: float) -> None:
+        """Give up silent machines, and start the helper again that has ended. Call this every
+        ``check_s`` seconds."""
+        self.launcher.check(now)
+        self._starter.check(now)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the cluster as ``status`` shows it."""
+        return {
+            "ray": self._config.ray,
+            "advertise": self._config.advertise,
+            "trouble": self._starter.trouble or None,
+            "nodes": [asdict(node) for node in self._starter.nodes],
+        }
