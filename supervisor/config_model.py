@@ -119,8 +119,9 @@ class ModelConfig:
     Example: [0, 1]
     """
     node: str | None = None
-    """The machine on which the model's workers run, by its name in the Ray cluster of the section ``cluster``. There
-    ``gpu`` is ``auto`` for one GPU, which Ray chooses, or ``cpu``. ``model_dir`` is the same path on both machines.
+    """The machine on which the model's workers run, by its name in the Ray cluster of the section ``cluster``. ``auto``
+    is any machine but the supervisor's own; the workers of a model are spread. There ``gpu`` is ``auto`` for one GPU,
+    which Ray chooses, or ``cpu``. ``model_dir`` is the same path on all machines.
 
     Default: the supervisor's own machine
     Example: big-box

@@ -4,9 +4,9 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from supervisor.cluster.starting import AgentEnd
+from supervisor.cluster.starting import AgentEnd, NoMachineError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -21,16 +21,17 @@ class PlainStarter:
         self._pidfds: dict[int, int] = {}
         self.lost_nodes: set[str] = set()
         """Machines on which no agent can be started."""
-        self._never: list[AgentEnd] = []
 
     @property
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
+    def choose(self, gpus: int, beside: Collection[str]) -> str:
+        return "far"
+
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         if node in self.lost_nodes:
-            self._never.append(AgentEnd(number, f"no machine {node}"))
-            return
+            raise NoMachineError(f"no machine {node}")
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
@@ -50,7 +51,7 @@ class PlainStarter:
             self.agents[number].kill()
 
     def ended(self) -> list[AgentEnd]:
-        ends, self._never = self._never, []
+        ends = []
         for pidfd, _ in self._epoll.poll(0):
             number = self._pidfds.pop(pidfd)
             self._epoll.unregister(pidfd)

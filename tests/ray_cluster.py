@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +11,8 @@ NETWORK = "10.213.77"
 BRIDGE = "mctlbr"
 HEAD = f"{NETWORK}.1"
 GCS_PORT = 6399
+_OWN_FILES = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
+"""Gives a node a /tmp/ray of its own. Nodes that start at once would otherwise choose the same names of sockets."""
 
 
 def can_make_namespaces() -> bool:
@@ -28,23 +29,19 @@ def ip(*words: str) -> None:
 
 
 class RayCluster:
-    """A context manager. ``nodes``: name → GPUs, which do not exist."""
+    """A context manager. ``nodes``: name → GPUs, which do not exist. ``token``: whether strangers are refused."""
 
-    def __init__(self, directory: Path, nodes: dict[str, int]) -> None:
+    def __init__(self, directory: Path, nodes: dict[str, int], *, token: bool = True) -> None:
         self.directory = directory
         self.nodes = list(nodes)
         self.address = f"{HEAD}:{GCS_PORT}"
         self.advertise = f"tcp://{HEAD}:5599"
         self._gpus = nodes
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        token = directory / "token"
-        token.write_text("3f2a" * 8)
-        self.environment = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_DISABLE_IMPORT_WARNING": "1",
-            "RAY_enable_infeasible_task_early_exit": "1",
-        }
+        self.environment = {"RAY_AUTH_MODE": "disabled", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        if token:
+            (directory / "token").write_text("3f2a" * 8)
+            self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(directory / "token")}
 
     def __enter__(self) -> "RayCluster":
         try:
@@ -59,8 +56,18 @@ class RayCluster:
                 ip("-n", space, "addr", "add", f"{NETWORK}.{11 + number}/24", "dev", "eth0")
                 ip("-n", space, "link", "set", "eth0", "up")
                 ip("-n", space, "link", "set", "lo", "up")
-            self._start("head", [], ["--head", f"--port={GCS_PORT}", f"--node-ip-address={HEAD}", "--num-gpus=0"])
-            for number, name in enumerate(self.nodes):
+            self._start(
+                "head",
+                [],
+                [
+                    "--head",
+                    f"--port={GCS_PORT}",
+                    f"--node-ip-address={HEAD}",
+                    "--num-gpus=0",
+                    "--include-dashboard=false",
+                ],
+            )
+            for name in self.nodes:
                 self.start_node(name)
         except BaseException:
             self.__exit__(None, None, None)
@@ -71,7 +78,7 @@ class RayCluster:
         number = self.nodes.index(name)
         self._start(
             name,
-            ["ip", "netns", "exec", f"mctl-{name}"],
+            ["ip", "netns", "exec", f"mctl-{name}", "sh", "-c", _OWN_FILES, "sh"],
             [
                 f"--address={self.address}",
                 f"--node-ip-address={NETWORK}.{11 + number}",
@@ -84,8 +91,8 @@ class RayCluster:
             self._processes[name] = subprocess.Popen(
                 [
                     *before, sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", *words,
-                    f"--node-name={name}", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats",
-                    "--object-store-memory=80000000", "--block",
+                    f"--node-name={name}", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=80000000",
+                    "--block",
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, **self.environment},
@@ -109,13 +116,14 @@ class RayCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name, process in reversed(self._processes.items()):
+        for process in reversed(self._processes.values()):
             process.terminate()
         for process in self._processes.values():
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
         for number, name in enumerate(self.nodes):
             done = subprocess.run(["ip", "netns", "pids", f"mctl-{name}"], capture_output=True, text=True)
             for pid in done.stdout.split():
@@ -123,4 +131,3 @@ class RayCluster:
             subprocess.run(["ip", "netns", "del", f"mctl-{name}"], capture_output=True)
             subprocess.run(["ip", "link", "del", f"mctlv{number}"], capture_output=True)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
-        time.sleep(0)

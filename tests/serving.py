@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -119,6 +119,8 @@ class Serving:
     gateway     the section ``gateway`` of models.yaml
     default_model  the name of the model for requests without one
     groups      the section ``groups`` of models.yaml
+    cluster     the section ``cluster`` of models.yaml
+    environment  further environment variables of the supervisor
     wait        return only when every model that starts by itself is ready
     options     further command line options of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
@@ -142,6 +144,8 @@ class Serving:
         usage: dict[str, Any] | None = None,
         host_memory: str | None = None,
         spare: int = 0,
+        cluster: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         wait: bool = True,
         script: Path | None = None,
         options: Sequence[str] = (),
@@ -152,7 +156,9 @@ class Serving:
         self._models = models
         self._gateway = {} if gateway is None else {"gateway": gateway}
         self._beside = {
-            key: value for key, value in (("default_model", default_model), ("groups", groups)) if value is not None
+            key: value
+            for key, value in (("default_model", default_model), ("groups", groups), ("cluster", cluster))
+            if value is not None
         }
         self._wait = wait
         self._queries: Client | None = None
@@ -176,7 +182,7 @@ class Serving:
         self.write_models(models)
         end_with_us()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path}
+        self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path, **(environment or {})}
         program = ["-m", "supervisor"] if script is None else [str(script)]
         self._stderr = open(self.directory / "stderr", "wb")  # noqa: SIM115
         self._program = program

@@ -33,13 +33,17 @@ from supervisor.cluster.driver_messages import (
 
 LOOK_S = 1.0
 """Seconds between two looks at the machines of the cluster."""
-STRANGER_S = 10.0
+STRANGER_S = 30.0
 """Seconds that the try without a token may take."""
 _STRANGER = """
 import sys
-import ray
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="CRITICAL", namespace="modelctl-stranger")
-print("admitted", flush=True)
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1])
+    print("admitted")
+except AuthenticationError:
+    print("refused")
 """
 """A program without a token. A cluster that lets it in lets anybody run code."""
 
@@ -130,7 +134,7 @@ class Driver:
                     labels={str(key): str(value) for key, value in (node.get("Labels") or {}).items()},
                 )
             )
-            for node in self._ray.nodes()
+            for node in sorted(self._ray.nodes(), key=lambda node: str(node.get("NodeName")))
             if node["Alive"]
         ]
         if nodes != self._said:
@@ -141,16 +145,25 @@ class Driver:
         self._link.send(pack(message))
 
 
-def lets_strangers_in(address: str) -> bool:
-    """Return whether the cluster lets a process in that has no token."""
+def why_open(address: str) -> str | None:
+    """Return, for people, why the cluster is not safe to use: it lets a process in that has no token, or that cannot be
+    known. Return None for a cluster that refuses such a process."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
     environment |= {"RAY_AUTH_MODE": "disabled", "HOME": "/nonexistent"}
     command = [sys.executable, "-P", "-c", _STRANGER, address]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=STRANGER_S, cwd="/")
     except subprocess.TimeoutExpired:
-        return False
-    return b"admitted" in done.stdout
+        return "it cannot be seen whether it refuses processes without a token: it does not answer them"
+    said = done.stdout.split()
+    if said[-1:] == [b"refused"]:
+        return None
+    if said[-1:] == [b"admitted"]:
+        return (
+            "it lets anybody run code who can reach it: start all its machines with RAY_AUTH_MODE=token and the same "
+            "token"
+        )
+    return f"it cannot be seen whether it refuses processes without a token: {done.stderr.decode()[-200:]}"
 
 
 def _line(error: Exception) -> str:
@@ -176,12 +189,8 @@ def main() -> None:
     except Exception as e:
         link.send(pack(Unusable(f"the cluster {address} cannot be reached: {_line(e)}")))
         return
-    if lets_strangers_in(ray.get_runtime_context().gcs_address):
-        why = (
-            f"the cluster {address} lets anybody run code who can reach it: start all its machines with "
-            "RAY_AUTH_MODE=token and the same token"
-        )
-        link.send(pack(Unusable(why)))
+    if (why := why_open(ray.get_runtime_context().gcs_address)) is not None:
+        link.send(pack(Unusable(f"the Ray cluster {address} is not used: {why}")))
         return
     Driver(link).run()
 

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Collection
 
 from protocol.errors import FrameError
 from protocol.process.helper_environment import helper_environment
@@ -22,9 +24,10 @@ from supervisor.cluster.driver_messages import (
     pack,
     read,
 )
-from supervisor.cluster.starting import AgentEnd
+from supervisor.cluster.starting import AgentEnd, NoMachineError
 
 _COMMAND = (sys.executable, "-P", "-m", "supervisor.cluster.ray_driver")
+NOT_YET = "the Ray cluster has not answered yet"
 AGAIN_S = 5.0
 """Seconds between two starts of the helper."""
 
@@ -41,8 +44,8 @@ class RayStarter:
         self._address, self._log = address, log
         self.nodes: list[Node] = []
         self.trouble = ""
-        self._started: set[int] = set()
-        """The agents that were started, and have not ended yet."""
+        self._started: dict[int, tuple[str, int]] = {}
+        """The machine and the GPUs of each agent that was started, and has not ended yet."""
         self._ends: list[AgentEnd] = []
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -79,26 +82,42 @@ class RayStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
+    def choose(self, gpus: int, beside: Collection[str]) -> str:
+        there = [node for node in self.nodes if not node.own]
+        roomy = [node for node in there if self._free(node) >= gpus]
+        if not self.nodes:
+            raise NoMachineError(self.trouble or NOT_YET)
+        if not there:
+            raise NoMachineError("the Ray cluster has no other machine")
+        if not roomy:
+            names = ", ".join(f"{node.name} {self._free(node):g} of {node.gpus:g}" for node in there)
+            raise NoMachineError(f"no other machine of the Ray cluster has {gpus} GPUs free: {names}")
+        of_model, of_all = Counter(beside), Counter(name for name, _ in self._started.values())
+        return min(roomy, key=lambda node: (of_model[node.name], of_all[node.name], node.name)).name
+
+    def _free(self, node: Node) -> float:
+        """Return the GPUs of a machine that none of our agents holds. What Ray says is up to a second old."""
+        return node.gpus - sum(gpus for name, gpus in self._started.values() if name == node.name)
+
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         if why := self._refusal(node, gpus):
-            self._never(number, why)
-            return
+            raise NoMachineError(why)
         (node_id,) = (there.node_id for there in self.nodes if there.name == node)
-        self._started.add(number)
+        self._started[number] = node, gpus
         self._send(StartAgent(number, node_id, gpus, order))
 
     def _refusal(self, node: str, gpus: int) -> str:
         """Return why no agent can be started on a machine, "" if one can."""
         if self._link is None or not self.nodes:
-            return self.trouble or "the Ray cluster has not answered yet"
+            return self.trouble or NOT_YET
         found = [there for there in self.nodes if there.name == node]
         if not found:
             names = ", ".join(sorted(there.name for there in self.nodes))
             return f"the Ray cluster has no machine {node}: it has {names}"
         if len(found) > 1:
             return f"the Ray cluster has {len(found)} machines called {node}: start each with a --node-name of its own"
-        if found[0].free < gpus:
-            return f"{node} has {found[0].free:g} of {found[0].gpus:g} GPUs free, and {gpus} are needed"
+        if (free := self._free(found[0])) < gpus:
+            return f"{node} has {free:g} of {found[0].gpus:g} GPUs free, and {gpus} are needed"
         return ""
 
     def end(self, number: int) -> None:
@@ -149,7 +168,7 @@ class RayStarter:
                 self._adopt(message.read())
             elif isinstance(message, AgentLeft):
                 if message.number in self._started:
-                    self._started.discard(message.number)
+                    del self._started[message.number]
                     self._ends.append(AgentEnd(message.number, message.why))
             elif isinstance(message, Unusable):
                 if message.why != self.trouble:
@@ -176,10 +195,6 @@ class RayStarter:
         self._started.clear()
         self.nodes = []
         self.trouble = self.trouble or f"the helper that talks to Ray: {why}"
-
-    def _never(self, number: int, why: str) -> None:
-        self._ends.append(AgentEnd(number, why))
-        os.eventfd_write(self._readable, 1)
 
     def _send(self, message: ToDriver) -> None:
         try:

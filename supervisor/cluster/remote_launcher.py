@@ -37,7 +37,8 @@ from supervisor.cluster.agent_messages import (
     pack,
     read_from_agent,
 )
-from supervisor.cluster.starting import AgentStarter
+from supervisor.cluster.starting import AgentStarter, NoMachineError
+from supervisor.model_logs import about
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
 
@@ -45,6 +46,8 @@ CHECK_S = 0.1
 """Seconds between two calls of ``RemoteLauncher.check``."""
 SILENT_S = 4 * BEAT_S
 """Seconds without a beat after which the last one says nothing about the worker any more."""
+AUTO = "auto"
+"""The name of no machine: any one is meant."""
 LOST = -signal.SIGKILL
 """The exit code of a worker whose end nobody has seen."""
 
@@ -54,12 +57,16 @@ class RemoteWorker:
 
     node  the name of the machine
     pid   the process's pid there; 0 until the agent is up
+    waits  why no agent could be started yet; "" once one was
     lost  why the worker counts as ended although nobody has seen its end; "" otherwise
     """
 
-    def __init__(self, launcher: "RemoteLauncher", number: int, spec: WorkerSpec, key: str) -> None:
+    def __init__(self, launcher: "RemoteLauncher", number: int, spec: WorkerSpec) -> None:
         self._launcher = launcher
-        self.number, self.node, self.key, self.log_path = number, spec.node, key, spec.log_path
+        self.number, self.spec = number, spec
+        self.node = "" if spec.node == AUTO else spec.node
+        self.waits = ""
+        self.key = ""
         self.agent_id = b"agent-" + os.urandom(16)
         self.pid = 0
         self.lost = ""
@@ -79,7 +86,8 @@ class RemoteWorker:
 
     def read_lease(self) -> Reading | None:
         # A worker does not hang because its network is cut. ``RemoteLauncher.check`` counts how long it is silent.
-        return None if self.silent_s > SILENT_S else read_word(self.beat.word)
+        # And one that waits for a machine has not begun.
+        return None if self.waits or self.silent_s > SILENT_S else read_word(self.beat.word)
 
     def dump_stacks(self) -> None:
         if not self.is_gone:
@@ -132,16 +140,37 @@ class RemoteLauncher:
         return self._starter.descriptor
 
     def start(self, spec: WorkerSpec) -> RemoteWorker:
-        """Start a worker on the machine ``spec.node``."""
+        """Start a worker on the machine ``spec.node``, or on the one that has the fewest workers of its model.
+
+        If no machine has room, the worker waits: ``check`` tries again.
+        """
         self._number += 1
         public, secret = zmq.curve_keypair()
         keys = LinkKeys(self.server, public.decode(), secret.decode())
-        worker = RemoteWorker(self, self._number, spec, keys.public)
+        worker = RemoteWorker(self, self._number, replace(spec, endpoint=self._endpoint, keys=keys))
         self._workers[worker.agent_id] = worker
-        self.keys.add(keys.public)
-        order = Order(replace(spec, endpoint=self._endpoint, keys=keys), worker.agent_id, self._lease_s, __version__)
-        self._starter.start(worker.number, spec.node, spec.leased_gpus, order.packed())
+        self._try(worker)
         return worker
+
+    def _try(self, worker: RemoteWorker) -> None:
+        spec, node = worker.spec, worker.spec.node
+        assert spec.keys is not None
+        try:
+            if node == AUTO:
+                others = (other for other in self._workers.values() if other is not worker and not other.waits)
+                beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
+                node = self._starter.choose(spec.leased_gpus, beside)
+            order = Order(spec, worker.agent_id, self._lease_s, __version__)
+            self._starter.start(worker.number, node, spec.leased_gpus, order.packed())
+        except NoMachineError as e:
+            if str(e) != worker.waits:
+                self._log.info("%s: waits: %s", spec.name, e, extra=about(spec.name))
+            worker.waits = str(e)
+            return
+        if worker.waits:
+            self._log.info("%s: starts on %s", spec.name, node, extra=about(spec.name))
+        worker.node, worker.waits, worker.key = node, "", spec.keys.public
+        self.keys.add(worker.key)
 
     def knows(self, routing_id: bytes) -> bool:
         """Return whether a frame with this routing id is of an agent."""
@@ -164,11 +193,11 @@ class RemoteLauncher:
             worker.beat = message
             self.tell(worker, Heard())
         elif isinstance(message, Log):
-            _append(worker.log_path, message.text)
+            _append(worker.spec.log_path, message.text)
         elif isinstance(message, Up):
             worker.pid = message.pid
         elif isinstance(message, Refused):
-            _append(worker.log_path, message.why.encode() + b"\n")
+            _append(worker.spec.log_path, message.why.encode() + b"\n")
             self._end(worker, LOST, message.why)
         else:
             assert isinstance(message, Ended)
@@ -184,9 +213,12 @@ class RemoteLauncher:
                 self._give_up(worker, end.why or "its agent has ended")
 
     def check(self, now: float) -> None:
-        """Give up workers whose machines are silent. Call this every CHECK_S, after the frames have been read."""
+        """Give up workers whose machines are silent, and start those that wait for a machine. Call this every CHECK_S,
+        after the frames have been read."""
         passed = self._clock.passed(now)
         for worker in self._workers.values():
+            if worker.waits and not worker.is_gone:
+                self._try(worker)
             if worker.is_gone or not worker.up:  # until it is up, the worker's first lease counts
                 continue
             worker.silent_s += passed
@@ -206,8 +238,8 @@ class RemoteLauncher:
         """Send a signal to a worker. One whose agent is not up yet can only be killed."""
         if worker.up:
             self.tell(worker, Signal(number))
-        elif number == signal.SIGKILL:
-            self._give_up(worker, f"its agent on {worker.node} did not come up")
+        elif number == signal.SIGKILL or worker.waits:
+            self._give_up(worker, worker.waits or f"its agent on {worker.node} did not come up")
 
     def tell(self, worker: RemoteWorker, message: ToAgent) -> None:
         """Send a message to the agent of a worker. An agent that cannot be reached is silent, and given up for that."""

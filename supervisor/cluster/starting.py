@@ -1,5 +1,6 @@
 """The interface between the launcher of workers on other machines and what starts their agents there."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,10 @@ class AgentEnd:
     why: str
 
 
+class NoMachineError(Exception):
+    """No machine of the cluster has room. The message is one line for people."""
+
+
 class AgentStarter(Protocol):
     """Starts agents on the machines of a cluster. No method blocks."""
 
@@ -23,9 +28,15 @@ class AgentStarter(Protocol):
     def descriptor(self) -> int:
         """A descriptor that is readable when ``ended`` has something to return."""
 
+    def choose(self, gpus: int, beside: Collection[str]) -> str:
+        """Return the name of a machine that has ``gpus`` GPUs free, and as few as possible of the machines in
+        ``beside``. Raises NoMachineError."""
+
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
-        """Start an agent with a lease of ``gpus`` GPUs, and give it the order. Each start ends in exactly one AgentEnd,
-        also one that fails."""
+        """Start an agent with a lease of ``gpus`` GPUs, and give it the order. Each start ends in exactly one AgentEnd.
+
+        Raises NoMachineError if no agent can be started there now.
+        """
 
     def end(self, number: int) -> None:
         """End an agent, and with it its worker. Do nothing if it has ended."""

@@ -217,6 +217,8 @@ class Replica:
             return ended
         if self.state is WorkerState.ASLEEP:
             return self.life.unload_cause
+        if self.state is WorkerState.STARTING and self.process is not None:
+            return self.process.waits or None
         if self.state is not WorkerState.UNLOADED:
             return None
         return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")
@@ -276,6 +278,7 @@ class Replica:
             "wake_s": self.wake_s,
             "unloaded": self.life.unload_cause,
             "pid": self.process.pid if self.process else None,
+            "node": (self.process.node if self.process else config.node) or None,
             **(self.detector.describe() if self.process and self.detector else {"phase": None, "beat_s": None}),
             "generation": self.generation,
             "restarts": self.restarts,

@@ -18,6 +18,14 @@ class Launched(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def node(self) -> str:
+        """Return the name of the machine on which the process runs; "" for this one."""
+
+    @property
+    def waits(self) -> str:
+        """Return why the process was not started yet; "" once it was."""
+
+    @property
     def lost(self) -> str:
         """Return why the process counts as ended although nobody has seen its end; "" if that is not so."""
 

@@ -88,9 +88,7 @@ class WorkerProcess:
             self._page.close()
             raise
 
-    @property
-    def lost(self) -> str:
-        return ""
+    node = waits = lost = ""  # it runs on this machine, where every end is seen
 
     @property
     def is_gone(self) -> bool:

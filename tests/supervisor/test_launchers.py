@@ -340,5 +340,22 @@ def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.Monke
 
 def test_a_machine_that_does_not_exist(far: Host) -> None:
     far.starter.lost_nodes.add("far")
+    spec = far.spec()
+    worker = far.launcher.start(spec)
+    assert worker.waits == "no machine far"
+    assert worker.read_lease() is None, "it would count as hung"
+    for _ in range(20):
+        far.turn()
+    assert not worker.is_gone
+    far.starter.lost_nodes.clear()
+    far.until(lambda: any(isinstance(m, Ready) for m in far.told.get(spec.routing_id, ())), "READY")
+    assert worker.waits == ""
+    worker.signal(signal.SIGKILL)
+    assert far.end(worker) == -signal.SIGKILL
+
+
+def test_one_that_waits_for_a_machine_can_be_stopped(far: Host) -> None:
+    far.starter.lost_nodes.add("far")
     worker = far.launcher.start(far.spec())
+    worker.signal(signal.SIGTERM)
     assert lost(far, worker) == "no machine far"
