@@ -105,6 +105,10 @@ def _samples(pieces: Pieces) -> Iterator[list[int]]:
 
 
 def _agrees(tokenizer: tokenizers.Tokenizer, pieces: Pieces, ids: list[int]) -> bool:
-    stream = PieceDetokenizer(pieces)
-    text = "".join(map(stream.push, ids)) + stream.flush()
+    if pieces.byte_runs or pieces.strips_space:
+        stream = PieceDetokenizer(pieces)
+        text = "".join(map(stream.push, ids)) + stream.flush()
+    else:  # a stream gives the same, in four times the time
+        parts = [pieces.table[i] or b"" for i in ids]
+        text = b"".join(p.encode() if isinstance(p, str) else p for p in parts).decode(errors="replace")
     return bool(text == tokenizer.decode(ids, skip_special_tokens=True))

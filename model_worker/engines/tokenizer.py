@@ -69,6 +69,11 @@ class Tokenizer:
             return None
 
     @property
+    def library(self) -> tokenizers.Tokenizer:
+        """Return the library's own object, for what reads the same vocabulary."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
 

@@ -25,6 +25,7 @@ from model_worker.engines.exllamav2.decode.obstacles import obstacle_before_load
 from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.package_tokenizer import make_tokenizer
 from model_worker.engines.exllamav2.sleep_memory import NoSleepError, SleepMemory, obstacle
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
@@ -105,6 +106,7 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback, *, sleep: b
     attention" (GPUs), "loading draft" and "loading" (bytes of weights), and "loading lora" (adapters).
     """
     options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
+    assert checked.tokenizer is not None, "build_engine has seen that its packages are there"
     package = import_package(progress)
     expand_segments()
     gpus = torch.cuda.device_count()
@@ -128,7 +130,7 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback, *, sleep: b
     weights, of_cache = _regions(memory)
     try:
         with _assertions_named(directory):
-            tokenizer = core.ExLlamaV2Tokenizer(config)
+            tokenizer = make_tokenizer(core, config, checked.tokenizer)
         if draft is not None:
             with _assertions_named(draft):
                 scales = options.draft_rope_scale, options.draft_rope_alpha
@@ -152,9 +154,6 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback, *, sleep: b
         if any(sign in str(e) for sign in _NO_ROOM):
             raise refusal from None
         raise
-    # Otherwise these lists are built at the first token, in the middle of the first answer.
-    tokenizer.get_id_to_piece_list(True)
-    tokenizer.get_id_to_piece_list(False)
     torch.cuda.empty_cache()  # memory of tensors that were converted to fp16 or reordered
     return Loaded(
         core=core,
