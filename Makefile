@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-long test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-fuzz-http test-install serve lint docs screens bench clean help
+.PHONY: demo test test-long test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
 
 demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
@@ -69,6 +69,10 @@ test-nginx: $(VENV)/.test ## the gateway behind a real nginx: Debian's nginx-lig
 
 test-systemd: $(VENV)/.test ## the service under a real systemd in namespaces of its own; root only, no GPU
 	$(BIN)/python -m pytest tests/under_systemd.py
+
+test-ray: $(VENV)/.test ## workers on three nodes of a Ray cluster, each in a network namespace; root only, no GPU
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt 'ray>=2.50,<3'
+	$(BIN)/python -m pytest tests/on_ray.py
 
 lint: $(VENV)/.test ## ruff, strict types
 	$(BIN)/ruff check .

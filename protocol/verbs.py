@@ -154,6 +154,38 @@ class RequestLogStatus(TypedDict):
     """Lines that were lost since the supervisor's start, because the disk was slower than the requests."""
 
 
+class NodeStatus(TypedDict):
+    """A machine of the Ray cluster."""
+
+    node_id: str
+    """Ray's id of the machine. A machine that leaves and comes back has another one."""
+    name: str
+    """The name by which `node` of models.yaml means it."""
+    address: str
+    """Its IP address."""
+    gpus: float
+    """GPUs that Ray leases there."""
+    free: float
+    """GPUs that are not leased."""
+    own: bool
+    """True for the supervisor's machine."""
+    labels: dict[str, str]
+    """The labels with which Ray was started there."""
+
+
+class ClusterStatus(TypedDict):
+    """The machines for workers besides the supervisor's own."""
+
+    ray: str
+    """The address of the Ray cluster, or `auto`."""
+    advertise: str
+    """The endpoint to which workers on other machines connect."""
+    trouble: str | None
+    """The reason why the cluster cannot be used, null if it can."""
+    nodes: list[NodeStatus]
+    """The machines, once the cluster has answered."""
+
+
 class SupervisorStatus(TypedDict):
     """The supervisor's process."""
 
@@ -195,6 +227,8 @@ class SupervisorStatus(TypedDict):
     """The port over TCP, null if there is none."""
     gateway: GatewayStatus | None
     """The HTTP gateway, null if models.yaml has no section `gateway`."""
+    cluster: ClusterStatus | None
+    """The Ray cluster, null if models.yaml has no section `cluster`."""
     usage: UsageStatus | None
     """The ledger of usage, null if models.yaml switches it off."""
     request_log: RequestLogStatus | None

@@ -91,6 +91,8 @@ class WorkerStatus(TypedDict):
     """The reason why the worker was put to sleep or unloaded, for people."""
     pid: int | None
     """The process id of the worker."""
+    node: str | None
+    """The name of the machine on which the process runs; null for the supervisor's own."""
     phase: str | None
     """The work that the worker's process does: `starting`, `loading`, `idle`, `step`, `moving` (to sleep, or awake), or
     `unknown`."""

@@ -25,30 +25,13 @@ from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Within
 
 ENGINE_KEYS: dict[str, frozenset[str]] = {
-    "exllamav2": frozenset(
-        {
-            "cache_size",
-            "cache_mode",
-            "chunk_size",
-            "rope_scale",
-            "rope_alpha",
-            "gpu_split",
-            "autosplit_reserve",
-            "tensor_parallel",
-            "draft_model",
-            "draft_cache_mode",
-            "draft_rope_scale",
-            "draft_rope_alpha",
-            "draft_tokens",
-            "ngram_draft",
-            "lora",
-            "graphs",
-            "max_gap_ms",
-            "sleep_cache",
-        }
-    ),
+    "exllamav2": frozenset({
+        "cache_size", "cache_mode", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
+        "tensor_parallel", "draft_model", "draft_cache_mode", "draft_rope_scale", "draft_rope_alpha", "draft_tokens",
+        "ngram_draft", "lora", "graphs", "max_gap_ms", "sleep_cache",
+    }),
     "transformers": frozenset({"chunk_size", "threads"}),
-}
+}  # fmt: skip
 """Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
 
 _QUEUE = QueueLimits()
@@ -119,11 +102,10 @@ class ModelConfig:
     Example: [0, 1]
     """
     node: str | None = None
-    """The machine on which the model's workers run, by its name in the Ray cluster of the section ``cluster``. ``auto``
-    is any machine but the supervisor's own; the workers of a model are spread. There ``gpu`` is ``auto`` for one GPU,
-    which Ray chooses, or ``cpu``. ``model_dir`` is the same path on all machines.
+    """The machine of the ``cluster`` on which the model's workers run, by its name. ``auto`` is any machine but the
+    supervisor's own, and the workers are spread. There ``gpu`` is ``auto``, for one GPU that Ray chooses, or ``cpu``.
 
-    Default: the supervisor's own machine
+    Default: the supervisor's own
     Example: big-box
     """
     vram: Vram = None

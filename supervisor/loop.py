@@ -56,7 +56,7 @@ from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
 from supervisor.ports.request_authorizer import REVOKE_S, RequestAuthorizer
 from supervisor.ports.sockets import Context
 from supervisor.ports.tcp_listener import open_tcp_port
-from supervisor.ports.worker_port import RELAY, WorkerPort, open_local_port
+from supervisor.ports.worker_port import RELAY, open_local_port
 from supervisor.ports.worker_ports import WorkerPorts
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
@@ -78,6 +78,7 @@ from supervisor.troubles import Troubles
 from supervisor.usage_keeper import CHECK_S as USAGE_CHECK_S
 from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
+from supervisor.worker_traffic import WorkerTraffic
 from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
 from supervisor.workers.launcher import Launcher
 from supervisor.workers.lifecycle import COMING_UP
@@ -89,8 +90,6 @@ if TYPE_CHECKING:
 
 MONITOR_LIMIT = 8
 """Events of a port's monitor that are read before descriptors are counted again."""
-LAST_FRAMES_TURNS = 16
-"""How many times the frames of workers are drained before the requests of a dead worker are handled."""
 SPARES_CHECK_S = 0.5
 """Seconds between two looks whether a spare worker is missing."""
 STREAMS_CHECK_S = 0.5
@@ -196,6 +195,9 @@ class Supervisor:
         self._runner = EffectRunner(
             self._effects, self._clients, self._workers, self._scheduler, self._fleet, self._on_demand, self._reloads
         )
+        self._traffic = WorkerTraffic(
+            self._launchers, self._workers, self._frames, self._fleet, self._runner, self._cluster
+        )
         files = (front_file, admin_file, back_file)
         self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
 
@@ -236,17 +238,12 @@ class Supervisor:
         """Name a handler for each socket and descriptor that the loop waits for."""
         watch = self._reactor.watch
         watch(self._zap.socket, self._admit_newcomers)
-        watch(self._workers.local.socket, self._on_workers, busy=True)
-        if self._cluster is not None and (remote := self._workers.remote) is not None:
-            watch(remote.socket, partial(self._on_machines, self._cluster, remote), busy=True)
-            watch(self._cluster.launcher.starter_descriptor, self._cluster.launcher.agents_ended)
-            self._reactor.every(self._cluster.check_s, partial(self._check_machines, self._cluster))
+        self._traffic.watch(self._reactor)
         for port in self._clients:
             handler = partial(self._on_port, port)
             watch(port.socket, handler, busy=port is not self._clients.admin, waiting=port.is_waiting)
             watch(port.monitor, handler)
         watch(self._signals.receiver, self._on_signals)
-        watch(self._launchers.descriptor, self._on_ends)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
         watch(self._gateway.descriptor, self._gateway.hear)
         if self._usage is not None:
@@ -313,43 +310,6 @@ class Supervisor:
                 self._descriptors.check()
         for connection, message in port.receive():
             self._messages.handle(port, connection, message)
-            self._runner.run()
-
-    def _on_workers(self) -> bool:
-        """Handle the frames that workers have sent. Return whether there may be more."""
-        for routing_id, frame in self._workers.local.receive():
-            self._frames.handle(routing_id, frame)
-            self._runner.run()  # before compiled code passes on what this worker has sent next
-        return self._workers.local.more
-
-    def _on_machines(self, cluster: "Cluster", port: WorkerPort) -> bool:
-        """Handle the frames of workers on other machines and of their agents. Return whether there may be more."""
-        for routing_id, frame in port.receive():
-            if cluster.launcher.knows(routing_id):
-                cluster.launcher.on_frame(routing_id, frame)
-            else:
-                self._frames.handle(routing_id, frame)
-                self._runner.run()
-        return port.more
-
-    def _check_machines(self, cluster: "Cluster") -> None:
-        cluster.check(time.monotonic())
-
-    def _on_ends(self) -> None:
-        """Handle the ends of workers, after the last frames that they sent.
-
-        A complete answer may lie in the socket. It must not turn into ``worker_died`` because the pidfd was read first.
-        """
-        if ended := self._launchers.ended():
-            for _ in range(LAST_FRAMES_TURNS):
-                more = self._on_workers()
-                if self._cluster is not None and self._workers.remote is not None:
-                    more |= self._on_machines(self._cluster, self._workers.remote)
-                if not more:
-                    break
-        for process in ended:
-            self._frames.note_end(self._fleet.registry.worker_of(process))
-            self._fleet.on_exit(process)
             self._runner.run()
 
     def _on_signals(self) -> None:

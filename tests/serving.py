@@ -118,8 +118,7 @@ class Serving:
     listen, keys  the endpoint of a port over TCP, and the directory of its keys
     gateway     the section ``gateway`` of models.yaml
     default_model  the name of the model for requests without one
-    groups      the section ``groups`` of models.yaml
-    cluster     the section ``cluster`` of models.yaml
+    groups, cluster  the sections of models.yaml with these names
     environment  further environment variables of the supervisor
     wait        return only when every model that starts by itself is ready
     options     further command line options of ``serve``
@@ -154,12 +153,7 @@ class Serving:
     ) -> None:
         self._mark = uuid4().hex
         self._models = models
-        self._gateway = {} if gateway is None else {"gateway": gateway}
-        self._beside = {
-            key: value
-            for key, value in (("default_model", default_model), ("groups", groups), ("cluster", cluster))
-            if value is not None
-        }
+        self._beside = {"gateway": gateway, "default_model": default_model, "groups": groups, "cluster": cluster}
         self._wait = wait
         self._queries: Client | None = None
         self._killed = False
@@ -214,8 +208,8 @@ class Serving:
 
         beside  further sections, in place of those with the same names
         """
-        sections = {"supervisor": self._sections, **self._gateway, **self._beside, **beside}
-        self.config.write_text(yaml.safe_dump({"models": models, **sections}))
+        sections = {key: value for key, value in (self._beside | beside).items() if value is not None}
+        self.config.write_text(yaml.safe_dump({"models": models, "supervisor": self._sections, **sections}))
 
     def write_sections(self, **sections: Any) -> None:
         """Replace keys of the section ``supervisor`` of models.yaml. The supervisor reads it at the next reload."""
@@ -224,7 +218,7 @@ class Serving:
 
     def write_gateway(self, gateway: dict[str, Any] | None) -> None:
         """Replace the section ``gateway`` of models.yaml, or remove it (None). The next reload reads it."""
-        self._gateway = {} if gateway is None else {"gateway": gateway}
+        self._beside["gateway"] = gateway
         self.write_models(self._models)
 
     # --- messages to it -----------------------------------------------------------------------------------------

@@ -15,13 +15,15 @@ from supervisor.cli.text_width import clean, wrapped
 from supervisor.cli.watch import show, watch
 from supervisor.phase_lines import percentage_of
 
+NODE = Column("NODE", drop=4)
+ALSO_CALLED = Column("ALSO CALLED", drop=14, least=16)
 PS = (
-    Column("NAME"), Column("STATE", state=True), Column("GPU", drop=4), Column("VRAM(EST)", drop=6),
+    Column("NAME"), Column("STATE", state=True), NODE, Column("GPU", drop=4), Column("VRAM(EST)", drop=6),
     Column("CTX", drop=11), Column("ACTIVE", drop=1), Column("QUEUED", drop=2), Column("TOK/S", drop=3),
     Column("IDLE", drop=8), Column("UNTIL", drop=9), Column("PID", drop=10), Column("SINCE", drop=5),
-    Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True), Column("REASON", drop=7, least=30),
+    Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True), ALSO_CALLED,
+    Column("REASON", drop=7, least=30),
 )  # fmt: skip
-ALSO_CALLED = Column("ALSO CALLED", drop=14, least=16)
 UNWELL = ("failed", "backoff")
 
 
@@ -59,15 +61,15 @@ def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
 
     width  columns of the terminal; None: all columns
     """
-    columns: tuple[Column, ...] = PS
-    if any(figures.other_names(m) for m in models):  # few files have any, and the table is wide
-        columns = (*PS[:-1], ALSO_CALLED, PS[-1])
+    # Few files have other names or other machines, and the table is wide.
+    used = {ALSO_CALLED: any(map(figures.other_names, models)), NODE: any(m.get("node") for m in models)}
+    columns = [column for column in PS if used.get(column, True)]
 
     def shown(reasons: Sequence[str]) -> str:
-        rows = [
-            _ps_row(m, reason, aliases=ALSO_CALLED in columns, in_words=width is not None)
-            for m, reason in zip(models, reasons, strict=True)
-        ]
+        rows = []
+        for model, reason in zip(models, reasons, strict=True):
+            cells = zip(PS, _ps_row(model, reason, in_words=width is not None), strict=True)
+            rows.append([cell for column, cell in cells if used.get(column, True)])
         return table(columns, rows, width)
 
     reasons = [clean(completed(m.get("reason") or "-")) for m in models]
@@ -145,19 +147,18 @@ _BEGINS = {"log": "the log ", "gpus": "the GPUs cannot be read: ", "gateway": "t
 """The beginning of the line about a trouble."""
 
 
-def _ps_row(m: dict[str, Any], reason: str, *, aliases: bool, in_words: bool) -> tuple[object, ...]:
+def _ps_row(m: dict[str, Any], reason: str, *, in_words: bool) -> tuple[object, ...]:
     """Return the cells of a model, in the order of PS.
 
     reason    the cell REASON
-    aliases   whether there is a cell ALSO CALLED before it
     in_words  say how far a load is; programs read the bare state
     """
     percentage = percentage_of(m.get("progress")) if in_words else None
     state = m["state"] if percentage is None else f"{m['state']} {percentage} %"
     return (
-        m["name"], state, _where(m), _vram(m), m["context"], m["active"], m["queued"], m["tokens_per_s"],
+        m["name"], state, m.get("node"), _where(m), _vram(m), m["context"], m["active"], m["queued"], m["tokens_per_s"],
         _age(m["idle_s"]), _until(m), m["pid"], _age(m["state_s"]), m["restarts"],
-        figures.cache_in_use(m.get("engine_stats") or {}), *([figures.other_names(m)] if aliases else []), reason,
+        figures.cache_in_use(m.get("engine_stats") or {}), figures.other_names(m), reason,
     )  # fmt: skip
 
 

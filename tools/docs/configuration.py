@@ -12,7 +12,7 @@ from model_worker.engines.embedded.check import EmbeddedOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
-from supervisor.config_schema import FileConfig, GroupConfig, SupervisorConfig
+from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
 from supervisor.config_values import parse_days, parse_duration, parse_lease
 from supervisor.schema_validation import Read, Within
 from tools.docs.attribute_docs import attribute_docs
@@ -112,9 +112,9 @@ class Key:
         return self.path.replace(".", "").lower()
 
 
-SECTIONS = ((SupervisorConfig, "supervisor"), (GatewayConfig, "gateway"))
+SECTIONS = ((SupervisorConfig, "supervisor"), (GatewayConfig, "gateway"), (ClusterConfig, "cluster"))
 """The classes of the sections beside ``models``, and their names."""
-SECTION_KEYS = ("models", "supervisor", "gateway")
+SECTION_KEYS = ("models", "supervisor", "gateway", "cluster")
 """Keys of the whole file that have parts of the page of their own."""
 
 
