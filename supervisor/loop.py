@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -138,11 +139,13 @@ class Supervisor:
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = KeyRing(keys_of(config), log)
         admitting = None if opening is None else ring
-        self._zap = ZapHandler(self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=admitting)
         self._launchers: Launcher = self._launcher
+        machines: Collection[str] = ()
         if self._cluster is not None:
-            self._launchers = self._cluster.beside(self._launcher)
-            self._zap.worker_keys = self._cluster.launcher.keys
+            self._launchers, machines = self._cluster.beside(self._launcher), self._cluster.launcher.keys
+        self._zap = ZapHandler(
+            self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=admitting, worker_keys=machines
+        )
         holds = self._scheduler.holds
         front, front_file = open_ipc_port(self._context, front_endpoint(runtime.path), budget.backlog, holds, log)
         admin, admin_file = open_ipc_port(self._context, admin_endpoint(runtime.path), budget.backlog, holds, log)
@@ -171,9 +174,8 @@ class Supervisor:
             self._fleet, self._scheduler, self._queries, self._authorizer, self._deadlines, self._reactor, self._effects
         )
         local, back_file = open_local_port(self._context, back, front, self._frames.slot_of)
-        self._workers = WorkerPorts(local)
-        if self._cluster is not None:
-            self._workers.remote = self._cluster.open(self._context, front, self._frames.slot_of)
+        remote = None if self._cluster is None else self._cluster.open(self._context, front, self._frames.slot_of)
+        self._workers = WorkerPorts(local, remote)
         # Parts that bring the others together.
         self._troubles = Troubles(
             log, self._scheduler, self._fleet.registry, self._reloads, self._fleet.vram, self._gateway, ring
@@ -196,7 +198,7 @@ class Supervisor:
             self._effects, self._clients, self._workers, self._scheduler, self._fleet, self._on_demand, self._reloads
         )
         self._traffic = WorkerTraffic(
-            self._launchers, self._workers, self._frames, self._fleet, self._runner, self._cluster
+            self._launchers, self._workers, self._frames, self._fleet, self._runner.run, self._cluster
         )
         files = (front_file, admin_file, back_file)
         self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)

@@ -1,10 +1,10 @@
 """What comes from workers: their frames over each port, and the ends of their processes."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from supervisor.effect_runner import EffectRunner
 from supervisor.fleet.fleet import Fleet
 from supervisor.ports.worker_port import WorkerPort
 from supervisor.ports.worker_ports import WorkerPorts
@@ -23,6 +23,7 @@ class WorkerTraffic:
     """Passes the frames and the ends of workers to the parts that handle them.
 
     launcher  the launcher of all workers
+    run       carries out what the handlers have decided
     cluster   the parts for workers on other machines; None without a cluster
     """
 
@@ -32,11 +33,11 @@ class WorkerTraffic:
         ports: WorkerPorts,
         frames: WorkerFrames,
         fleet: Fleet,
-        runner: EffectRunner,
+        run: Callable[[], None],
         cluster: "Cluster | None",
     ) -> None:
         self._launcher, self._ports, self._frames = launcher, ports, frames
-        self._fleet, self._runner, self._cluster = fleet, runner, cluster
+        self._fleet, self._run, self._cluster = fleet, run, cluster
 
     def watch(self, reactor: Reactor) -> None:
         """Name a handler for each socket and descriptor that the loop waits for, and begin what is done repeatedly."""
@@ -53,7 +54,7 @@ class WorkerTraffic:
         port = self._ports.local
         for routing_id, frame in port.receive():
             self._frames.handle(routing_id, frame)
-            self._runner.run()  # before compiled code passes on what this worker has sent next
+            self._run()  # before compiled code passes on what this worker has sent next
         return port.more
 
     def _on_machines(self, cluster: "Cluster", port: WorkerPort) -> bool:
@@ -63,7 +64,7 @@ class WorkerTraffic:
                 cluster.launcher.on_frame(routing_id, frame)
             else:
                 self._frames.handle(routing_id, frame)
-                self._runner.run()
+                self._run()
         return port.more
 
     def _on_ends(self) -> None:
@@ -81,4 +82,4 @@ class WorkerTraffic:
         for process in ended:
             self._frames.note_end(self._fleet.registry.worker_of(process))
             self._fleet.on_exit(process)
-            self._runner.run()
+            self._run()

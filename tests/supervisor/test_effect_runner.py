@@ -26,7 +26,8 @@ class Box:
         self.done: list[Any] = []
         self.then: dict[Any, Callable[[], object]] = {}
         self.gone: list[int] = []
-        self.replica = SimpleNamespace(generation=1, routing_id=b"W1")
+        here = SimpleNamespace(config=SimpleNamespace(node=None))
+        self.replica = SimpleNamespace(generation=1, routing_id=b"W1", spec=here)
         self.is_connected = True
         self._acting = False
         everything: Any = SimpleNamespace(
@@ -58,7 +59,8 @@ class Box:
     def _send(self, channel: int, frame: bytes) -> None:
         self._note((channel, frame))
 
-    def _send_to_worker(self, routing_id: bytes, frame: bytes) -> bool:
+    def _send_to_worker(self, routing_id: bytes, frame: bytes, *, remote: bool) -> bool:
+        assert not remote
         self._note((routing_id, frame))
         return self.is_connected
 
