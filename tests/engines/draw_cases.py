@@ -41,11 +41,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "repetition": {"temperature": 0.9, "repetition_penalty": 1.3, "penalty_range": 20, "repetition_decay": 15},
     "penalties": {"temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.4, "presence_penalty": 0.3},
     "flat top_p": {"temperature": 5.0, "top_p": 0.95},
+    "typical": {"temperature": 1.0, "typical_p": 0.7},
+    "typical after cuts": {"temperature": 1.3, "top_k": 60, "top_p": 0.97, "typical_p": 0.5},
+    "flat typical": {"temperature": 4.0, "min_p": 0.0001, "typical_p": 0.95},
     "flat cuts": {"temperature": 3.0, "top_k": 400, "top_p": 0.98, "top_a": 0.001, "min_p": 0.001},
     "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
     "greedy under masks": {"temperature": 0},
     "plain under masks": {"temperature": 1.0},
     "top_p under masks": {"temperature": 1.0, "top_p": 0.9},
+    "typical under masks": {"temperature": 1.0, "typical_p": 0.8},
     "penalties under masks": {"temperature": 0.7, "top_k": 30, "frequency_penalty": 0.4, "presence_penalty": 0.3},
 }
 

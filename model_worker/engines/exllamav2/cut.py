@@ -1,10 +1,14 @@
-"""top_k, top_p, top_a and min_p: count how many of the likeliest tokens remain. Replaces kernels of ExLlamaV2 0.3.2.
+"""top_k, top_p, top_a, min_p and typical_p of draws by the host. Replaces kernels of ExLlamaV2 0.3.2.
 
 The package's top_p drops a token that crosses the limit and goes on with less likely ones. Of the probabilities 0.55,
 0.25, 0.1, 0.05, ... and a top_p of 0.7 it draws from the first, third and fourth (cpp/sampling.cpp, top_p_cpu). Its
 top_a and min_p keep one token too many if all pass, and then write behind their buffers (keep_threshold). Each of the
 four filters keeps the likeliest tokens, so its result is a number of tokens. The kernel gets that number as top_k,
 which it computes correctly.
+
+The package's typical_p adds each probability to its own logarithm, and drops the token that crosses the limit
+(typical_cpu). The one here is that of the paper (arXiv:2202.00666), and of ``gpu_draws.rule``. It may leave out the
+likeliest tokens: their logits become -inf.
 """
 
 import math
@@ -25,12 +29,15 @@ _LIKELY = 1e-4
 
 
 def is_cut(sampling: SamplingParams) -> bool:
-    """Return whether top_p, top_a or min_p is on. If only top_k is on, the package's kernel computes it."""
-    return not is_greedy(sampling) and (sampling.top_p < 1 or sampling.top_a > 0 or sampling.min_p > 0)
+    """Return whether top_p, top_a, min_p or typical_p is on. If only top_k is on, the package's kernel computes it."""
+    return not is_greedy(sampling) and (
+        sampling.top_p < 1 or sampling.top_a > 0 or sampling.min_p > 0 or sampling.typical_p < 1
+    )
 
 
 class BeforeDraw:
-    """The filters of one job: DRY, top_k, top_p, top_a and min_p. Each works on the tokens left by the one before.
+    """The filters of one job: DRY, top_k, top_p, top_a, min_p, typical_p. Each works on the tokens left by the one
+    before.
 
     The package's sampler uses this object as a filter: it calls ``mask_logits`` with the logits after penalties and
     biases. ``settings`` is the package's object. This class sets its top_k again at each draw.
@@ -58,8 +65,32 @@ class BeforeDraw:
         if self._breakers is not None:
             penalize(row, self._ids(), self._sampling, self._breakers)
         if self._cuts:
-            self._settings.top_k = kept(row, self._sampling)
+            count = kept(row, self._sampling)
+            if self._sampling.typical_p < 1:
+                count = leave_typical(row, count, self._sampling)
+            self._settings.top_k = count
         return logits
+
+
+def leave_typical(logits: Array, count: int, sampling: SamplingParams) -> int:
+    """Set the logits of tokens that are too likely for typical_p to -inf. Return how many of the likeliest remain, at
+    least 1.
+
+    logits  float32 [vocabulary], of which one is finite
+    count   how many of the likeliest tokens the other cuts leave
+    """
+    ids = np.argsort(-logits, kind="stable")[:count]
+    logs = _scaled(logits, sampling)[ids].astype(np.float64)
+    weights = np.exp(logs)
+    drawable = int(np.count_nonzero(weights))
+    ids, logs, weights = ids[:drawable], logs[:drawable], weights[:drawable]
+    deviations = np.abs(logs - (weights * logs).sum() / weights.sum())
+    order = np.argsort(deviations, kind="stable")
+    sums = np.cumsum(weights[order])
+    enough = min(int(np.searchsorted(sums, sampling.typical_p * sums[-1])), drawable - 1)
+    left = deviations <= deviations[order[enough]]
+    logits[ids[: int(left.argmax())]] = -np.inf
+    return int(left.sum())
 
 
 def kept(logits: Array, sampling: SamplingParams) -> int:
@@ -73,13 +104,8 @@ def kept(logits: Array, sampling: SamplingParams) -> int:
         raise RuntimeError("the model's logits are not numbers")
     if math.isinf(top):
         return 1
-    temperature = 1.0 if sampling.temperature_last else sampling.temperature
-    weights = logits - np.float32(top)
-    with np.errstate(over="ignore", under="ignore"):
-        if sampling.smoothing_factor > 0:
-            weights *= -weights
-            temperature /= sampling.smoothing_factor
-        weights /= np.float32(temperature)
+    weights = _scaled(logits, sampling)
+    with np.errstate(under="ignore"):
         np.exp(weights, out=weights)  # the weight of the likeliest token is 1
     count, total = len(weights), float(weights.sum(dtype=np.float64))
     if 0 < sampling.top_k < count:
@@ -94,6 +120,18 @@ def kept(logits: Array, sampling: SamplingParams) -> int:
     if sampling.min_p > 0:
         count = min(count, int((weights >= sampling.min_p).sum()))
     return max(count, 1)
+
+
+def _scaled(logits: Array, sampling: SamplingParams) -> Array:
+    """Return the logarithms of the tokens' weights, float32; that of the likeliest is 0."""
+    temperature = 1.0 if sampling.temperature_last else sampling.temperature
+    scaled: Array = logits - logits.max()
+    with np.errstate(over="ignore"):
+        if sampling.smoothing_factor > 0:
+            scaled *= -scaled
+            temperature /= sampling.smoothing_factor
+        scaled /= np.float32(temperature)
+    return scaled
 
 
 def _nucleus(weights: Array, share: float) -> tuple[int, float]:

@@ -27,8 +27,9 @@ NEVER = float("-inf")
 def settings_of(sampling: SamplingParams) -> dict[str, Any]:
     """Return the arguments of ExLlamaV2Sampler.Settings, except the bias.
 
-    Frequency and presence penalty are left out: the package would count the prompt, too (see TokenBias). top_p, top_a,
-    min_p (exllamav2.cut), DRY (exllamav2.dry) and XTC (exllamav2.xtc) are left out, because they are wrong in 0.3.2.
+    Frequency and presence penalty are left out: the package would count the prompt, too (see TokenBias). The
+    others that are left out are wrong in 0.3.2: top_p, top_a, min_p and typical_p (exllamav2.cut), DRY (exllamav2.dry)
+    and XTC (exllamav2.xtc).
     """
     greedy = is_greedy(sampling)
     dynamic = not greedy and sampling.max_temp > sampling.min_temp
@@ -50,7 +51,7 @@ def settings_of(sampling: SamplingParams) -> dict[str, Any]:
         "top_a": 0.0,
         "min_p": 0.0,
         "tfs": 0.0 if greedy else sampling.tfs,
-        "typical": 0.0 if greedy else sampling.typical_p,
+        "typical": 0.0,
         "skew": 0.0 if greedy or xtc_is_on(sampling) else sampling.skew,
         "mirostat": not greedy and sampling.mirostat_mode == 2,
         "mirostat_tau": sampling.mirostat_tau,

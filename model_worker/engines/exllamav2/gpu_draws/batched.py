@@ -37,12 +37,12 @@ def write_words(words: Array, draws: Sequence[RowDraw | None]) -> None:
             continue
         rule = draw.rule
         pack_into(
-            "<8i3Qd5fi", row, 0,
+            "<8i3Qd5fiQ", row, 0,
             GREEDY if rule.greedy else WEIGHED, draw.slot, draw.position, rule.penalty_range, rule.penalty_end,
             rule.top_k, rule.smoothed, rule.cuts,
             draw.point << 11, rule.top_p, rule.min_p, rule.top_a * 2.0**80,
             rule.scale, rule.penalty, rule.fade, rule.frequency, rule.presence,
-            draw.mask,
+            draw.mask, rule.typical_p,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 ``adjust`` reads the logits: penalties, bias, and the largest of each block. ``weigh`` computes the weights. It sums
 those of each block, and counts and sums those above each of LEVELS thresholds. ``gather`` takes the highest threshold
 above which all candidates of a row must be, and collects the tokens above it. ``choose`` draws from these, with one
-program for each row. ``slow_kernels`` has the draws of rows that keep too many tokens.
+program for each row. ``slow_kernels`` has the draws of rows that keep too many tokens, and those of typical_p.
 
 Weights are kept as float32 powers of 2, and made integers where they are summed. The kernels must be launched without
 fusing multiplication and addition (``enable_fp_fusion=False``), as each operation is rounded by itself.
@@ -20,6 +20,7 @@ Words of a row, int32, written by the host for each step (``rows.RowWords``):
     6  1: smoothed                                          18      fade, float32
     7  1: any cut                                           19, 20  frequency and presence, float32
                                                             21      mask of allowed tokens; -1: none
+                                                            22, 23  typical_p, of 2**64; 0: off
 """
 
 import triton
@@ -163,7 +164,7 @@ def gather(
     """Collect the tokens among which all candidates of a row are, by ids. If they are too many, fill the row's bins.
 
     likely, likely_ids  int64, int32 [rows, MOST]: weights and ids
-    gathered            int32 [rows]: how many there are; -1: they would be more than MOST
+    gathered            int32 [rows]: how many there are; -1: they would be more than MOST, or typical_p is on
     counted, summed     int32, int64 [rows, BINS], which are zeros before: numbers and sums of all weights, by bin. The
                         numbers are for top_k
     """
@@ -197,7 +198,7 @@ def gather(
     ids = block * BLOCK + tl.arange(0, BLOCK)
     power = tl.load(powers + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0.0)
     w = _weight(power)
-    if (taken < 0) | (number > MOST):
+    if (taken < 0) | (number > MOST) | (_word64(row_words, 22) != 0):
         tl.store(gathered + row, -1)
         weight = power * 1099511627776.0
         number_of_bin = (weight.to(tl.int32, bitcast=True) >> 16) - FIRST_BIN

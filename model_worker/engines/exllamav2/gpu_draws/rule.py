@@ -15,7 +15,11 @@ token, and a sum of a row on a GPU has another order. Here every sum is one of i
    first of them. top_k keeps that many, and top_p the fewest whose weights sum to more than that share. top_a keeps
    weights of top_a * (largest weight)**2 / sum or more, and min_p weights of min_p * (largest weight) or more. At least
    one is kept. Without a cut, candidates stand in the order of their ids.
-8. A point is a number of 53 bits, ``point / 2**53`` of the sum of the weights that are left. The drawn candidate is the
+8. typical_p looks at what those cuts have left (Meister et al. 2022, arXiv:2202.00666). The deviation of a weight is
+   the distance of its logarithm from the mean of all logarithms, each counted with its weight: the distance of a
+   token's information from the expected one. The fewest deviations are kept, the smallest first, whose weights sum to
+   more than the share. Equal ones are kept together. The order stays as it is. ``log2_of`` computes logarithms.
+9. A point is a number of 53 bits, ``point / 2**53`` of the sum of the weights that are left. The drawn candidate is the
    first up to which the weights sum to more than that.
 """
 
@@ -38,6 +42,10 @@ COLDEST = 0.01
 """Below this temperature a draw is greedy, as in the package (ext_sampling.cpp, sample_basic)."""
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 LOG2_E = 1.4426950408889634
+LOG2_BITS = 16
+LOG2 = tuple(np.float32(2 * LOG2_E / n) for n in (1, 3, 5, 7, 9, 11))
+"""Coefficients of log2(m) for 1 <= m < 2, by odd powers of (m - 1) / (m + 1). The error is below 4e-7."""
+_MANTISSA = (1 << 23) - 1
 LOWEST_POWER = -60.0
 """Powers of 2 below this are 0: their weight would be."""
 EXP2 = tuple(
@@ -59,6 +67,7 @@ class DrawRule:
     top_p           of 2**64; 0: off
     top_a           0: off
     min_p           least weight; 0: off
+    typical_p       of 2**64; 0: off
     penalty         repetition penalty; 1: off
     fade            by which the penalty changes for each token of distance beyond ``penalty_range``
     penalty_range   tokens; -1: all
@@ -72,6 +81,7 @@ class DrawRule:
     top_p: int = 0
     top_a: float = 0.0
     min_p: int = 0
+    typical_p: int = 0
     penalty: np.float32 = _ONE
     fade: np.float32 = _ZERO
     penalty_range: int = -1
@@ -85,7 +95,7 @@ class DrawRule:
 
     @property
     def cuts(self) -> bool:
-        return bool(self.top_k or self.top_p or self.top_a or self.min_p)
+        return bool(self.top_k or self.top_p or self.top_a or self.min_p or self.typical_p)
 
 
 def draws_by_rule(sampling: SamplingParams) -> bool:
@@ -97,7 +107,6 @@ def draws_by_rule(sampling: SamplingParams) -> bool:
         and not sampling.dry_multiplier
         and not sampling.xtc_probability
         and sampling.cfg_scale == 1.0
-        and sampling.typical_p in (0.0, 1.0)
         and sampling.tfs in (0.0, 1.0)
         and not sampling.skew
         and not sampling.temperature_last
@@ -116,9 +125,10 @@ def rule_of(sampling: SamplingParams, vocab: int) -> DrawRule:
         scale=np.float32(min(scale * LOG2_E, float(HUGE))),
         smoothed=smoothed,
         top_k=sampling.top_k if 0 < sampling.top_k < vocab else 0,
-        top_p=int(sampling.top_p * 2.0**64) if 0 < sampling.top_p < 1 else 0,
+        top_p=_share(sampling.top_p),
         top_a=sampling.top_a,
         min_p=int(np.ceil(sampling.min_p * 2.0**WEIGHT_BITS)),
+        typical_p=_share(sampling.typical_p),
         penalty=np.float32(sampling.repetition_penalty),
         fade=np.float32((1.0 - sampling.repetition_penalty) / decay) if decay else np.float32(0.0),
         penalty_range=sampling.penalty_range,
@@ -126,6 +136,11 @@ def rule_of(sampling: SamplingParams, vocab: int) -> DrawRule:
         frequency=np.float32(sampling.frequency_penalty),
         presence=np.float32(sampling.presence_penalty),
     )
+
+
+def _share(value: float) -> int:
+    """Return a share of 2**64; 0 for one that cuts nothing."""
+    return int(value * 2.0**64) if 0 < value < 1 else 0
 
 
 def penalised(
@@ -194,7 +209,36 @@ def candidates_of(weights: Array, rule: DrawRule) -> tuple[Array, Array]:
     if rule.min_p:
         count = min(count, int((ordered >= rule.min_p).sum()))
     count = max(count, 1)
-    return ids[:count], sums[:count]
+    ids, sums = ids[:count], sums[:count]
+    return _typical(ids, ordered[:count], sums, rule.typical_p) if rule.typical_p else (ids, sums)
+
+
+def log2_of(weights: Array) -> Array:
+    """Return int64: the logarithms of weights to the base 2, of 2**LOG2_BITS, rounded down. A weight of 0 counts as 1.
+
+    They never fall where the weights rise, so the weights of the smallest deviations are neighbours.
+    """
+    bits = np.maximum(weights, 1).astype(np.float32).view(np.int32)
+    exponent = (bits >> 23).astype(np.int64) - 127
+    m = (bits & _MANTISSA | 127 << 23).view(np.float32)
+    s = (m - _ONE) / (m + _ONE)
+    value = np.full_like(s, LOG2[-1])
+    for coefficient in reversed(LOG2[:-1]):
+        value = value * (s * s) + coefficient
+    return (exponent << LOG2_BITS) + np.floor(value * s * np.float32(1 << LOG2_BITS)).astype(np.int64)
+
+
+def _typical(ids: Array, weights: Array, sums: Array, share: int) -> tuple[Array, Array]:
+    """Return (ids, cumulated weights) of the candidates that typical_p leaves."""
+    total, logs = int(sums[-1]), log2_of(weights)
+    # By halves of 20 bits: the sum of all products needs more than 64 bits.
+    high, low = int(((weights >> 20) * logs).sum()), int(((weights & (1 << 20) - 1) * logs).sum())
+    mean = int(np.floor((np.float64(high) * 2.0**20 + np.float64(low)) / np.float64(total)))
+    deviations = np.abs(logs - mean)
+    order = np.argsort(deviations, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(weights[order]), (total * share >> 64) + 1))
+    left = deviations <= deviations[order[enough]]
+    return ids[left], np.cumsum(weights[left])
 
 
 def _threshold(weights: Array, total: int, rule: DrawRule) -> int:

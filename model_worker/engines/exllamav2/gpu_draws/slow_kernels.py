@@ -1,5 +1,6 @@
 # mypy: ignore-errors
 """Draws of rows that keep more candidates than ``kernels.gather`` collects: the same cuts over the whole vocabulary.
+typical_p is computed here only: it may leave out the likeliest tokens, and needs a mean over all.
 
 A row has one program of many threads. It looks for the weight at which a count or a sum passes a goal. For such rows
 ``gather`` has counted and summed the weights in bins, 128 for each power of 2, so that weight lies between two edges of
@@ -123,6 +124,74 @@ def _nth_of_equals(powers, weight, nth, VOCAB: tl.constexpr, BLOCKS_2: tl.conste
 
 
 @triton.jit
+def _log2(w):
+    """Return the logarithms of int64 weights, see ``rule.log2_of``."""
+    bits = tl.maximum(w, 1).to(tl.float32).to(tl.int32, bitcast=True)
+    m = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    s = tl.div_rn(m - 1.0, m + 1.0)
+    t = s * s
+    value = 0.2623081889252388 * t + 0.3205988979753252
+    value = value * t + 0.4121985831111324
+    value = value * t + 0.5770780163555853
+    value = value * t + 0.9617966927259756
+    value = value * t + 2.8853900817779268
+    return (((bits >> 23) - 127) << 16).to(tl.int64) + tl.floor(value * s * 65536.0).to(tl.int64)
+
+
+@triton.jit
+def _typical(powers, least, total, share, VOCAB: tl.constexpr):
+    """Return (sum of the weights left out before the first that typical_p keeps, sum of those kept).
+
+    least, total  the candidates: all weights above ``least``, and some of those equal to it; and the sum of all
+    share         of 2**64
+    """
+    larger, high, low = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64)
+    for start in range(0, VOCAB, WIDE):
+        w = _weights(powers, start + tl.arange(0, WIDE), VOCAB).to(tl.int64)
+        w = tl.where(w > least, w, 0)
+        logs = _log2(w)
+        larger += w
+        high += (w >> 20) * logs
+        low += (w & 0xFFFFF) * logs
+    rest = total - tl.sum(larger, 0)
+    log_least = _log2(least)
+    of_high = tl.sum(high, 0) + (rest >> 20) * log_least
+    of_low = tl.sum(low, 0) + (rest & 0xFFFFF) * log_least
+    mean = tl.floor((of_high.to(tl.float64) * 1048576.0 + of_low.to(tl.float64)) / total.to(tl.float64)).to(tl.int64)
+    target = tl.umulhi(total.to(tl.uint64), share).to(tl.int64) + 1
+    rest_deviates = tl.abs(log_least - mean)
+    # The deviation that is looked for lies above ``under``, and is at most ``within``.
+    under, within = tl.full([], -1, tl.int64), tl.full([], 41 << 16, tl.int64)
+    while within - under > 1:
+        step = (within - under + 3) // 4
+        first, second, third = under + step, under + 2 * step, under + 3 * step
+        sum_1, sum_2, sum_3 = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64)
+        for start in range(0, VOCAB, WIDE):
+            w = _weights(powers, start + tl.arange(0, WIDE), VOCAB).to(tl.int64)
+            deviates = tl.abs(_log2(w) - mean)
+            w = tl.where(w > least, w, 0)
+            sum_1 += tl.where(deviates <= first, w, 0)
+            sum_2 += tl.where(deviates <= second, w, 0)
+            sum_3 += tl.where(deviates <= third, w, 0)
+        if tl.sum(sum_1, 0) + tl.where(rest_deviates <= first, rest, 0) >= target:
+            within = tl.minimum(first, within)
+        elif tl.sum(sum_2, 0) + tl.where(rest_deviates <= second, rest, 0) >= target:
+            under, within = first, tl.minimum(second, within)
+        elif tl.sum(sum_3, 0) + tl.where(rest_deviates <= third, rest, 0) >= target:
+            under, within = second, tl.minimum(third, within)
+        else:
+            under = third
+    skipped, left = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64)
+    for start in range(0, VOCAB, WIDE):
+        w = _weights(powers, start + tl.arange(0, WIDE), VOCAB).to(tl.int64)
+        logs = _log2(w)
+        w = tl.where(w > least, w, 0)
+        skipped += tl.where(logs > mean + within, w, 0)
+        left += tl.where(tl.abs(logs - mean) <= within, w, 0)
+    return tl.sum(skipped, 0), tl.sum(left, 0) + tl.where(rest_deviates <= within, rest, 0)
+
+
+@triton.jit
 def _empty(counted, summed, BINS: tl.constexpr):
     bins = tl.arange(0, BINS)
     tl.store(counted + bins, tl.zeros([BINS], tl.int32))
@@ -151,7 +220,7 @@ def choose_slowly(
     powers += row.to(tl.int64) * VOCAB
     blocks = tl.arange(0, BLOCKS_2)
     total = tl.sum(tl.load(sums + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0), 0)
-    top_k, top_p = tl.load(row_words + 5).to(tl.int64), _word64(row_words, 10)
+    top_k, top_p, typical_p = tl.load(row_words + 5).to(tl.int64), _word64(row_words, 10), _word64(row_words, 22)
     min_p = _word64(row_words, 12).to(tl.int64)
     top_a = _word64(row_words, 14).to(tl.float64, bitcast=True)
     least = tl.full([], -1, tl.int64)  # all are kept
@@ -171,7 +240,10 @@ def choose_slowly(
             total = _sum_from(powers, edge, VOCAB)
     if min_p > least:
         total = _sum_from(powers, min_p, VOCAB)
-    aim = tl.umulhi(_word64(row_words, 8), total.to(tl.uint64)).to(tl.int64)
+    skipped = tl.zeros([], tl.int64)
+    if typical_p > 0:
+        skipped, total = _typical(powers, least, total, typical_p, VOCAB)
+    aim = skipped + tl.umulhi(_word64(row_words, 8), total.to(tl.uint64)).to(tl.int64)
     weight, larger = _largest(powers, summed, aim + 1, VOCAB, BINS, False)
     nth = (aim - larger) // weight.to(tl.int64)
     tl.store(drawn + row, _nth_of_equals(powers, weight, nth, VOCAB, BLOCKS_2, BLOCK).to(tl.int64))
