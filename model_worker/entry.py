@@ -162,12 +162,14 @@ def stay_offline() -> None:
 
 
 def import_ahead(engine: str) -> None:
-    """Import what a worker of this engine imports before it reads a model."""
+    """Import what a worker of this engine imports before it reads a model, and do what else its module prepares."""
     from model_worker.engines import BUILT_IN
 
     made = importlib.import_module(BUILT_IN[engine].partition(":")[0])
     for module in (*_LOOP, *getattr(made, "AHEAD", ())):
         importlib.import_module(module)
+    if prepare := getattr(made, "prepare_ahead", None):
+        prepare()
 
 
 def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:

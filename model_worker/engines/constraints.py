@@ -59,6 +59,11 @@ class Constraints:
         self._unwanted: set[int] = set()
         """Jobs of ``_untold`` that will not come."""
 
+    def begin(self) -> None:
+        """Start the compiler's process and threads, and wait for nothing. Otherwise the first constraint waits for
+        them."""
+        self._compiler.compile("regex", "a")
+
     # --- before the job may start -----------------------------------------------------------------------------------
 
     def is_at_hand(self, kind: str, text: str) -> bool:

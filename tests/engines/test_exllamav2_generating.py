@@ -47,15 +47,14 @@ def test_every_setting_of_the_package_is_given_and_neutral() -> None:
     assert neutral["token_repetition_penalty"] == 1.0
     assert neutral["top_k"] == neutral["top_a"] == neutral["min_p"] == neutral["skew"] == neutral["dry_multiplier"] == 0
     assert neutral["top_p"] == 0
-    assert neutral["tfs"] == neutral["typical"] == 1.0  # 1.0 turns these off in the kernel, like 0
+    assert neutral["tfs"] == neutral["typical"] == 0
     assert neutral["max_temp"] <= neutral["min_temp"]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "setting"),
     [
-        ("temperature", 0.7, "temperature"), ("top_k", 9, "top_k"), ("tfs", 0.9, "tfs"),
-        ("typical_p", 0.8, "typical"), ("skew", 0.5, "skew"),
+        ("temperature", 0.7, "temperature"), ("top_k", 9, "top_k"), ("skew", 0.5, "skew"),
         ("smoothing_factor", 0.3, "smoothing_factor"), ("temperature_last", True, "temperature_last"),
         ("repetition_penalty", 1.2, "token_repetition_penalty"), ("penalty_range", 64, "token_repetition_range"),
         ("repetition_decay", 32, "token_repetition_decay"),
@@ -74,6 +73,8 @@ def test_parameters_that_go_together() -> None:
     dynamic = settings_of(sampling(min_temp=0.5, max_temp=2.0, temp_exponent=1.5))
     assert (dynamic["min_temp"], dynamic["max_temp"], dynamic["temp_exponent"]) == (0.5, 2.0, 1.5)
     assert settings_of(sampling(min_temp=2.0, max_temp=1.0))["max_temp"] == 0.0
+    for sorts in ({"mirostat_mode": 2}, {"xtc_probability": 0.5}):
+        assert settings_of(sampling(skew=1.0, **sorts))["skew"] == 0.0, "the package would sort what is sorted"
     for greedy in ({"temperature": 0.0}, {"temperature": 0.009}, {"top_k": 1}, {"min_p": 1.0}):
         options = {"temperature_last": True, "mirostat_mode": 2, "max_temp": 3.0, "skew": 1.0, "tfs": 0.5} | greedy
         settings = settings_of(sampling(**options))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_worker.engines.exllamav2.cut import is_cut, kept
+from model_worker.engines.exllamav2.cut import MOST_SORTED, cut, is_cut, kept
 from model_worker.engines.exllamav2.dry import LONGEST, penalize
 from protocol.request import SamplingParams
 from tests.engines.exllamav2_cpu import extension
@@ -176,6 +176,29 @@ def test_excluded_tokens_and_infinities() -> None:
     assert not is_cut(SamplingParams(top_k=40))
     assert not is_cut(SamplingParams(temperature=0, top_p=0.5))
     assert is_cut(SamplingParams(min_p=0.1))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_many_tokens_are_left_without_sorting(equal: bool) -> None:
+    logits = np.random.default_rng(3).normal(size=4000).astype(np.float32)
+    if equal:
+        logits = np.round(logits)
+    for count in (500, 501, 2500, 3999, 4000, 5000):
+        left = logits.copy()
+        top_k = cut(left, SamplingParams(top_k=count))
+        assert top_k == (count if count == MOST_SORTED else 0)
+        if top_k == 0:
+            expected = np.lexsort((-np.arange(4000), -logits))[:count]
+            assert sorted(np.flatnonzero(left > -np.inf)) == sorted(expected), "the likeliest, equal ones by their ids"
+            assert (left[expected] == logits[expected]).all()
+
+
+def test_tfs_keeps_as_many_as_the_package(kernels: Kernels) -> None:
+    for seed in range(100):
+        logits, share = some_logits(seed, 400), random.Random(seed).choice([0.5, 0.9, 0.99])
+        _, probs, _ = kernels.draw(logits, tfs=share)
+        count = cut(logits.copy(), SamplingParams(tfs=share))
+        assert abs(count - int((probs > 0).sum())) <= 1, f"seed {seed}"
 
 
 # DRY

@@ -101,7 +101,7 @@ class AnswerJobs:
     def _make(self, job: Job, prompts: list[tuple[int, ...]], settings: dict[str, Any], **varying: Any) -> Any:
         """Return an AnswerJob. ``varying`` are the arguments that change when an answer goes back."""
         sampling = job.sampling
-        xtc = (sampling.xtc_probability, sampling.xtc_threshold, self._protected, sampling.skew)
+        xtc = (sampling.xtc_probability, sampling.xtc_threshold, self._protected)
         return self._answer_job(
             prompts,
             settings,

@@ -1,10 +1,15 @@
-"""top_k, top_p, top_a, min_p and typical_p of draws by the host. Replaces kernels of ExLlamaV2 0.3.2.
+"""top_k, top_p, top_a, min_p, tfs and typical_p of draws by the host. Replaces kernels of ExLlamaV2 0.3.2.
 
 The package's top_p drops a token that crosses the limit and goes on with less likely ones. Of the probabilities 0.55,
 0.25, 0.1, 0.05, ... and a top_p of 0.7 it draws from the first, third and fourth (cpp/sampling.cpp, top_p_cpu). Its
 top_a and min_p keep one token too many if all pass, and then write behind their buffers (keep_threshold). Each of the
-four filters keeps the likeliest tokens, so its result is a number of tokens. The kernel gets that number as top_k,
-which it computes correctly.
+four filters keeps the likeliest tokens, and so does tfs. So the result is a number of tokens. The kernel gets that
+number as top_k, which it computes correctly.
+
+It computes a top_k above MOST_SORTED by sorting. Filters behind it sort what is sorted already, and the package's
+quicksort takes the square of the number of tokens for that: 12 s for a token after a top_k of 60,000. So more tokens
+are not left to top_k: the logits of all others become -inf. Two filters of the package that sort are never used
+together.
 
 The package's typical_p adds each probability to its own logarithm, and drops the token that crosses the limit
 (typical_cpu). The one here is that of the paper (arXiv:2202.00666), and of ``gpu_draws.rule``. It may leave out the
@@ -24,19 +29,22 @@ from protocol.request import SamplingParams
 
 Array = np.ndarray[Any, Any]
 
+MOST_SORTED = 500
+"""The most tokens that the package's top_k finds without sorting (sampling.cpp, top_k_heap_threshold)."""
 _LIKELY = 1e-4
 """Share of the likeliest token's weight. Smaller weights are sorted only if the others do not add up to top_p."""
 
 
 def is_cut(sampling: SamplingParams) -> bool:
-    """Return whether top_p, top_a, min_p or typical_p is on. If only top_k is on, the package's kernel computes it."""
+    """Return whether a filter of this module is on. A small top_k alone is computed by the package's kernel."""
+    shares = sampling.top_p, sampling.tfs, sampling.typical_p
     return not is_greedy(sampling) and (
-        sampling.top_p < 1 or sampling.top_a > 0 or sampling.min_p > 0 or sampling.typical_p < 1
+        min(shares) < 1 or sampling.top_a > 0 or sampling.min_p > 0 or sampling.top_k > MOST_SORTED
     )
 
 
 class BeforeDraw:
-    """The filters of one job: DRY, top_k, top_p, top_a, min_p, typical_p. Each works on the tokens left by the one
+    """The filters of one job: DRY, top_k, top_p, top_a, min_p, tfs, typical_p. Each works on the tokens left by the one
     before.
 
     The package's sampler uses this object as a filter: it calls ``mask_logits`` with the logits after penalties and
@@ -65,11 +73,44 @@ class BeforeDraw:
         if self._breakers is not None:
             penalize(row, self._ids(), self._sampling, self._breakers)
         if self._cuts:
-            count = kept(row, self._sampling)
-            if self._sampling.typical_p < 1:
-                count = leave_typical(row, count, self._sampling)
-            self._settings.top_k = count
+            self._settings.top_k = cut(row, self._sampling)
         return logits
+
+
+def cut(logits: Array, sampling: SamplingParams) -> int:
+    """Apply the filters to float32 logits [vocabulary], in place. Return the top_k that completes them, 0 for none.
+
+    Raises RuntimeError for a NaN.
+    """
+    count = kept(logits, sampling)
+    if sampling.tfs < 1:
+        count = _tail_free(logits, count, sampling)
+    if sampling.typical_p < 1:
+        count = leave_typical(logits, count, sampling)
+    if count <= MOST_SORTED:
+        return count
+    if count < len(logits):
+        _leave_likeliest(logits, count)
+    return 0
+
+
+def _leave_likeliest(logits: Array, count: int) -> None:
+    """Set the logits of all but the ``count`` likeliest tokens to -inf. Of equal ones those with the highest ids
+    stay."""
+    least = np.partition(logits, -count)[-count]
+    equal = np.flatnonzero(logits == least)
+    logits[equal[: int((logits >= least).sum()) - count]] = -np.inf
+    logits[logits < least] = -np.inf
+
+
+def _tail_free(logits: Array, count: int, sampling: SamplingParams) -> int:
+    """Return how many of the ``count`` likeliest tokens tfs leaves (tfs_cpu of the package): the bends of the curve of
+    probabilities up to the last one sum to the share."""
+    if count < 3:
+        return count
+    weights = np.exp(np.sort(_scaled(logits, sampling))[::-1][:count].astype(np.float64))
+    bends = np.cumsum(np.abs(np.diff(weights, 2)))
+    return int(np.searchsorted(bends, sampling.tfs * bends[-1], side="right")) + 1
 
 
 def leave_typical(logits: Array, count: int, sampling: SamplingParams) -> int:

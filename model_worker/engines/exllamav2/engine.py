@@ -9,6 +9,7 @@ own code for this has three faults. It drops the text that it holds back when an
 decides which of two stop strings it finds. It reports ids that it took back.
 """
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from model_worker.engines.admission import check_job
 from model_worker.engines.constraint import AnyConstraint
 from model_worker.engines.constraints import OFFERED as CONSTRAINTS
 from model_worker.engines.constraints import WAIT_S, Constraints
+from model_worker.engines.exllamav2 import warming
 from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
 from model_worker.engines.exllamav2.answer_jobs import AnswerJobs
 from model_worker.engines.exllamav2.batch import Batch
@@ -46,15 +48,23 @@ from model_worker.engines.healing import Healer, Healing
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
-from protocol.request import SamplingParams
 
-AHEAD = ("torch.nn.attention.bias", "triton", "model_worker.engines.exllamav2.gpu_draws.slow_kernels")
+AHEAD = "torch.nn.attention.bias", "setuptools", "triton", "model_worker.engines.exllamav2.gpu_draws.slow_kernels"
 """Modules that loading a model imports, and that do not use the GPU. The first brings PyTorch's compiler, which the
-package never uses but imports: 2.6 seconds."""
+package never uses but imports: 2.6 seconds. The second is part of torch.utils.cpp_extension, which the package imports
+and which itself opens the driver."""
 THREADED = 3
 """The number of draws in a step from which the generator's threads are worth their cost."""
 LARGE_VOCABULARY = 8192
 """The number of ids from which a draw takes longer than handing the draw to a thread."""
+
+
+def prepare_ahead() -> None:
+    """Do what is the same for every model and needs no GPU: Triton's hash over its own files, for which the first
+    kernel would wait 0.4 seconds."""
+    cache: Any = importlib.import_module("triton.runtime.cache")
+    if key := getattr(cache, "triton_key", None):  # Triton remembers it
+        key()
 
 
 class ExLlamaV2Engine:
@@ -86,6 +96,8 @@ class ExLlamaV2Engine:
         self._jobs = AnswerJobs(loaded, self._batch, self._generator.padded_vocab_size, self._drawable, eos_ids)
         self._healer = Healer(pieces) if pieces else None
         self._constraints = Constraints(pieces, self._drawable, eos_ids, self._tokenizer) if pieces else None
+        if self._constraints is not None:
+            self._constraints.begin()
         self._sleeper = Sleeper(self._generator, loaded, self._spec)
         self._loop, decoding = make_loop(loaded, self._generator, self._drawable, progress)
         self._capabilities = Capabilities(
@@ -103,30 +115,18 @@ class ExLlamaV2Engine:
         self._warm_up(loaded, progress)
 
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:
-        """Compute chunks of prompts of all sizes, and a few steps of a full batch.
-
-        At their first use kernels are loaded and scratch memory grows. That must not delay the first request.
-        """
-        context = self.capabilities.context
-        new = min(4, context - 1)
-        room = min(context, self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens) - new
-        greedy = SamplingParams(temperature=0)
-        # Chunks are multiples of pages. No two prompts begin alike, so that none is in the cache. The largest comes
-        # first, so that PyTorch's allocator reuses its blocks for the others.
-        for size in reversed(range(PAGE_TOKENS, min(room, loaded.chunk_size + 1), PAGE_TOKENS)):
-            self.submit(Job(-1, (size // PAGE_TOKENS % self._drawable,) * (size + 1), 1, greedy))
+        """Compute jobs of all kinds, so that the first requests wait for nothing that is loaded at first use."""
+        room = self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens
+        groups = warming.groups(
+            self.capabilities.context, room, loaded.chunk_size, self._spec.max_batch_size, self._drawable
+        )
+        for done, group in enumerate(groups):
+            progress("warmup", done, len(groups))
+            for job in group:
+                self.submit(job)
             while self._answers:
                 self.step()
-        for number in range(self._spec.max_batch_size):
-            prompt = (0,) * min(room, 2 if number else loaded.chunk_size + 1)
-            self.submit(Job(-1 - number, prompt, new, greedy, min_new_tokens=new))
-        steps = 0
-        progress("warmup", 0, new)
-        while self._answers:
-            self.step()
-            steps += 1
-            progress("warmup", min(steps, new), new)
-        progress("warmup", new, new)
+        progress("warmup", len(groups), len(groups))
         for index in loaded.devices:
             torch.cuda.synchronize(index)
         self.reset()

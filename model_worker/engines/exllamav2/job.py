@@ -57,10 +57,10 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     first_bias   added to the logits of the first draw only, float32 [padded vocabulary]
     top          None, or how many of the likeliest tokens are reported with each token
     by_rule      whether draws follow ``gpu_draws.rule`` where it covers them, also those of the host
-    sampling     parameters; DRY, top_k, top_p, top_a and min_p are computed here
+    sampling     parameters; those of exllamav2.cut and DRY are computed here
     breakers     sequence breakers of DRY (bool [vocab]), None without DRY
     mask         bits of the tokens that the constraint allows next; None if it allows all
-    xtc          (probability, threshold, ids that are never left out, skew), or None
+    xtc          (probability, threshold, ids that are never left out), or None
     constraint   the answer's constraint (engines/constraint), at the position where the answer goes on
     begun        whether a token of the answer has been drawn here
     ended        why the answer has ended: "stop" (an end token), "length", or because of the constraint: COMPLETE,
@@ -89,7 +89,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         sampling: SamplingParams,
         breakers: np.ndarray[Any, Any] | None = None,
         by_rule: bool = False,
-        xtc: tuple[float, float, Collection[int], float] | None = None,
+        xtc: tuple[float, float, Collection[int]] | None = None,
         constraint: AnyConstraint | None = None,
     ) -> None:
         self.bias, self.first_bias = bias, first_bias
@@ -124,6 +124,8 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         # The constraint and guidance change what is drawn, too: gpu_draws.tables.
         self.rule = rule_of(sampling, vocab) if by_rule and xtc is None and draws_by_rule(sampling) else None
         self._from = drawn
+        # Where the package is not given the skew.
+        self._bend = 1.0 if settings["skew"] else math.exp(-sampling.skew)
         self.greedy = settings["top_k"] == 1
         self.shortcut = (
             self.greedy
@@ -205,14 +207,12 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         if self.greedy and math.isnan(float(logits[:, :, : self.vocab].max())):
             raise RuntimeError(NOT_NUMBERS)  # the kernel would index with what is on its stack
         # A greedy draw gives the same token at every point.
-        point = 0.0 if self.greedy else self.draws.at(self.new_tokens, returns=self.returns)
+        point = 0.0 if self.greedy else self.draws.at(self.new_tokens, returns=self.returns) ** self._bend
         if self.xtc is not None and self.draws.at(self.new_tokens, which=1, returns=self.returns) < self.xtc[0]:
-            _, threshold, protected, skew = self.xtc
+            _, threshold, protected = self.xtc
             return draw_excluding_top(
-                lambda at, top: self._sample(logits.clone(), at, top), point, threshold, protected, skew
+                lambda at, top: self._sample(logits.clone(), at, top), point, threshold, protected
             )
-        if self.xtc is not None and self.xtc[3]:
-            point = point ** math.exp(-self.xtc[3])
         return self._sample(logits, point)[0]
 
     def _sample(self, logits: torch.Tensor, point: float, top: int = 0) -> tuple[int, list[int], list[float]]:

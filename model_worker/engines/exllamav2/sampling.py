@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from model_worker.engines.admission import is_greedy
+from model_worker.engines.exllamav2.cut import MOST_SORTED
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
 
@@ -28,10 +29,12 @@ def settings_of(sampling: SamplingParams) -> dict[str, Any]:
     """Return the arguments of ExLlamaV2Sampler.Settings, except the bias.
 
     Frequency and presence penalty are left out: the package would count the prompt, too (see TokenBias). The
-    others that are left out are wrong in 0.3.2: top_p, top_a, min_p and typical_p (exllamav2.cut), DRY (exllamav2.dry)
-    and XTC (exllamav2.xtc).
+    others that are left out are wrong in 0.3.2, or too slow: top_p, top_a, min_p, tfs, typical_p and a large top_k
+    (exllamav2.cut), DRY (exllamav2.dry) and XTC (exllamav2.xtc). Mirostat and XTC sort, and so does skew. Beside them
+    the skew is applied by AnswerJob.
     """
     greedy = is_greedy(sampling)
+    mirostat = not greedy and sampling.mirostat_mode == 2
     dynamic = not greedy and sampling.max_temp > sampling.min_temp
     return {
         "token_repetition_penalty": sampling.repetition_penalty,
@@ -46,14 +49,14 @@ def settings_of(sampling: SamplingParams) -> dict[str, Any]:
         "min_temp": sampling.min_temp if dynamic else 0.0,
         "max_temp": sampling.max_temp if dynamic else 0.0,
         "temp_exponent": sampling.temp_exponent,
-        "top_k": 1 if greedy else sampling.top_k,
+        "top_k": 1 if greedy else sampling.top_k if sampling.top_k <= MOST_SORTED else 0,
         "top_p": 0.0,
         "top_a": 0.0,
         "min_p": 0.0,
-        "tfs": 0.0 if greedy else sampling.tfs,
+        "tfs": 0.0,
         "typical": 0.0,
-        "skew": 0.0 if greedy or xtc_is_on(sampling) else sampling.skew,
-        "mirostat": not greedy and sampling.mirostat_mode == 2,
+        "skew": 0.0 if greedy or mirostat or xtc_is_on(sampling) else sampling.skew,
+        "mirostat": mirostat,
         "mirostat_tau": sampling.mirostat_tau,
         "mirostat_eta": sampling.mirostat_eta,
         "xtc_probability": 0.0,

@@ -16,7 +16,7 @@ SCALE = 0.9998
 """The factor by which the sampler itself multiplies the random number."""
 
 
-def draw_excluding_top(draw: Draw, random: float, threshold: float, protected: Collection[int], skew: float) -> int:
+def draw_excluding_top(draw: Draw, random: float, threshold: float, protected: Collection[int]) -> int:
     """Return one of the tokens that XTC leaves: the one at ``random``, in [0, 1), of their cumulated probabilities.
 
     The sampler adds up probabilities from the likeliest token on. So a draw among the remaining tokens is the sampler's
@@ -26,8 +26,6 @@ def draw_excluding_top(draw: Draw, random: float, threshold: float, protected: C
     _, ids, probs = draw(0.0, most)
     likely = [token for token, p in zip(ids, probs, strict=True) if p >= threshold and token not in protected]
     gone = set(likely[:-1])
-    if skew:
-        random = random ** math.exp(-skew)
     left = random * SCALE * (1 - sum(p for token, p in zip(ids, probs, strict=True) if token in gone))
     for token, p in zip(ids, probs, strict=True):
         if p > 0 and token not in gone:

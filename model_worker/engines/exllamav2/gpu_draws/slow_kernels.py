@@ -239,6 +239,7 @@ def choose_slowly(
             least = edge - 1
             total = _sum_from(powers, edge, VOCAB)
     if min_p > least:
+        least = min_p - 1
         total = _sum_from(powers, min_p, VOCAB)
     skipped = tl.zeros([], tl.int64)
     if typical_p > 0:
