@@ -13,10 +13,10 @@ import torch
 from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowDraw, write_words
 from model_worker.engines.exllamav2.gpu_draws.rule import (
     DrawRule,
+    aim_of,
     candidates_of,
     draw,
     penalised,
-    pick,
     rule_of,
     weights_of,
 )
@@ -25,6 +25,8 @@ from protocol.request import SamplingParams
 
 Array = np.ndarray[Any, Any]
 
+POINT_WORD = 8
+"""The first of a row's two words that hold its point, see gpu_draws.kernels."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "plain": {"temperature": 1.0},
@@ -136,34 +138,57 @@ def compare(device: str, setting: str, rows: int, vocab: int, launches: int, see
             x = x + np.where(masks[row], np.float32(0), np.float32(-np.inf))
         return x
 
+    limits = [row if masks is not None and masks[row].any() else -1 for row in range(rows)]
+    points = rng.integers(0, 1 << 53, (launches, rows))
+    points[:, 0] = 0
+    if rows > 1:
+        points[:, -1] = (1 << 53) - 1
+    if not with_tables:
+        drawn = _draw_again_and_again(
+            batched, on_device, [RowDraw(rule, -1, position, 0, limit) for limit in limits], points
+        )
+        for row in range(rows):
+            x = adjusted(row, None, None, None)
+            if rule.greedy:
+                expected = np.full(launches, drawn_by_reference(x, rule, 0))
+            else:
+                ids, sums = candidates_of(weights_of(x, rule), rule)
+                expected = ids[
+                    np.searchsorted(sums, [aim_of(int(point), sums) for point in points[:, row]], side="right")
+                ]
+            wrong = np.flatnonzero(drawn[:, row] != expected)
+            assert not len(wrong), (setting, row, points[wrong[0], row], drawn[wrong[0], row], expected[wrong[0]])
+        return rows * launches
     words = torch.zeros_like(batched.words, device="cpu")
-    fixed = [
-        None if rule.greedy or with_tables else candidates_of(weights_of(adjusted(row, None, None, None), rule), rule)
-        for row in range(rows)
-    ]
-    for _ in range(launches):
-        points = [int(point) for point in rng.integers(0, 1 << 53, rows)]
-        points[0] = 0
-        points[-1] = (1 << 53) - 1 if rows > 1 else points[-1]
-        limits = [row if masks is not None and masks[row].any() else -1 for row in range(rows)]
-        draws = [RowDraw(rule, int(slots[row]), position, points[row], limits[row]) for row in range(rows)]
+    for launch in range(launches):
+        draws = [RowDraw(rule, int(slots[row]), position, int(points[launch, row]), limits[row]) for row in range(rows)]
         write_words(words.numpy(), draws)
         batched.words.copy_(words)
         batched.launch(on_device, rows)
-        drawn = batched.drawn.cpu().tolist()
+        tokens = batched.drawn.cpu().tolist()
         for row in range(rows):
-            candidates = fixed[row]
-            if candidates is not None:
-                expected = pick(points[row], *candidates)
-            else:
-                tables = (seen[row], counts[row], bias[row]) if with_tables else (None, None, None)
-                expected = drawn_by_reference(adjusted(row, *tables), rule, points[row])
-            assert drawn[row] == expected, (setting, row, points[row], drawn[row], expected)
-            if with_tables and expected >= 0:
-                seen[row, expected] = position + 1
-                counts[row, expected] += 1
+            token = drawn_by_reference(adjusted(row, seen[row], counts[row], bias[row]), rule, int(points[launch, row]))
+            assert tokens[row] == token, (setting, row, points[launch, row], tokens[row], token)
+            if token >= 0:
+                seen[row, token] = position + 1
+                counts[row, token] += 1
         position += 1
     return rows * launches
+
+
+def _draw_again_and_again(batched: BatchedDraws, logits: torch.Tensor, draws: list[RowDraw], points: Array) -> Array:
+    """Return int64 [launches, rows]: what the kernels draw from the same rows at points of 53 bits [launches, rows]."""
+    words = torch.zeros_like(batched.words, device="cpu")
+    write_words(words.numpy(), draws)
+    found = torch.zeros(points.shape, dtype=torch.int64, device=batched.drawn.device)
+    at = words.numpy()[:, POINT_WORD : POINT_WORD + 2]
+    for launch, own in enumerate(points):
+        at[:] = (own.astype(np.uint64) << np.uint64(11)).view(np.int32).reshape(-1, 2)
+        batched.words.copy_(words)
+        batched.launch(logits, len(draws))
+        found[launch] = batched.drawn
+    drawn: Array = found.cpu().numpy()
+    return drawn
 
 
 def drawn_by_reference(x: Array, rule: DrawRule, point: int) -> int:

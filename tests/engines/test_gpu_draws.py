@@ -29,7 +29,8 @@ from tests.engines.draw_cases import SETTINGS, compare, draw_not_numbers, parame
 VOCAB = 512
 DRAWS = 10_000_000
 LAUNCHES = int(os.environ.get("DRAW_LAUNCHES", "7813"))
-"""Launches of 128 rows for each setting: a million draws."""
+"""Launches of 128 rows for each setting: a million draws. Settings with penalties have a tenth: their draws change what
+is drawn next, so the reference computes each of them anew."""
 SEED = int(os.environ.get("DRAW_SEED", random.randrange(1 << 32)))
 
 
@@ -218,7 +219,8 @@ def test_the_kernels_draw_what_the_reference_draws_in_triton_s_interpreter() -> 
 def test_the_kernels_draw_what_the_reference_draws(setting: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible")
-    for rows, small, large in ((1, 1000, 100), (8, 500, 25), (32, 200, 8), (128, LAUNCHES, 5)):
+    most = LAUNCHES // 10 if rule_of(parameters(setting), VOCAB).needs_history else LAUNCHES
+    for rows, small, large in ((1, 1000, 100), (8, 500, 25), (32, 200, 8), (128, most, 5)):
         compare("cuda", setting, rows, VOCAB, small, SEED)
         compare("cuda", setting, rows, 128_256, large, SEED)
 

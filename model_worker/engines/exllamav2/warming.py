@@ -30,6 +30,5 @@ def groups(context: int, room: int, chunk_size: int, batch: int, drawable: int) 
     prompts = [(0,) * min(longest, 2 if number else chunk_size + 1) for number in range(batch)]
     full = [Job(-1 - number, prompt, new, GREEDY, min_new_tokens=new) for number, prompt in enumerate(prompts)]
     short = (0,) * min(longest, 2)
-    drawn_by_host = [Job(-1, short, 1, SamplingParams(mirostat_mode=2))]
     log_probabilities = [Job(-1, short, 1, GREEDY, top_logprobs=1)]
-    return [*chunks, full, drawn_by_host, log_probabilities]
+    return [*chunks, full, log_probabilities]

@@ -258,9 +258,14 @@ def _threshold(weights: Array, total: int, rule: DrawRule) -> int:
     return 0
 
 
+def aim_of(point: int, sums: Array) -> int:
+    """Return the cumulated weight that a point of 53 bits stands for."""
+    return int(sums[-1]) * point >> POINT_BITS
+
+
 def pick(point: int, ids: Array, sums: Array) -> int:
     """Return the candidate that a point of 53 bits selects."""
-    return int(ids[np.searchsorted(sums, int(sums[-1]) * point >> POINT_BITS, side="right")])
+    return int(ids[np.searchsorted(sums, aim_of(point, sums), side="right")])
 
 
 def draw(x: Array, rule: DrawRule, point: int) -> int:
