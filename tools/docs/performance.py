@@ -17,10 +17,10 @@ SHORT = 6
 """Most results of a file that are shown without a selection."""
 GROUPS = {
     "Speed": (
-        "decoding", "decoding-exl2", "prompts-beside", "draws", "gpu-idle", "exact-answers",
+        "decoding", "decoding-8b", "decoding-exl2", "first-use", "prompts-beside", "draws", "gpu-idle", "exact-answers",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
-        "spare", "desk", "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",
+        "spare", "spare-exllamav2", "desk", "constraints", "fairness-transformers", "attention", "mixture", "http-exllamav2", "http-path",
         "http-path-2-cores", "http-tools-exllamav2", "page-load",
     ),
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing", "sleeping", "napping"),
