@@ -92,7 +92,7 @@ class ModelSpec:
         """Return the settings that a worker gets at its start. If they change, the worker must be replaced."""
         config = self.config
         return (
-            self.engine_spec, config.gpu, config.node, config.sampling, config.limits, config.step_timeout,
+            self.engine_spec, config.gpu, config.gpus, config.node, config.sampling, config.limits, config.step_timeout,
             config.tool_format, config.reasoning,
         )  # fmt: skip
 

@@ -11,6 +11,8 @@ from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_schema import ClusterConfig, GroupConfig, HeldConfig
 from supervisor.yaml_source import KeyPath
 
+_SEVERAL = "list them (gpu: [0, 1]), or write gpu: auto with gpus: 2"
+
 
 def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
     """Return (key, message) for keys that are valid alone but contradict each other."""
@@ -32,9 +34,14 @@ def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems.append(
             ("gpu", "engine exllamav2 needs a GPU: add gpu: auto, or pin it with gpu: 0, [0, 1] or GPU-<uuid>")
         )
+    if config.gpus > 1:
+        if config.gpu != "auto":
+            problems.append(("gpus", "is for gpu: auto; list the GPUs in gpu instead, or write gpu: auto"))
+        elif not custom and config.engine != "exllamav2":
+            problems.append(("gpus", f"is {config.gpus}, and engine {config.engine} uses one GPU; remove it"))
     if config.vram is not None:
-        gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
-        if config.gpu in (None, "cpu"):
+        gpus = config.gpu_count
+        if not gpus:
             problems.append(("vram", "is for a model on a GPU; add gpu, or remove it"))
         elif len(config.vram) not in (1, gpus):
             problems.append(("vram", f"has {len(config.vram)} values for {gpus} GPUs; give one, or one for each"))
@@ -53,7 +60,8 @@ def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig |
         if cluster is None:
             yield ("models", name, "node"), f"is {config.node!r}, and models.yaml has no section cluster; add one"
         if config.gpu not in (None, "cpu", "auto"):
-            yield ("models", name, "gpu"), f"is {config.gpu!r} with node: Ray chooses the GPU there; write auto or cpu"
+            remedy = "write auto (and gpus: 2 for two of them) or cpu"
+            yield ("models", name, "gpu"), f"is {config.gpu!r} with node: Ray chooses the GPUs there; {remedy}"
         if config.vram is not None:
             yield ("models", name, "vram"), "is not read for a model on another machine; remove it"
 
@@ -197,11 +205,11 @@ def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems += [(key, "is for a draft_model; add one, or remove it") for key in alone if getattr(config, key)]
         if config.draft_tokens and not config.ngram_draft:
             problems.append(("draft_tokens", "is without effect: add draft_model or ngram_draft, or remove it"))
-    gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
+    gpus = config.gpu_count or 1
     for key in ("gpu_split", "autosplit_reserve"):
         value = getattr(config, key)
         if value is not None and gpus == 1:
-            problems.append((key, "is for several GPUs; list them (gpu: [0, 1]), or remove it"))
+            problems.append((key, f"is for several GPUs: {_SEVERAL}, or remove it"))
         elif value is not None and len(value) != gpus:
             problems.append((key, f"has {len(value)} values for {gpus} GPUs; give one for each"))
     if config.autosplit_reserve is not None and (config.gpu_split is not None or config.tensor_parallel):
@@ -209,7 +217,7 @@ def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems.append(("autosplit_reserve", f"is for the automatic split, which {other} turns off; keep one of them"))
     if config.tensor_parallel:
         if gpus == 1:
-            problems.append(("tensor_parallel", "needs several GPUs; list them (gpu: [0, 1]), or remove it"))
+            problems.append(("tensor_parallel", f"needs several GPUs: {_SEVERAL}, or remove it"))
         if config.lora:
             problems.append(("lora", "does not work with tensor_parallel; remove one of them"))
     return problems

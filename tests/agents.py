@@ -19,6 +19,8 @@ class PlainStarter:
         self._epoll = select.epoll()
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[int, int] = {}
+        self.devices = ""
+        """The CUDA_VISIBLE_DEVICES that an agent gets with a lease of GPUs."""
         self.lost_nodes: set[str] = set()
         """Machines on which no agent can be started."""
 
@@ -32,10 +34,11 @@ class PlainStarter:
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         if node in self.lost_nodes:
             raise NoMachineError(f"no machine {node}")
+        leased = {"CUDA_VISIBLE_DEVICES": self.devices} if gpus else {}
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": ROOT},
+            env={**os.environ, "PYTHONPATH": ROOT, **leased},
             start_new_session=True,
         )
         assert agent.stdin is not None

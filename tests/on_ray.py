@@ -26,7 +26,7 @@ Serve = Callable[..., Serving]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    machines = {"one": 1, "two": 1}
+    machines = {"one": 1, "two": 2}
     with RayCluster(tmp_path_factory.mktemp("ray"), machines) as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
@@ -122,15 +122,28 @@ def test_streams_survive_a_cut_and_the_loss_of_a_machine(serve: Serve, cluster: 
 
 
 def test_gpus_are_leased_and_there_is_a_limit(serve: Serve) -> None:
-    serving = serve({"a": engine("ListsModules", replicas=3) | {"node": "auto", "gpu": "auto"}})
-    for worker in ("a:1", "a:2"):
-        assert serving.wait_state(worker, "ready", 60)["node"]
+    serving = serve({"a": engine("ListsModules", replicas=4) | {"node": "auto", "gpu": "auto"}})
+    seen = []
+    for worker in ("a:1", "a:2", "a:3"):
+        node = serving.wait_state(worker, "ready", 60)["node"]
         log = Path(serving.status(worker)["log"])
-        wait_until(lambda log=log: "devices '0'" in log.read_text())
-    full = "no other machine of the Ray cluster has 1 GPUs free: one 0 of 1, two 0 of 1"
-    wait_until(lambda: serving.status("a:3")["reason"] == full, 60)
-    serving.order("stop", model="a:1")  # its GPU is free again, and the third worker gets it
-    assert serving.wait_state("a:3", "ready", 60)["node"] in ("one", "two")
+        wait_until(lambda log=log: "devices " in log.read_text())
+        seen.append((node, log.read_text().partition("devices ")[2].split()[0]))
+    assert sorted(seen) == [("one", "'0'"), ("two", "'0'"), ("two", "'1'")]
+    full = "no other machine of the Ray cluster has 1 GPUs free: one 0 of 1, two 0 of 2"
+    wait_until(lambda: serving.status("a:4")["reason"] == full, 60)
+    serving.order("stop", model="a:1")  # its GPU is free again, and the fourth worker gets it
+    assert serving.wait_state("a:4", "ready", 60)["node"] in ("one", "two")
+
+
+def test_a_worker_gets_several_gpus_of_one_machine(serve: Serve) -> None:
+    entry = engine("ListsModules") | {"node": "auto", "gpu": "auto"}
+    serving = serve({"a": {**entry, "gpus": 2}, "b": {**entry, "gpus": 3}})
+    assert serving.wait_state("a", "ready", 60)["node"] == "two"
+    log = Path(serving.status("a")["log"])
+    wait_until(lambda: "devices '0,1'" in log.read_text())
+    full = "no other machine of the Ray cluster has 3 GPUs free: one 1 of 1, two 0 of 2"
+    wait_until(lambda: serving.status("b")["reason"] == full, 60)
 
 
 def test_nothing_is_left_of_a_supervisor_that_is_killed(serve: Serve) -> None:

@@ -7,6 +7,7 @@ supervisor.
 Ray's Python API is used for membership, leases of GPUs and actors, and nothing else: no objects, queues or restarts.
 """
 
+import logging
 import os
 import queue
 import select
@@ -182,7 +183,7 @@ def main() -> None:
     try:
         import ray
 
-        ray.init(address=address, namespace="modelctl", log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, namespace="modelctl", log_to_driver=False, logging_level=logging.ERROR)
     except ModuleNotFoundError:
         link.send(pack(Unusable("the package ray is not installed: pip install 'modelctl[ray]'")))
         return

@@ -143,7 +143,7 @@ class Start(Admission):
             name=replica.label,
             log=replica.log_style,
             node=config.node or "",
-            leased_gpus=int(config.node is not None and config.gpu == "auto"),
+            leased_gpus=config.gpu_count if config.node is not None else 0,
         )
         try:
             process = starts.launcher.start(spec)

@@ -19,14 +19,11 @@ def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
     config = spec.config
     if not spec.visible_devices or config.node is not None:
         return None
-    if config.gpu == "auto":
-        return GpuRequest(None)
     by_hand = tuple(int(gb * 2**30) for gb in config.gpu_split) if config.gpu_split else None
-    chooses = config.engine == "exllamav2" and isinstance(config.gpu, tuple) and len(config.gpu) > 1 and not by_hand
+    chooses = config.engine == "exllamav2" and config.gpu_count > 1 and not by_hand
     reserve = tuple(mb << 20 for mb in config.autosplit_reserve) if config.autosplit_reserve else None
-    return GpuRequest(
-        tuple(spec.visible_devices.split(",")), Split(by_hand, reserve, bool(config.tensor_parallel), chooses)
-    )
+    pins = None if config.gpu == "auto" else tuple(spec.visible_devices.split(","))
+    return GpuRequest(pins, Split(by_hand, reserve, bool(config.tensor_parallel), chooses), config.gpu_count)
 
 
 def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:

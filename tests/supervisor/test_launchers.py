@@ -275,6 +275,15 @@ def lost(host: Host, worker: Launched) -> str:
     return worker.lost
 
 
+def test_the_worker_has_the_gpus_that_were_leased(far: Host) -> None:
+    far.starter.devices = "5,2"
+    spec = far.spec("ListsModules", leased_gpus=2)
+    worker = far.ready(spec)
+    far.until(lambda: "devices '5,2'" in log_of(spec), "the log")
+    worker.signal(signal.SIGKILL)
+    assert far.end(worker) == -signal.SIGKILL
+
+
 def test_an_agent_that_is_killed_takes_its_worker_along(far: Host) -> None:
     worker = far.ready(far.spec("ForksChild"))
     processes = [*family(worker), agent_of(far)]
