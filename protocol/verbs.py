@@ -171,6 +171,8 @@ class NodeStatus(TypedDict):
     """True for the supervisor's machine."""
     labels: dict[str, str]
     """The labels with which Ray was started there."""
+    devices: "list[GpuStatus] | None"
+    """The GPUs there and their memory, as a worker with GPUs reports them. Null without such a worker."""
 
 
 class ClusterStatus(TypedDict):

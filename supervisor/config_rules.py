@@ -62,8 +62,6 @@ def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig |
         if config.gpu not in (None, "cpu", "auto"):
             remedy = "write auto (and gpus: 2 for two of them) or cpu"
             yield ("models", name, "gpu"), f"is {config.gpu!r} with node: Ray chooses the GPUs there; {remedy}"
-        if config.vram is not None:
-            yield ("models", name, "vram"), "is not read for a model on another machine; remove it"
 
 
 def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:

@@ -19,6 +19,10 @@ class PlainStarter:
         self._epoll = select.epoll()
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[int, int] = {}
+        self.nodes = ["far"]
+        """The machines that ``choose`` knows."""
+        self.path: list[str] = []
+        """Directories in front of its PYTHONPATH."""
         self.devices = ""
         """The CUDA_VISIBLE_DEVICES that an agent gets with a lease of GPUs."""
         self.lost_nodes: set[str] = set()
@@ -28,8 +32,10 @@ class PlainStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def choose(self, gpus: int, beside: Collection[str]) -> str:
-        return "far"
+    def choose(self, gpus: int, beside: Collection[str], without: Collection[str] = ()) -> str:
+        if left := [node for node in self.nodes if node not in without]:
+            return left[0]
+        raise NoMachineError("no other machine")
 
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         if node in self.lost_nodes:
@@ -38,7 +44,7 @@ class PlainStarter:
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": ROOT, **leased},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*self.path, ROOT]), **leased},
             start_new_session=True,
         )
         assert agent.stdin is not None

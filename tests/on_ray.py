@@ -12,6 +12,7 @@ import pytest
 from modelctl import Client, Stream
 from supervisor.cluster.ray_starter import RayStarter
 from tests.deterministic_engine import answer
+from tests.nvml_box import GIB, Box
 from tests.ray_cluster import RayCluster, can_make_namespaces
 from tests.serving import Serving, engine, is_alive, wait_until
 from tools.demo_models import corpus
@@ -27,7 +28,10 @@ Serve = Callable[..., Serving]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     machines = {"one": 1, "two": 2}
-    with RayCluster(tmp_path_factory.mktemp("ray"), machines) as cluster, pytest.MonkeyPatch.context() as patch:
+    directory = tmp_path_factory.mktemp("ray")
+    Box(directory / "box.json", (24, 48))
+    cluster = RayCluster(directory, machines, boxes={"two": directory / "box.json"})
+    with cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
         starter = RayStarter(cluster.address, logging.getLogger())
@@ -144,6 +148,31 @@ def test_a_worker_gets_several_gpus_of_one_machine(serve: Serve) -> None:
     wait_until(lambda: "devices '0,1'" in log.read_text())
     full = "no other machine of the Ray cluster has 3 GPUs free: one 1 of 1, two 0 of 2"
     wait_until(lambda: serving.status("b")["reason"] == full, 60)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic(serve: Serve) -> None:
+    """The machine "two" has an NVML that shows two GPUs, of 24 and 48 GiB."""
+    entry = engine() | {"node": "two", "gpu": "auto"}
+    serving = serve({"a": {**entry, "vram": "20GiB"}, "b": {**entry, "vram": "100GiB", "gpus": 2, "autostart": False}})
+    serving.wait_state("a", "ready", 60)
+    status = serving.status("a")
+    assert (status["placed"], status["vram_estimate_bytes"]) == ([0], 20 * GIB)
+    row = next(line for line in serving.modelctl("ps").stdout.splitlines() if line.startswith("a "))
+    assert "auto:0" in row
+    assert "(20.0 GiB)" in row
+
+    def devices() -> Any:
+        found = {node["name"]: node["devices"] for node in serving.overview()["supervisor"]["cluster"]["nodes"]}
+        return found["two"]
+
+    wait_until(devices, 20)
+    assert [gpu["total_bytes"] for gpu in devices()] == [24 * GIB, 48 * GIB]
+    serving.order("stop", model="a")
+    serving.wait_state("a", "stopped")
+    serving.order("start", model="b")
+    message = serving.wait_state("b", "failed", 60)["last_exit"]["message"]
+    assert message.startswith("two: needs 100.0 GiB (vram in models.yaml), GPU 0 has 24.0 of 24.0 free; GPU 1 has 48.0")
+    assert serving.status("b")["last_exit"]["reason"] == "no room"
 
 
 def test_nothing_is_left_of_a_supervisor_that_is_killed(serve: Serve) -> None:

@@ -4,8 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+
+from tests.serving import ROOT
 
 PLACES = range(1, 250)
 """Numbers of clusters that may run on this machine at the same time. Each has a network, a bridge and a port."""
@@ -27,12 +30,20 @@ def ip(*words: str) -> None:
 
 
 class RayCluster:
-    """A context manager. ``nodes``: name → GPUs, which do not exist. ``token``: whether strangers are refused."""
+    """A context manager.
 
-    def __init__(self, directory: Path, nodes: dict[str, int], *, token: bool = True) -> None:
+    nodes  name → GPUs that Ray leases. They do not exist
+    token  whether strangers are refused
+    boxes  name → file for the stand-in for NVML (``tests.nvml_box``) on that node
+    """
+
+    def __init__(
+        self, directory: Path, nodes: dict[str, int], *, token: bool = True, boxes: Mapping[str, Path] | None = None
+    ) -> None:
         self.directory = directory
         self.nodes = list(nodes)
         self._gpus = nodes
+        self._boxes = boxes or {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {"RAY_AUTH_MODE": "disabled", "RAY_DISABLE_IMPORT_WARNING": "1"}
         if token:
@@ -111,8 +122,13 @@ class RayCluster:
                     "--block",
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, **self._box_of(name)},
             )  # fmt: skip
+
+    def _box_of(self, name: str) -> dict[str, str]:
+        if name not in self._boxes:
+            return {}
+        return {"MODELCTL_TEST_BOX": str(self._boxes[name]), "PYTHONPATH": str(ROOT / "tests" / "stand_in_nvml")}
 
     def cut(self, name: str) -> None:
         """Cut the network of a node. No packet says goodbye."""

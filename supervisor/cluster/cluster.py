@@ -62,5 +62,5 @@ class Cluster:
             "ray": self._config.ray,
             "advertise": self._config.advertise,
             "trouble": self._starter.trouble or None,
-            "nodes": [asdict(node) for node in self._starter.nodes],
+            "nodes": [{**asdict(node), "devices": self.launcher.devices_on(node.name)} for node in self._starter.nodes],
         }

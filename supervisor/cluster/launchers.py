@@ -4,7 +4,8 @@ import select
 from collections.abc import Mapping
 
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.cluster.remote_launcher import RemoteLauncher, RemoteWorker
+from supervisor.cluster.remote_launcher import RemoteLauncher
+from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.workers.launcher import Launched, Launcher
 
 

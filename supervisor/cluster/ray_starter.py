@@ -82,8 +82,8 @@ class RayStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def choose(self, gpus: int, beside: Collection[str]) -> str:
-        there = [node for node in self.nodes if not node.own]
+    def choose(self, gpus: int, beside: Collection[str], without: Collection[str] = ()) -> str:
+        there = [node for node in self.nodes if not node.own and node.name not in without]
         roomy = [node for node in there if self._free(node) >= gpus]
         if not self.nodes:
             raise NoMachineError(self.trouble or NOT_YET)

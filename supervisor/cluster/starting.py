@@ -28,9 +28,13 @@ class AgentStarter(Protocol):
     def descriptor(self) -> int:
         """A descriptor that is readable when ``ended`` has something to return."""
 
-    def choose(self, gpus: int, beside: Collection[str]) -> str:
-        """Return the name of a machine that has ``gpus`` GPUs free, and as few as possible of the machines in
-        ``beside``. Raises NoMachineError."""
+    def choose(self, gpus: int, beside: Collection[str], without: Collection[str] = ()) -> str:
+        """Return the name of a machine that has ``gpus`` GPUs free, and occurs as rarely as possible in ``beside``.
+
+        without  machines that are not chosen
+
+        Raises NoMachineError.
+        """
 
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         """Start an agent with a lease of ``gpus`` GPUs, and give it the order. Each start ends in exactly one AgentEnd.

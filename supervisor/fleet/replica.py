@@ -159,6 +159,8 @@ class Replica:
     def placed_on(self) -> str:
         """The GPUs of the present process, for people: their numbers where they are known, else as configured."""
         placed = self.memory.placed
+        if self.process is not None and self.process.placed_on:
+            return self.process.placed_on
         if placed is None:
             return self.spec.visible_devices or "cpu"
         return ", ".join(str(gpu.index) for gpu in placed.gpus) or placed.devices

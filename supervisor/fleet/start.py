@@ -27,8 +27,8 @@ from supervisor.fleet.admission import Admission, Stage
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges
-from supervisor.placement.estimates import Estimated
-from supervisor.placement.gpu_requests import ESTIMATED, answer_with, question_of
+from supervisor.placement.estimates import ESTIMATED, Estimated
+from supervisor.placement.gpu_requests import answer_with, question_of
 from supervisor.placement.policy import Holding, Placed, place, place_unseen, rooms
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
@@ -144,6 +144,7 @@ class Start(Admission):
             log=replica.log_style,
             node=config.node or "",
             leased_gpus=config.gpu_count if config.node is not None else 0,
+            vram=config.vram if config.node is not None else None,
         )
         try:
             process = starts.launcher.start(spec)

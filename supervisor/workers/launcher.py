@@ -5,7 +5,7 @@ implementation. Health checks, restarts, draining and routing do not depend on t
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from protocol.process.progress_lease import Reading
 from protocol.process.worker_spec import WorkerSpec
@@ -28,6 +28,18 @@ class Launched(Protocol):
     @property
     def lost(self) -> str:
         """Return why the process counts as ended although nobody has seen its end; "" if that is not so."""
+
+    @property
+    def refused(self) -> tuple[str, str, bool] | None:
+        """Return (reason, message, retry) of ``exits.ExitReport`` if the process was not started, because its machine
+        has refused it; else None."""
+
+    @property
+    def placed_on(self) -> str:
+        """Return the machine and its GPUs, for people; "" for a process on this machine."""
+
+    def gpu_memory(self) -> dict[str, Any] | None:
+        """Return what ``status`` shows about the GPU memory of a process on another machine; None for this machine."""
 
     @property
     def is_gone(self) -> bool:

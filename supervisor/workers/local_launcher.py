@@ -88,7 +88,11 @@ class WorkerProcess:
             self._page.close()
             raise
 
-    node = waits = lost = ""  # it runs on this machine, where every end is seen
+    node = waits = lost = placed_on = ""  # it runs on this machine, where every end is seen
+    refused = None
+
+    def gpu_memory(self) -> None:
+        """Return nothing: NVML of this machine tells."""
 
     @property
     def is_gone(self) -> bool:

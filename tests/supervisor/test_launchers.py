@@ -20,7 +20,8 @@ from protocol.process.progress_lease import Leases, WorkerPhase
 from protocol.process.socket_calls import monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
-from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher, RemoteWorker
+from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
+from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.ports.remote_port import open_remote_port
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
@@ -316,7 +317,8 @@ def test_a_worker_of_a_former_generation_is_fenced(far: Host) -> None:
     assert far.remote is not None
     agent_of(far).suspend()
     lost(far, worker)
-    assert worker.key not in far.remote.keys
+    assert worker.spec.keys is not None
+    assert worker.spec.keys.public not in far.remote.keys
     assert not far.remote.knows(worker.agent_id)
 
 
@@ -342,8 +344,12 @@ def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.Monke
     monkeypatch.setattr("supervisor.cluster.remote_launcher.__version__", "9.9.9")
     spec = far.spec()
     worker = far.launcher.start(spec)
-    why = lost(far, worker)
-    assert "and the supervisor is 9.9.9: install the same version" in why
+    assert lost(far, worker) == ""
+    assert worker.refused is not None
+    reason, why, retry = worker.refused
+    assert why.startswith("far: modelctl ")
+    assert why.endswith("and the supervisor is 9.9.9: install the same version")
+    assert (reason, retry) == ("config", False)
     assert why in log_of(spec)
 
 
