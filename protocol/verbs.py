@@ -172,7 +172,8 @@ class NodeStatus(TypedDict):
     labels: dict[str, str]
     """The labels with which Ray was started there."""
     devices: "list[GpuStatus] | None"
-    """The GPUs there and their memory, as a worker with GPUs reports them. Null without such a worker."""
+    """The GPUs there and their memory, as a worker with GPUs reports them every second; without such a worker as they
+    were read in the last minute. Null if they cannot be read, without GPUs, and for the supervisor's own machine."""
 
 
 class ClusterStatus(TypedDict):

@@ -14,6 +14,7 @@ from supervisor.config_values import (
     Gpu,
     HostMemory,
     Lease,
+    Node,
     Reasoning,
     Sleep,
     Tokens,
@@ -102,14 +103,15 @@ class ModelConfig:
     Example: [0, 1]
     """
     gpus: Annotated[int, Within(1, 16)] = 1
-    """With ``gpu: auto``: the number of GPUs of every worker, all of one machine. Several GPUs share the model as with
-    a list in ``gpu``, which engine exllamav2 can do.
+    """With ``gpu: auto``: the number of GPUs of every worker, all of one machine, for engines that can use several.
 
     Example: 2
     """
-    node: str | None = None
-    """The machine of the ``cluster`` on which the model's workers run, by its name. ``auto`` is any machine but the
-    supervisor's own, and the workers are spread. There ``gpu`` is ``auto``, for GPUs that Ray chooses, or ``cpu``.
+    node: Node = None
+    """The machines of the ``cluster`` on which the model's workers run, see [Workers on other machines](cluster.md).
+
+    A name means one machine. ``auto`` is any machine, the supervisor's own first, and ``others`` any but that one.
+    Labels such as ``zone=a,disk=fast`` mean the other machines that have them. There ``gpu`` is ``auto`` or ``cpu``.
 
     Default: the supervisor's own
     Example: big-box

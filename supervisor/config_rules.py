@@ -9,8 +9,10 @@ from protocol.limits import MODEL_NAME_PATTERN
 from protocol.process.worker_spec import OFF, PAGE_TOKENS
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_schema import ClusterConfig, GroupConfig, HeldConfig
+from supervisor.workers.machines import AUTO
 from supervisor.yaml_source import KeyPath
 
+NO_SLEEP = "a worker that sleeps on another machine would keep its lease of the GPU"
 _SEVERAL = "list them (gpu: [0, 1]), or write gpu: auto with gpus: 2"
 
 
@@ -59,6 +61,12 @@ def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig |
             continue
         if cluster is None:
             yield ("models", name, "node"), f"is {config.node!r}, and models.yaml has no section cluster; add one"
+        if config.node == AUTO and not config.gpu_count:
+            why = "is auto for a model on the CPU, for which the supervisor's own machine always has room: remove it"
+            yield ("models", name, "node"), f"{why}, or write others"
+        for key in ("sleep_after", "sleep_cache"):
+            if config.node != AUTO and getattr(config, key) is not None:
+                yield ("models", name, key), f"is for the supervisor's own machine: {NO_SLEEP}; remove it, or write ttl"
         if config.gpu not in (None, "cpu", "auto"):
             remedy = "write auto (and gpus: 2 for two of them) or cpu"
             yield ("models", name, "gpu"), f"is {config.gpu!r} with node: Ray chooses the GPUs there; {remedy}"

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 
-from supervisor.cluster.starting import AgentEnd, NoMachineError
+from supervisor.cluster.choice import NoMachineError
+from supervisor.cluster.starting import AgentEnd
+from supervisor.workers.machines import is_name
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -32,8 +34,11 @@ class PlainStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def choose(self, gpus: int, beside: Collection[str], without: Collection[str] = ()) -> str:
-        if left := [node for node in self.nodes if node not in without]:
+    def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
+        left = [node for node in self.nodes if node not in without]
+        if is_name(wanted):
+            return wanted
+        if left:
             return left[0]
         raise NoMachineError("no other machine")
 

@@ -35,15 +35,22 @@ class RayCluster:
     nodes  name → GPUs that Ray leases. They do not exist
     token  whether strangers are refused
     boxes  name → file for the stand-in for NVML (``tests.nvml_box``) on that node
+    labels  name → labels of that node
     """
 
     def __init__(
-        self, directory: Path, nodes: dict[str, int], *, token: bool = True, boxes: Mapping[str, Path] | None = None
+        self,
+        directory: Path,
+        nodes: dict[str, int],
+        *,
+        token: bool = True,
+        boxes: Mapping[str, Path] | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
         self.nodes = list(nodes)
         self._gpus = nodes
-        self._boxes = boxes or {}
+        self._boxes, self._labels = boxes or {}, labels or {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {"RAY_AUTH_MODE": "disabled", "RAY_DISABLE_IMPORT_WARNING": "1"}
         if token:
@@ -110,6 +117,7 @@ class RayCluster:
                 f"--address={self.address}",
                 f"--node-ip-address={self._network}.{11 + number}",
                 f"--num-gpus={self._gpus[name]}",
+                *([f"--labels={self._labels[name]}"] if name in self._labels else []),
             ],
         )
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
+from protocol import __version__
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError
-from protocol.process.worker_spec import WorkerSpec, pack_spec, unpack_spec
+from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
 from supervisor.placement.gpus import MAX_GPUS
 
 BEAT_S: Final = 0.25
@@ -43,8 +44,17 @@ class Order:
 
     @staticmethod
     def unpack(packed: bytes) -> "Order":
-        """Return the order that ``packed`` has made."""
+        """Return the order that ``packed`` has made.
+
+        Of an order of another version only what a refusal needs is read: the specification may have other fields.
+        """
         fields = unpack_body(packed)
+        if fields["build"] != __version__:
+            spec = unpack_body(fields["spec"])
+            engine = EngineSpec(spec["engine"]["model"], "", "")
+            keys = LinkKeys(**spec["keys"])
+            known = WorkerSpec(engine, 0, "", spec["endpoint"], b"", "", 0, keys=keys)
+            return Order(known, fields["agent_id"], fields["lease_s"], fields["build"])
         return Order(**{**fields, "spec": unpack_spec(fields["spec"])})
 
 
@@ -179,7 +189,7 @@ def read_from_agent(frame: bytes) -> FromAgent:
     elif isinstance(message, Admitted):
         sound = all(map(_is_index, message.gpus)) and all(map(_is_part, message.parts.items()))
     elif isinstance(message, Gpus):
-        sound = all(map(_is_gpu, message.gpus)) and all(map(_is_held, message.held))
+        sound = all(map(is_gpu, message.gpus)) and all(map(_is_held, message.held))
     else:
         sound = not isinstance(message, Refused) or message.reason in REASONS
     if not sound:
@@ -200,7 +210,8 @@ def _is_part(part: tuple[object, object]) -> bool:
     return isinstance(name, str) and name.isidentifier() and _is_size(size)
 
 
-def _is_gpu(entry: object) -> bool:
+def is_gpu(entry: object) -> bool:
+    """Return whether this is an entry of ``Gpus.gpus``."""
     if not isinstance(entry, list) or len(entry) != 5:
         return False
     index, uuid, *sizes = entry

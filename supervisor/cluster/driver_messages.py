@@ -23,6 +23,7 @@ class Node:
     free     of these, the GPUs that are not leased
     own      whether it is the supervisor's machine
     labels   labels that it was started with
+    devices  its GPUs as in ``agent_messages.Gpus``; None if they were not read, or a worker there tells them
     """
 
     node_id: str
@@ -32,6 +33,7 @@ class Node:
     free: float
     own: bool
     labels: dict[str, str] = field(default_factory=dict)
+    devices: list[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from protocol.process.worker_spec import WorkerSpec
 from supervisor.cluster.remote_launcher import RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.workers.launcher import Launched, Launcher
+from supervisor.workers.machines import NoMachine
 
 
 class Launchers:
@@ -22,6 +23,9 @@ class Launchers:
     @property
     def descriptor(self) -> int:
         return self._epoll.fileno()
+
+    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+        return self._remote.no_machine(node, gpus)
 
     def start(self, spec: WorkerSpec) -> Launched:
         return self._remote.start(spec) if spec.node else self._local.start(spec)

@@ -8,6 +8,7 @@ Ray's Python API is used for membership, leases of GPUs and actors, and nothing 
 """
 
 import logging
+import math
 import os
 import queue
 import select
@@ -17,8 +18,11 @@ import sys
 import time
 from typing import Any
 
+from protocol.codec import unpack_body
+from protocol.errors import FrameError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
+from supervisor.cluster.agent_messages import is_gpu
 from supervisor.cluster.driver_messages import (
     MAX_PACKET,
     AgentLeft,
@@ -34,6 +38,8 @@ from supervisor.cluster.driver_messages import (
 
 LOOK_S = 1.0
 """Seconds between two looks at the machines of the cluster."""
+READ_GPUS_S = 60.0
+"""Seconds between two readings of the GPUs of a machine on which no worker reports them. Each starts processes."""
 STRANGER_S = 30.0
 """Seconds that the try without a token may take."""
 _STRANGER = """
@@ -56,14 +62,22 @@ class Driver:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from supervisor.cluster.ray_actor import AgentActor
+        from supervisor.cluster.ray_actor import AgentActor, read_gpus
 
         self._ray: Any = ray
         self._actor: Any = AgentActor
+        self._read_gpus: Any = read_gpus
         self._affinity = NodeAffinitySchedulingStrategy
         self._link = link
         self._actors: dict[int, Any] = {}
         self._over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._leases: dict[int, str] = {}
+        """The machine of each actor that holds GPUs."""
+        self._read: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self._devices: dict[str, list[Any] | None] = {}
+        """What was read of each machine's GPUs."""
+        self._read_at: dict[str, float] = {}
+        """When the GPUs of each machine are read next; infinity while that goes on."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._said: list[dict[str, Any]] | None = None
 
@@ -83,8 +97,13 @@ class Driver:
                 os.eventfd_read(self._wake)
                 while not self._over.empty():
                     number, why = self._over.get()
+                    self._leases.pop(number, None)
                     if self._actors.pop(number, None) is not None:
                         self._say(AgentLeft(number, why))
+                while not self._read.empty():
+                    node_id, told = self._read.get()
+                    self._devices[node_id] = _devices_of(told)
+                    self._read_at[node_id] = time.monotonic() + READ_GPUS_S
             if self._link.fileno() in ready:
                 packet = self._link.recv(MAX_PACKET)
                 if not packet:
@@ -104,9 +123,12 @@ class Driver:
                 name=f"modelctl-{os.getpid()}-{number}",
             ).remote()
             self._actors[number] = actor
+            if message.gpus:
+                self._leases[number] = message.node_id
             future = actor.run.remote(message.order).future()
         except Exception as e:
             self._actors.pop(number, None)
+            self._leases.pop(number, None)
             self._say(AgentLeft(number, _line(e)))
             return
         future.add_done_callback(lambda done: self._note_end(number, done))
@@ -121,6 +143,30 @@ class Driver:
         self._over.put((number, why))
         os.eventfd_write(self._wake, 1)
 
+    def _read_devices(self, nodes: list[dict[str, Any]]) -> None:
+        """Read the GPUs of the machines on which no worker of ours reports them."""
+        ids = {node["node_id"] for node in nodes if node["gpus"] and not node["own"]}
+        for kept in (self._devices, self._read_at):
+            for gone in [node_id for node_id in kept if node_id not in ids]:
+                del kept[gone]
+        now, told = time.monotonic(), set(self._leases.values())
+        for node_id in ids:
+            if node_id in told:
+                self._read_at[node_id] = 0.0  # as soon as no worker reports them any more
+            elif now >= self._read_at.get(node_id, 0.0):
+                self._read_at[node_id] = math.inf
+                task = self._read_gpus.options(scheduling_strategy=self._affinity(node_id, soft=False)).remote()
+                task.future().add_done_callback(lambda done, node_id=node_id: self._note_gpus(node_id, done))
+
+    def _note_gpus(self, node_id: str, done: Any) -> None:
+        """Take note of what was read of a machine. Ray calls this on a thread of its own."""
+        try:
+            told = done.result()
+        except Exception:  # the machine has left
+            told = b""
+        self._read.put((node_id, told))
+        os.eventfd_write(self._wake, 1)
+
     def _say_nodes(self, own: str) -> None:
         free = self._ray._private.state.available_resources_per_node()
         nodes = [
@@ -133,17 +179,30 @@ class Driver:
                     free=free.get(node["NodeID"], {}).get("GPU", 0.0),
                     own=node["NodeID"] == own,
                     labels={str(key): str(value) for key, value in (node.get("Labels") or {}).items()},
+                    devices=self._devices.get(node["NodeID"]),
                 )
             )
             for node in sorted(self._ray.nodes(), key=lambda node: str(node.get("NodeName")))
             if node["Alive"]
         ]
+        self._read_devices(nodes)
         if nodes != self._said:
             self._said = nodes
             self._say(Nodes(nodes))
 
     def _say(self, message: FromDriver) -> None:
         self._link.send(pack(message))
+
+
+def _devices_of(told: object) -> list[Any] | None:
+    """Return the GPUs that ``gpu_probe`` has told. What comes from another machine is checked."""
+    if not isinstance(told, bytes):
+        return None
+    try:
+        gpus = unpack_body(told).get("gpus")
+    except FrameError:
+        return None
+    return gpus if isinstance(gpus, list) and all(map(is_gpu, gpus)) else None
 
 
 def why_open(address: str) -> str | None:

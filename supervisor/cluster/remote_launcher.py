@@ -36,13 +36,15 @@ from supervisor.cluster.agent_messages import (
     pack,
     read_from_agent,
 )
-from supervisor.cluster.remote_worker import AUTO, SILENT_S, RemoteWorker
-from supervisor.cluster.starting import AgentStarter, NoMachineError
+from supervisor.cluster.choice import NoMachineError
+from supervisor.cluster.remote_worker import SILENT_S, RemoteWorker
+from supervisor.cluster.starting import AgentStarter
 from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_shares import needs_text
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
+from supervisor.workers.machines import NoMachine, is_name
 
 CHECK_S = 0.1
 """Seconds between two calls of ``RemoteLauncher.check``."""
@@ -71,6 +73,8 @@ class RemoteLauncher:
     ) -> None:
         self._starter, self._endpoint, self.server = starter, endpoint, server
         self._lease_s, self._send, self._log = lease_s, send, log
+        self._leaving: set[int] = set()
+        """The numbers of agents whose workers have ended. The lease of each is given back when it has left."""
         self._workers: dict[bytes, RemoteWorker] = {}
         """The workers that were not reaped yet, by the routing id of their agent."""
         self._clock = CheckClock(CHECK_S)
@@ -89,8 +93,16 @@ class RemoteLauncher:
         """A descriptor that is readable when ``agents_ended`` is to be called."""
         return self._starter.descriptor
 
+    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+        """See ``launcher.Launcher``."""
+        try:
+            self._starter.choose(node, gpus)
+        except NoMachineError as e:
+            return NoMachine(str(e), {} if self._leaving else e.missing)
+        return None
+
     def start(self, spec: WorkerSpec) -> RemoteWorker:
-        """Start a worker on the machine ``spec.node``, or on the one that has the fewest workers of its model.
+        """Start a worker on a machine that ``spec.node`` means.
 
         If no machine has room, the worker waits: ``check`` tries again.
         """
@@ -112,10 +124,9 @@ class RemoteLauncher:
         spec, node = worker.spec, worker.spec.node
         assert spec.keys is not None
         try:
-            if node == AUTO:
-                others = (other for other in self._workers.values() if other is not worker and not other.waits)
-                beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
-                node = self._starter.choose(spec.leased_gpus, beside, worker.refusals)
+            others = (other for other in self._workers.values() if other is not worker and not other.waits)
+            beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
+            node = self._starter.choose(node, spec.leased_gpus, beside, worker.refusals)
             order = Order(spec, worker.agent_id, self._lease_s, __version__)
             self._starter.start(worker.number, node, spec.leased_gpus, order.packed())
         except NoMachineError as e:
@@ -169,9 +180,9 @@ class RemoteLauncher:
         line = f"{worker.node}: {refused.why}"
         _append(worker.spec.log_path, line.encode() + b"\n")
         worker.refusals[worker.node] = refused
-        if worker.spec.node == AUTO:
+        if not is_name(worker.spec.node):
             with suppress(NoMachineError):
-                node = self._starter.choose(worker.spec.leased_gpus, (), worker.refusals)
+                node = self._starter.choose(worker.spec.node, worker.spec.leased_gpus, (), worker.refusals)
                 self._log.info(
                     "%s: %s; tries %s", worker.spec.name, line, node,
                     extra=noted(EventKind.PLACEMENT, worker.spec.name),
@@ -191,6 +202,7 @@ class RemoteLauncher:
     def _withdraw(self, worker: RemoteWorker) -> None:
         """Forget the agent of a worker, and end it. What it still sends is dropped."""
         self._starter.end(worker.number)
+        self._leaving.add(worker.number)
         del self._workers[worker.agent_id]
         assert worker.spec.keys is not None
         self.keys.discard(worker.spec.keys.public)
@@ -210,9 +222,10 @@ class RemoteLauncher:
         """Take note of agents that are gone. Frames that they sent before have been handled."""
         by_number = {worker.number: worker for worker in self._workers.values()}
         for end in self._starter.ended():
+            self._leaving.discard(end.number)
             worker = by_number.get(end.number)
             if worker is not None and not worker.is_gone:
-                self._give_up(worker, end.why or "its agent has ended")
+                self._give_up(worker, end.why or "its agent has ended", has_left=True)
 
     def check(self, now: float) -> None:
         """Give up workers whose machines are silent, and start those that wait for a machine. Call this every CHECK_S,
@@ -227,12 +240,14 @@ class RemoteLauncher:
             if worker.silent_s > self._lease_s:
                 self._give_up(worker, f"nothing was heard of {worker.node} for {self._lease_s:g} s")
 
-    def _give_up(self, worker: RemoteWorker, why: str) -> None:
+    def _give_up(self, worker: RemoteWorker, why: str, *, has_left: bool = False) -> None:
         self._starter.end(worker.number)
-        self._end(worker, LOST, why)
+        self._end(worker, LOST, why, has_left=has_left)
 
-    def _end(self, worker: RemoteWorker, code: int, lost: str = "") -> None:
+    def _end(self, worker: RemoteWorker, code: int, lost: str = "", *, has_left: bool = False) -> None:
         worker.code, worker.lost = code, lost
+        if not has_left and not worker.waits:
+            self._leaving.add(worker.number)
         assert worker.spec.keys is not None
         self.keys.discard(worker.spec.keys.public)
         os.eventfd_write(self._readable, 1)
@@ -244,19 +259,15 @@ class RemoteLauncher:
         """Send a message to the agent of a worker. An agent that cannot be reached is silent, and given up for that."""
         self._send(worker.agent_id, pack(message))
 
-    def devices_on(self, node: str) -> list[dict[str, Any]] | None:
-        """Return the GPUs of a machine as ``status`` shows them, from the worker there that was heard last. None if no
-        worker there has told."""
+    def devices_on(self, node: str) -> list[Any] | None:
+        """Return the GPUs of a machine (``Gpus.gpus``) from the worker there that was heard last. None if no worker
+        there has told."""
         told = [
             (worker.silent_s, worker.gpus.gpus)
             for worker in self._workers.values()
             if worker.node == node and worker.gpus is not None and worker.silent_s <= SILENT_S
         ]
-        if not told:
-            return None
-        names = ("index", "uuid", "total_bytes", "used_bytes", "free_bytes")
-        _, gpus = min(told, key=lambda one: one[0])
-        return [dict(zip(names, gpu, strict=True)) | {"limit_bytes": None} for gpu in gpus]
+        return min(told, key=lambda one: one[0])[1] if told else None
 
     def ended(self) -> list[Launched]:
         with suppress(BlockingIOError):

@@ -7,11 +7,10 @@ from typing import Any
 from protocol.process.progress_lease import Reading, read_word
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.cluster.agent_messages import BEAT_S, Admitted, Beat, Gpus, Refused, Signal, Stacks, ToAgent
+from supervisor.workers.machines import is_name
 
 SILENT_S = 4 * BEAT_S
 """Seconds without a beat after which the last one says nothing about the worker any more."""
-AUTO = "auto"
-"""The name of no machine: any one is meant."""
 
 
 class RemoteWorker:
@@ -46,7 +45,7 @@ class RemoteWorker:
     def begin(self, number: int, agent_id: bytes, spec: WorkerSpec) -> None:
         """Forget what an earlier agent has told. The next one has this number, routing id and keys."""
         self.number, self.agent_id, self.spec = number, agent_id, spec
-        self.node = "" if spec.node == AUTO else spec.node
+        self.node = spec.node if is_name(spec.node) else ""
         self.pid = 0
         self.up = False
         self.silent_s = 0.0

@@ -59,6 +59,8 @@ class Replica:
         self.memory = WorkerMemory()
         """The GPU memory that the worker needs, and what its process holds."""
         self.process: Launched | None = None
+        self.waits = ""
+        """Why a start waits for another machine, for people; "" if none does."""
         self.routing_id = b""
         self.log_style = LogStyle()
         """How the present process writes its log."""
@@ -219,8 +221,8 @@ class Replica:
             return ended
         if self.state is WorkerState.ASLEEP:
             return self.life.unload_cause
-        if self.state is WorkerState.STARTING and self.process is not None:
-            return self.process.waits or None
+        if self.state is WorkerState.STARTING:
+            return (self.waits if self.process is None else self.process.waits) or None
         if self.state is not WorkerState.UNLOADED:
             return None
         return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")

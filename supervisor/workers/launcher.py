@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from protocol.process.progress_lease import Reading
 from protocol.process.worker_spec import WorkerSpec
+from supervisor.workers.machines import NoMachine
 
 
 class Launched(Protocol):
@@ -70,6 +71,9 @@ class Launcher(Protocol):
     @property
     def descriptor(self) -> int:
         """A descriptor that is readable when a worker has ended."""
+
+    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+        """Return why no other machine that ``node`` of models.yaml means has so many GPUs to lease; None if one has."""
 
     def start(self, spec: WorkerSpec) -> Launched:
         """Start a worker. Raises OSError if the system has no process or descriptor left."""

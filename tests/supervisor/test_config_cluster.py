@@ -47,6 +47,14 @@ def test_several_gpus_are_chosen_by_number(tmp_path: Path) -> None:
         ({"gpu": [0, 1], "node": "big-box"}, "gpu", "Ray chooses the GPUs there; write auto (and gpus: 2"),
         ({"gpu": "auto", "engine": "exllamav2", "tensor_parallel": True}, "tensor_parallel", "gpu: auto with gpus: 2"),
         ({"gpu": "auto", "engine": "exllamav2", "gpus": 3, "gpu_split": [1, 2]}, "gpu_split", "2 values for 3 GPUs"),
+        ({"node": "auto", "gpu": "cpu"}, "node", "remove it, or write others"),
+        ({"node": "auto", "gpu": 1}, "gpu", "Ray chooses the GPUs there"),
+        ({"node": "zone="}, "node", "each with a name and a value"),
+        (
+            {"node": "others", "gpu": "auto", "lazy": True, "sleep_after": "2m"},
+            "sleep_after",
+            "would keep its lease of the GPU; remove it, or write ttl",
+        ),
         ({"gpu": "auto", "gpus": 3, "vram": ["1GiB", "2GiB"]}, "vram", "2 values for 3 GPUs"),
     ],
 )
@@ -54,3 +62,16 @@ def test_wrong_wishes(tmp_path: Path, keys: dict[str, Any], key: str, says: str)
     (report,) = problems(tmp_path, model(**keys))
     assert f"models.a.{key}: " in report
     assert says in report
+
+
+def test_a_model_that_may_be_here_or_there_asks_for_gpus_here(tmp_path: Path) -> None:
+    assert gpu_request_of(spec_of(tmp_path, gpu="auto", node="auto")) is not None
+    assert gpu_request_of(spec_of(tmp_path, gpu="auto", node="others")) is None
+    here, there = (spec_of(tmp_path, gpu="auto", lazy=True, node=node) for node in ("auto", "zone=a"))
+    assert (here.may_sleep, here.engine_spec.sleep) == (True, True)
+    assert (there.may_sleep, there.engine_spec.sleep) == (False, False)
+
+
+def test_a_cluster_is_needed(tmp_path: Path) -> None:
+    (report,) = problems(tmp_path, model(None, node="others"))
+    assert "models.a.node: is 'others', and models.yaml has no section cluster; add one" in report

@@ -14,12 +14,12 @@ import psutil
 import pytest
 import zmq
 
-from protocol.codec import decode, encode
+from protocol.codec import decode, encode, pack_body, unpack_body
 from protocol.messages import WORKER_TO_SUPERVISOR, Hello, Ready, Shutdown
 from protocol.process.progress_lease import Leases, WorkerPhase
 from protocol.process.socket_calls import monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
-from protocol.process.worker_spec import EngineSpec, WorkerSpec
+from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.ports.remote_port import open_remote_port
@@ -341,7 +341,10 @@ def test_a_wrong_key_is_refused(far: Host) -> None:
 
 
 def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose specification of a worker has a field that this version does not know."""
     monkeypatch.setattr("supervisor.cluster.remote_launcher.__version__", "9.9.9")
+    packing = "supervisor.cluster.agent_messages.pack_spec"
+    monkeypatch.setattr(packing, lambda spec: pack_body({**unpack_body(pack_spec(spec)), "new": 1}))
     spec = far.spec()
     worker = far.launcher.start(spec)
     assert lost(far, worker) == ""
