@@ -167,6 +167,8 @@ class NodeStatus(TypedDict):
     """GPUs that Ray leases there."""
     free: float
     """GPUs that are not leased."""
+    others: float
+    """GPUs that other programs than modelctl have leased from Ray."""
     own: bool
     """True for the supervisor's machine."""
     labels: dict[str, str]

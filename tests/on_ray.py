@@ -1,6 +1,9 @@
 """Workers on the machines of a real Ray cluster. It needs Ray, root and network namespaces: ``make test-ray``."""
 
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,6 +240,35 @@ def test_an_idle_model_leaves_for_another_one(serve: Serve) -> None:
         serving.order("reload")
         wait_until(lambda: serving.status("b")["max_batch_size"] == 3 and serving.status("b")["state"] == "ready", 60)
         assert client.complete("b", "x 3", max_tokens=5).text == answer("x 3", 5)
+        last = client.generate("b", "x 4", max_tokens=300)
+        begun = next(last).text
+        serving.order("stop", model="b")
+        assert begun + "".join(delta.text for delta in last) == answer("x 4", 300), "a stop lets it finish"
+        assert serving.wait_state("b", "stopped")["last_exit"]["reason"] == "asked"
+
+
+STRANGER_PROGRAM = """
+import ray, sys
+ray.init(address=sys.argv[1], log_to_driver=False)
+actor = ray.remote(num_cpus=0, num_gpus=1)(type("Holder", (), {"hold": lambda self: 1})).options(
+    label_selector={"zone": "a"}).remote()
+print(ray.get(actor.hold.remote()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_gpus_that_other_programs_have_leased_are_waited_for(serve: Serve, cluster: RayCluster) -> None:
+    command = [sys.executable, "-c", STRANGER_PROGRAM, cluster.address]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **cluster.environment}) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == b"1\n"
+        serving = serve({"a": engine(autostart=False) | {"node": "one", "gpu": "auto"}})
+        wait_until(lambda: nodes(serving) == ["head", "one", "two"], 60)
+        serving.order("start", model="a")
+        wait_until(lambda: serving.status("a")["reason"] == "one has 0 of 1 GPUs free, and 1 are needed", 30)
+        stranger.communicate(b"")
+    assert serving.wait_state("a", "ready", 60)["node"] == "one"
 
 
 def test_nothing_is_left_of_a_supervisor_that_is_killed(serve: Serve) -> None:

@@ -38,6 +38,8 @@ from supervisor.cluster.driver_messages import (
 
 LOOK_S = 1.0
 """Seconds between two looks at the machines of the cluster."""
+LAG_S = 5.0
+"""Seconds after which Ray's figures surely show that an actor has given its GPUs back."""
 READ_GPUS_S = 60.0
 """Seconds between two readings of the GPUs of a machine on which no worker reports them. Each starts processes."""
 STRANGER_S = 30.0
@@ -71,8 +73,10 @@ class Driver:
         self._link = link
         self._actors: dict[int, Any] = {}
         self._over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        self._leases: dict[int, str] = {}
-        """The machine of each actor that holds GPUs."""
+        self._leases: dict[int, tuple[str, int]] = {}
+        """The machine of each actor that holds GPUs, and how many."""
+        self._returned: list[tuple[float, str, int]] = []
+        """When leases were given back: time, machine, GPUs."""
         self._read: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         self._devices: dict[str, list[Any] | None] = {}
         """What was read of each machine's GPUs."""
@@ -97,7 +101,8 @@ class Driver:
                 os.eventfd_read(self._wake)
                 while not self._over.empty():
                     number, why = self._over.get()
-                    self._leases.pop(number, None)
+                    if (lease := self._leases.pop(number, None)) is not None:
+                        self._returned.append((time.monotonic(), *lease))
                     if self._actors.pop(number, None) is not None:
                         self._say(AgentLeft(number, why))
                 while not self._read.empty():
@@ -124,7 +129,7 @@ class Driver:
             ).remote()
             self._actors[number] = actor
             if message.gpus:
-                self._leases[number] = message.node_id
+                self._leases[number] = message.node_id, message.gpus
             future = actor.run.remote(message.order).future()
         except Exception as e:
             self._actors.pop(number, None)
@@ -149,7 +154,7 @@ class Driver:
         for kept in (self._devices, self._read_at):
             for gone in [node_id for node_id in kept if node_id not in ids]:
                 del kept[gone]
-        now, told = time.monotonic(), set(self._leases.values())
+        now, told = time.monotonic(), {node_id for node_id, _ in self._leases.values()}
         for node_id in ids:
             if node_id in told:
                 self._read_at[node_id] = 0.0  # as soon as no worker reports them any more
@@ -167,6 +172,14 @@ class Driver:
         self._read.put((node_id, told))
         os.eventfd_write(self._wake, 1)
 
+    def _others(self, node: dict[str, Any], free: float) -> float:
+        """Return the GPUs of a machine that other programs have leased from Ray."""
+        now = time.monotonic()
+        self._returned = [one for one in self._returned if now - one[0] < LAG_S]
+        ours = [*self._leases.values(), *((node_id, gpus) for _, node_id, gpus in self._returned)]
+        leased = node["Resources"].get("GPU", 0.0) - free
+        return max(0.0, float(leased) - sum(gpus for node_id, gpus in ours if node_id == node["NodeID"]))
+
     def _say_nodes(self, own: str) -> None:
         free = self._ray._private.state.available_resources_per_node()
         nodes = [
@@ -177,6 +190,7 @@ class Driver:
                     address=node["NodeManagerAddress"],
                     gpus=node["Resources"].get("GPU", 0.0),
                     free=free.get(node["NodeID"], {}).get("GPU", 0.0),
+                    others=self._others(node, free.get(node["NodeID"], {}).get("GPU", 0.0)),
                     own=node["NodeID"] == own,
                     labels={str(key): str(value) for key, value in (node.get("Labels") or {}).items()},
                     devices=self._devices.get(node["NodeID"]),

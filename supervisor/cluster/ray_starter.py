@@ -94,8 +94,9 @@ class RayStarter:
         return choose(self.nodes, free, wanted, gpus, beside, held, without)
 
     def _free(self, node: Node) -> float:
-        """Return the GPUs of a machine that none of our agents holds. What Ray says is up to a second old."""
-        return node.gpus - sum(gpus for name, gpus in self._started.values() if name == node.name)
+        """Return the GPUs of a machine that can be leased. What Ray says is up to a second old, so our agents' leases
+        are counted here."""
+        return node.gpus - node.others - sum(gpus for name, gpus in self._started.values() if name == node.name)
 
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         node_id = self._choose(node, gpus).node_id

@@ -9,10 +9,10 @@ from supervisor.cluster.driver_messages import Node
 from supervisor.workers.machines import AUTO, OTHERS, is_name, labels_of, parse_node
 
 NODES = [
-    Node("0", "desk", "10.0.0.1", 1, 1, True, {"zone": "a"}),
-    Node("1", "one", "10.0.0.2", 1, 1, False, {"zone": "a", "disk": "fast"}),
-    Node("2", "two", "10.0.0.3", 4, 4, False, {"zone": "b", "disk": "fast"}),
-    Node("3", "three", "10.0.0.4", 0, 0, False, {"zone": "c"}),
+    Node("0", "desk", "10.0.0.1", 1, 1, 0, True, {"zone": "a"}),
+    Node("1", "one", "10.0.0.2", 1, 1, 0, False, {"zone": "a", "disk": "fast"}),
+    Node("2", "two", "10.0.0.3", 4, 4, 0, False, {"zone": "b", "disk": "fast"}),
+    Node("3", "three", "10.0.0.4", 0, 0, 0, False, {"zone": "c"}),
 ]
 
 
