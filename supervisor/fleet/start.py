@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from supervisor.fleet.starts import Starts
 
 
+READING_RETRY_S = 2.0
+"""Seconds between two decisions about a start that waits for this machine or another one, without an end. Each reads
+the GPUs, which tokens wait for."""
+
+
 class Start(Admission):
     """The start of one process, of a new generation. ``Starts.begin`` makes it."""
 
@@ -50,6 +55,8 @@ class Start(Admission):
         super().__init__(starts, replica, number)
         self._estimated: Estimated | None = None
         self._refusal: ExitReport | None = None
+        self._said: str | None = None
+        """Why the start waits for another machine, as the log was told last."""
 
     # --- the stages, in their order -----------------------------------------------------------------------------
 
@@ -139,16 +146,16 @@ class Start(Admission):
         if (no := starts.launcher.no_machine(node, config.gpu_count)) is None:
             self._launch("", None, node)
             return
-        why = no.why if here is None else f"{here.message}; {no.why}"
-        if why != self.replica.waits:
-            self.replica.waits = why
+        self.replica.waits = why = no.why if here is None else f"{here.message}; {no.why}"
+        if no.why != self._said:  # the figures of this machine's GPUs may change at every look
+            self._said = no.why
             self._say(f"waits: {why}")
         if here is not None and here.missing and self._waits_for_room(here):
             return
         now, replicas = time.monotonic(), starts.registry.replicas.values()
         leaving = who_leaves(self.replica.model, no.missing, replicas, starts.registry.is_idle, now)
         if isinstance(leaving, NoRoom) or not leaving:
-            self._decide_again_at(now + RETRY_S)
+            self._decide_again_at(now + (RETRY_S if here is None else READING_RETRY_S))
             return
         self.stage, self.leaving = Stage.ROOM, {eviction.worker for eviction in leaving}
         self._say(f"{no.why}: unloading {', '.join(sorted(self.leaving))}")
