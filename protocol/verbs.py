@@ -167,10 +167,15 @@ class NodeStatus(TypedDict):
     """GPUs that Ray leases there."""
     free: float
     """GPUs that are not leased."""
+    others: float
+    """GPUs that other programs than modelctl have leased from Ray."""
     own: bool
     """True for the supervisor's machine."""
     labels: dict[str, str]
     """The labels with which Ray was started there."""
+    devices: "list[GpuStatus] | None"
+    """The GPUs there and their memory, as a worker with GPUs reports them every second; without such a worker as they
+    were read in the last minute. Null if they cannot be read, without GPUs, and for the supervisor's own machine."""
 
 
 class ClusterStatus(TypedDict):

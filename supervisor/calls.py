@@ -167,6 +167,8 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
 def _described(context: AdminContext, replica: Replica) -> Result:
     pid = replica.process.pid if replica.process else None
     placed = {**replica.memory.describe(), **context.fleet.vram.describe(replica.name, pid)}
+    if replica.process is not None:
+        placed |= replica.process.gpu_memory() or {}
     names = context.fleet.registry.config.names.describe(replica.model)
     return {**replica.describe(context.scheduler, time.monotonic()), **names, **placed}
 

@@ -14,6 +14,7 @@ from supervisor.config_values import (
     Gpu,
     HostMemory,
     Lease,
+    Node,
     Reasoning,
     Sleep,
     Tokens,
@@ -101,9 +102,16 @@ class ModelConfig:
     Default: required for exllamav2, cpu for the other engines
     Example: [0, 1]
     """
-    node: str | None = None
-    """The machine of the ``cluster`` on which the model's workers run, by its name. ``auto`` is any machine but the
-    supervisor's own, and the workers are spread. There ``gpu`` is ``auto``, for one GPU that Ray chooses, or ``cpu``.
+    gpus: Annotated[int, Within(1, 16)] = 1
+    """With ``gpu: auto``: the number of GPUs of every worker, all of one machine, for engines that can use several.
+
+    Example: 2
+    """
+    node: Node = None
+    """The machines of the ``cluster`` on which the model's workers run, see [Workers on other machines](cluster.md).
+
+    A name means one machine. ``auto`` is any machine, the supervisor's own first, and ``others`` any but that one.
+    Labels such as ``zone=a,disk=fast`` mean the other machines that have them. There ``gpu`` is ``auto`` or ``cpu``.
 
     Default: the supervisor's own
     Example: big-box
@@ -162,19 +170,19 @@ class ModelConfig:
     Example: 2.6
     """
     gpu_split: list[Annotated[float, Within(0, 1e6, above=True)]] | None = None
-    """GiB of weights on each GPU of the list ``gpu``.
+    """GiB of weights on each GPU of the worker, in the order of the list ``gpu``.
 
     Default: the engine splits the layers automatically
     Example: [20, 22.5]
     """
     autosplit_reserve: list[Annotated[int, Within(0, 1 << 20)]] | None = None
-    """MiB that the automatic split leaves free on each GPU of the list ``gpu``.
+    """MiB that the automatic split leaves free on each GPU of the worker, in the order of the list ``gpu``.
 
     Default: 256 on each
     Example: [512, 96]
     """
     tensor_parallel: bool | None = None
-    """Split every layer over the GPUs of the list ``gpu``, instead of placing whole layers.
+    """Split every layer over the worker's GPUs, instead of placing whole layers. See ``gpu`` and ``gpus``.
 
     It needs EXL2 weights of Llama, Mistral or Qwen2. Use it for a model that fits on no single GPU: it is slower than
     one GPU.
@@ -383,3 +391,10 @@ class ModelConfig:
     Default: none
     Example: {rate: 100}
     """
+
+    @property
+    def gpu_count(self) -> int:
+        """Return the number of GPUs of every worker; 0 for a model on the CPU."""
+        if self.gpu in (None, "cpu"):
+            return 0
+        return len(self.gpu) if isinstance(self.gpu, tuple) else self.gpus

@@ -9,7 +9,11 @@ from protocol.limits import MODEL_NAME_PATTERN
 from protocol.process.worker_spec import OFF, PAGE_TOKENS
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_schema import ClusterConfig, GroupConfig, HeldConfig
+from supervisor.workers.machines import AUTO
 from supervisor.yaml_source import KeyPath
+
+NO_SLEEP = "a worker that sleeps on another machine would keep its lease of the GPU"
+_SEVERAL = "list them (gpu: [0, 1]), or write gpu: auto with gpus: 2"
 
 
 def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
@@ -32,9 +36,14 @@ def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems.append(
             ("gpu", "engine exllamav2 needs a GPU: add gpu: auto, or pin it with gpu: 0, [0, 1] or GPU-<uuid>")
         )
+    if config.gpus > 1:
+        if config.gpu != "auto":
+            problems.append(("gpus", "is for gpu: auto; list the GPUs in gpu instead, or write gpu: auto"))
+        elif not custom and config.engine != "exllamav2":
+            problems.append(("gpus", f"is {config.gpus}, and engine {config.engine} uses one GPU; remove it"))
     if config.vram is not None:
-        gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
-        if config.gpu in (None, "cpu"):
+        gpus = config.gpu_count
+        if not gpus:
             problems.append(("vram", "is for a model on a GPU; add gpu, or remove it"))
         elif len(config.vram) not in (1, gpus):
             problems.append(("vram", f"has {len(config.vram)} values for {gpus} GPUs; give one, or one for each"))
@@ -52,10 +61,15 @@ def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig |
             continue
         if cluster is None:
             yield ("models", name, "node"), f"is {config.node!r}, and models.yaml has no section cluster; add one"
+        if config.node == AUTO and not config.gpu_count:
+            why = "is auto for a model on the CPU, for which the supervisor's own machine always has room: remove it"
+            yield ("models", name, "node"), f"{why}, or write others"
+        for key in ("sleep_after", "sleep_cache"):
+            if config.node != AUTO and getattr(config, key) is not None:
+                yield ("models", name, key), f"is for the supervisor's own machine: {NO_SLEEP}; remove it, or write ttl"
         if config.gpu not in (None, "cpu", "auto"):
-            yield ("models", name, "gpu"), f"is {config.gpu!r} with node: Ray chooses the GPU there; write auto or cpu"
-        if config.vram is not None:
-            yield ("models", name, "vram"), "is not read for a model on another machine; remove it"
+            remedy = "write auto (and gpus: 2 for two of them) or cpu"
+            yield ("models", name, "gpu"), f"is {config.gpu!r} with node: Ray chooses the GPUs there; {remedy}"
 
 
 def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
@@ -197,11 +211,11 @@ def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems += [(key, "is for a draft_model; add one, or remove it") for key in alone if getattr(config, key)]
         if config.draft_tokens and not config.ngram_draft:
             problems.append(("draft_tokens", "is without effect: add draft_model or ngram_draft, or remove it"))
-    gpus = len(config.gpu) if isinstance(config.gpu, tuple) else 1
+    gpus = config.gpu_count or 1
     for key in ("gpu_split", "autosplit_reserve"):
         value = getattr(config, key)
         if value is not None and gpus == 1:
-            problems.append((key, "is for several GPUs; list them (gpu: [0, 1]), or remove it"))
+            problems.append((key, f"is for several GPUs: {_SEVERAL}, or remove it"))
         elif value is not None and len(value) != gpus:
             problems.append((key, f"has {len(value)} values for {gpus} GPUs; give one for each"))
     if config.autosplit_reserve is not None and (config.gpu_split is not None or config.tensor_parallel):
@@ -209,7 +223,7 @@ def _exllamav2_problems(config: ModelConfig) -> list[tuple[str, str]]:
         problems.append(("autosplit_reserve", f"is for the automatic split, which {other} turns off; keep one of them"))
     if config.tensor_parallel:
         if gpus == 1:
-            problems.append(("tensor_parallel", "needs several GPUs; list them (gpu: [0, 1]), or remove it"))
+            problems.append(("tensor_parallel", f"needs several GPUs: {_SEVERAL}, or remove it"))
         if config.lora:
             problems.append(("lora", "does not work with tensor_parallel; remove one of them"))
     return problems

@@ -10,6 +10,7 @@ from protocol.process.worker_spec import OFF
 from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from supervisor.schema_validation import Read, Within
+from supervisor.workers.machines import parse_node
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -160,6 +161,7 @@ Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]
 Lease = Annotated[float, Read(parse_lease, "duration from 1s to 24h")]
 Listen = Annotated[str | None, Read(parse_listen, "tcp://ADDRESS:PORT")]
 Gpu = Annotated[Any, Read(parse_gpu, "cpu, auto, an index, a UUID, or a list of indices and UUIDs")]
+Node = Annotated[str | None, Read(parse_node, "auto, others, a name, or labels")]
 Vram = Annotated[Any, Read(parse_vram, "size, or a list of sizes")]
 HeldSize = Annotated[int, Read(parse_held, "size from 64KiB to 64GiB")]
 HostMemory = Annotated[int | None, Read(parse_size, "size")]

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 
-from supervisor.cluster.starting import AgentEnd, NoMachineError
+from supervisor.cluster.choice import NoMachineError
+from supervisor.cluster.starting import AgentEnd
+from supervisor.workers.machines import is_name
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -19,6 +21,12 @@ class PlainStarter:
         self._epoll = select.epoll()
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[int, int] = {}
+        self.nodes = ["far"]
+        """The machines that ``choose`` knows."""
+        self.path: list[str] = []
+        """Directories in front of its PYTHONPATH."""
+        self.devices = ""
+        """The CUDA_VISIBLE_DEVICES that an agent gets with a lease of GPUs."""
         self.lost_nodes: set[str] = set()
         """Machines on which no agent can be started."""
 
@@ -26,16 +34,22 @@ class PlainStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def choose(self, gpus: int, beside: Collection[str]) -> str:
-        return "far"
+    def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
+        left = [node for node in self.nodes if node not in without]
+        if is_name(wanted):
+            return wanted
+        if left:
+            return left[0]
+        raise NoMachineError("no other machine")
 
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         if node in self.lost_nodes:
             raise NoMachineError(f"no machine {node}")
+        leased = {"CUDA_VISIBLE_DEVICES": self.devices} if gpus else {}
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": ROOT},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*self.path, ROOT]), **leased},
             start_new_session=True,
         )
         assert agent.stdin is not None

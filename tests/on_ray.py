@@ -1,6 +1,9 @@
 """Workers on the machines of a real Ray cluster. It needs Ray, root and network namespaces: ``make test-ray``."""
 
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +13,12 @@ import psutil
 import pytest
 
 from modelctl import Client, Stream
+from protocol.errors import WireError
 from supervisor.cluster.ray_starter import RayStarter
 from tests.deterministic_engine import answer
+from tests.nvml_box import GIB, STRANGER, Box
 from tests.ray_cluster import RayCluster, can_make_namespaces
-from tests.serving import Serving, engine, is_alive, wait_until
+from tests.serving import ROOT, Serving, engine, is_alive, wait_until
 from tools.demo_models import corpus
 
 pytest.importorskip("ray")
@@ -26,8 +31,12 @@ Serve = Callable[..., Serving]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    machines = {"one": 1, "two": 1}
-    with RayCluster(tmp_path_factory.mktemp("ray"), machines) as cluster, pytest.MonkeyPatch.context() as patch:
+    machines = {"one": 1, "two": 2}
+    directory = tmp_path_factory.mktemp("ray")
+    Box(directory / "box.json", (24, 48))
+    boxes, labels = {"two": directory / "box.json"}, {"one": "zone=a", "two": "zone=b,disk=fast"}
+    cluster = RayCluster(directory, machines, boxes=boxes, labels=labels)
+    with cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
         starter = RayStarter(cluster.address, logging.getLogger())
@@ -40,9 +49,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 def serve(cluster: RayCluster) -> Iterator[Serve]:
     started: list[Serving] = []
 
-    def start(models: dict[str, dict[str, Any]], of: RayCluster = cluster) -> Serving:
+    def start(models: dict[str, dict[str, Any]], of: RayCluster = cluster, **environment: str) -> Serving:
         section = {"ray": of.address, "advertise": of.advertise, "lease": LEASE}
-        serving = Serving(models, cluster=section, environment=of.environment, wait=False)
+        serving = Serving(models, cluster=section, environment=of.environment | environment, wait=False)
         started.append(serving.__enter__())
         return serving
 
@@ -97,7 +106,7 @@ def spread(serving: Serving) -> dict[str, str]:
 def test_streams_survive_a_cut_and_the_loss_of_a_machine(serve: Serve, cluster: RayCluster) -> None:
     tokens = 3000
     slow = {"step_s": 0.005, "context": 2 * LONG, "max_batch_size": STREAMS}
-    serving = serve({"a": engine(replicas=2, **slow) | {"node": "auto"}})
+    serving = serve({"a": engine(replicas=2, **slow) | {"node": "others"}})
     for worker in ("a:1", "a:2"):
         serving.wait_state(worker, "ready", 60)
     assert sorted(spread(serving).values()) == ["one", "two"]
@@ -122,15 +131,144 @@ def test_streams_survive_a_cut_and_the_loss_of_a_machine(serve: Serve, cluster: 
 
 
 def test_gpus_are_leased_and_there_is_a_limit(serve: Serve) -> None:
-    serving = serve({"a": engine("ListsModules", replicas=3) | {"node": "auto", "gpu": "auto"}})
-    for worker in ("a:1", "a:2"):
-        assert serving.wait_state(worker, "ready", 60)["node"]
+    serving = serve({"a": engine("ListsModules", replicas=4) | {"node": "others", "gpu": "auto"}})
+    seen = []
+    for worker in ("a:1", "a:2", "a:3"):
+        node = serving.wait_state(worker, "ready", 60)["node"]
         log = Path(serving.status(worker)["log"])
-        wait_until(lambda log=log: "devices '0'" in log.read_text())
-    full = "no other machine of the Ray cluster has 1 GPUs free: one 0 of 1, two 0 of 1"
-    wait_until(lambda: serving.status("a:3")["reason"] == full, 60)
-    serving.order("stop", model="a:1")  # its GPU is free again, and the third worker gets it
-    assert serving.wait_state("a:3", "ready", 60)["node"] in ("one", "two")
+        wait_until(lambda log=log: "devices " in log.read_text())
+        seen.append((node, log.read_text().partition("devices ")[2].split()[0]))
+    assert sorted(seen) == [("one", "'0'"), ("two", "'0'"), ("two", "'1'")]
+    full = "no other machine of the Ray cluster has 1 GPUs free: one 0 of 1, two 0 of 2"
+    wait_until(lambda: serving.status("a:4")["reason"] == full, 60)
+    serving.order("stop", model="a:1")  # its GPU is free again, and the fourth worker gets it
+    assert serving.wait_state("a:4", "ready", 60)["node"] in ("one", "two")
+
+
+def test_a_worker_gets_several_gpus_of_one_machine(serve: Serve) -> None:
+    entry = engine("ListsModules") | {"node": "others", "gpu": "auto"}
+    serving = serve({"a": {**entry, "gpus": 2}, "b": {**entry, "gpus": 3}})
+    assert serving.wait_state("a", "ready", 60)["node"] == "two"
+    log = Path(serving.status("a")["log"])
+    wait_until(lambda: "devices '0,1'" in log.read_text())
+    full = "no other machine of the Ray cluster has 3 GPUs free: one 1 of 1, two 0 of 2"
+    wait_until(lambda: serving.status("b")["reason"] == full, 60)
+    serving.order("stop", model="b")
+    assert serving.wait_state("b", "stopped")["last_exit"]["reason"] == "asked"
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic(serve: Serve, cluster: RayCluster) -> None:
+    """The machine "two" has an NVML that shows two GPUs, of 24 and 48 GiB."""
+    box = Box(cluster.directory / "box.json", (24, 48))
+    entry = engine(autostart=False) | {"node": "two", "gpu": "auto"}
+    serving = serve({"a": {**entry, "vram": "20GiB"}, "b": {**entry, "vram": "100GiB", "gpus": 2}})
+
+    def devices() -> Any:
+        found = {node["name"]: node["devices"] for node in serving.overview()["supervisor"]["cluster"]["nodes"]}
+        return found.get("two")
+
+    read = wait_until(devices, 60, "what is read of a machine without workers")
+    assert [(gpu["index"], gpu["total_bytes"], gpu["free_bytes"]) for gpu in read] == [
+        (0, 24 * GIB, 24 * GIB), (1, 48 * GIB, 48 * GIB)
+    ]  # fmt: skip
+    serving.order("start", model="a")
+    serving.wait_state("a", "ready", 60)
+    status = serving.status("a")
+    assert (status["placed"], status["vram_estimate_bytes"]) == ([0], 20 * GIB)
+    row = next(line for line in serving.modelctl("ps").stdout.splitlines() if line.startswith("a "))
+    assert "auto:0" in row
+    assert "(20.0 GiB)" in row
+    box.holds(1, STRANGER, 8 * GIB)
+    wait_until(lambda: devices()[1]["free_bytes"] == 40 * GIB, 20, "what the worker's agent reports")
+    box.gives_back(STRANGER)
+    serving.order("stop", model="a")
+    serving.wait_state("a", "stopped")
+    serving.order("start", model="b")
+    message = serving.wait_state("b", "failed", 60)["last_exit"]["message"]
+    assert message.startswith("two: needs 100.0 GiB (vram in models.yaml), GPU 0 has 24.0 of 24.0 free; GPU 1 has 48.0")
+    assert serving.status("b")["last_exit"]["reason"] == "no room"
+
+
+def test_the_own_machine_is_used_first(serve: Serve, tmp_path: Path) -> None:
+    box = Box(tmp_path / "box.json", (24,))
+    path = f"{ROOT}:{ROOT / 'tests' / 'stand_in_nvml'}"
+    entry = engine(replicas=4, autostart=False) | {"node": "auto", "gpu": "auto", "vram": "20GiB"}
+    serving = serve({"a": entry}, MODELCTL_TEST_BOX=str(tmp_path / "box.json"), PYTHONPATH=path)
+    wait_until(lambda: nodes(serving) == ["head", "one", "two"], 60)
+    serving.order("start", model="a")
+    for worker in ("a:1", "a:2", "a:3", "a:4"):
+        serving.wait_state(worker, "ready", 60)
+    found = sorted(str(node) for node in spread(serving).values())
+    assert found == ["None", "one", "two", "two"]
+    here = next(name for name, node in spread(serving).items() if node is None)
+    assert serving.status(here)["placed"] == [0]
+    # one that is started when nothing has room waits, and takes the first GPU that becomes free
+    there = next(name for name, node in spread(serving).items() if node == "one")
+    box.holds(0, STRANGER, 10 * GIB)
+    serving.order("stop", model=here)
+    serving.wait_state(here, "stopped")
+    serving.order("start", model=here)
+    reason = wait_until(lambda: serving.status(here)["reason"], 30)
+    assert "needs 20.0 GiB (vram in models.yaml), no GPU has that much: GPU 0 has 14.0 of 24.0 free" in reason
+    assert reason.endswith("no other machine of the Ray cluster has 1 GPUs free: one 0 of 1, two 0 of 2")
+    serving.order("stop", model=there)
+    assert serving.wait_state(here, "ready", 60)["node"] == "one"
+
+
+def test_machines_are_chosen_by_labels(serve: Serve) -> None:
+    serving = serve({"a": engine() | {"node": "disk=fast"}, "b": engine() | {"node": "zone=c"}})
+    assert serving.wait_state("a", "ready", 60)["node"] == "two"
+    none = "the Ray cluster has no other machine with the labels zone=c"
+    wait_until(lambda: serving.status("b")["reason"] == none, 30)
+
+
+def test_an_idle_model_leaves_for_another_one(serve: Serve) -> None:
+    entry = engine(lazy=True, step_s=0.01, context=LONG) | {"node": "one", "gpu": "auto"}
+    serving = serve({"a": entry, "b": entry})
+    with serving.client() as client:
+        busy = client.generate("a", "x 1", max_tokens=600)
+        serving.wait_state("a", "ready", 60)
+        waiting = client.generate("b", "x 2", max_tokens=5)
+        wait_until(lambda: serving.status("b")["reason"] == "one has 0 of 1 GPUs free, and 1 are needed", 30)
+        assert "".join(delta.text for delta in busy).endswith(answer("x 1", 600)[-20:]), "a busy model stays"
+        assert "".join(delta.text for delta in waiting) == answer("x 2", 5)
+        assert serving.status("a")["unloaded"] == "evicted for b"
+        with pytest.raises(WireError, match="would keep its lease of the GPU: `modelctl stop b` frees it"):
+            serving.order("sleep", model="b")
+        # a reload finds no GPU for a second worker, and exchanges the one that there is
+        serving.write_models({"a": entry, "b": entry | {"max_batch_size": 3}})
+        serving.order("reload")
+        wait_until(lambda: serving.status("b")["max_batch_size"] == 3 and serving.status("b")["state"] == "ready", 60)
+        assert client.complete("b", "x 3", max_tokens=5).text == answer("x 3", 5)
+        last = client.generate("b", "x 4", max_tokens=300)
+        begun = next(last).text
+        serving.order("stop", model="b")
+        assert begun + "".join(delta.text for delta in last) == answer("x 4", 300), "a stop lets it finish"
+        assert serving.wait_state("b", "stopped")["last_exit"]["reason"] == "asked"
+
+
+STRANGER_PROGRAM = """
+import ray, sys
+ray.init(address=sys.argv[1], log_to_driver=False)
+actor = ray.remote(num_cpus=0, num_gpus=1)(type("Holder", (), {"hold": lambda self: 1})).options(
+    label_selector={"zone": "a"}).remote()
+print(ray.get(actor.hold.remote()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_gpus_that_other_programs_have_leased_are_waited_for(serve: Serve, cluster: RayCluster) -> None:
+    command = [sys.executable, "-c", STRANGER_PROGRAM, cluster.address]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **cluster.environment}) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == b"1\n"
+        serving = serve({"a": engine(autostart=False) | {"node": "one", "gpu": "auto"}})
+        wait_until(lambda: nodes(serving) == ["head", "one", "two"], 60)
+        serving.order("start", model="a")
+        wait_until(lambda: serving.status("a")["reason"] == "one has 0 of 1 GPUs free, and 1 are needed", 30)
+        stranger.communicate(b"")
+    assert serving.wait_state("a", "ready", 60)["node"] == "one"
 
 
 def test_nothing_is_left_of_a_supervisor_that_is_killed(serve: Serve) -> None:

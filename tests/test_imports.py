@@ -14,7 +14,7 @@ from protocol.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("modelctl", "protocol", "answer_formats", "exporter", "model_worker", "supervisor", "gateway")
-ROOMS = ("keys", "usage", "requests", "ports", "workers", "cluster", "placement", "fleet")
+ROOMS = ("keys", "usage", "requests", "ports", "workers", "placement", "cluster", "fleet")
 """The subpackages of supervisor. Each may import only those before it."""
 LOOP = (
     *("loop", "calls", "client_messages", "worker_frames"),

@@ -79,6 +79,7 @@ class WorkerSpec:
     log             how the worker writes its log
     node            the machine of a cluster on which the worker runs; "" for the supervisor's own
     leased_gpus     on such a machine, the number of GPUs that the cluster chooses; then visible_devices is empty
+    vram            on such a machine, the bytes that models.yaml says the worker takes: one size, or one for each GPU
     keys            for an endpoint over TCP
     """
 
@@ -99,6 +100,7 @@ class WorkerSpec:
     log: LogStyle = DEFAULT_STYLE
     node: str = ""
     leased_gpus: int = 0
+    vram: tuple[int, ...] | None = None
     keys: LinkKeys | None = None
 
 
@@ -113,6 +115,7 @@ def unpack_spec(packed: bytes) -> WorkerSpec:
     fields["engine"], fields["leases"] = EngineSpec(**fields["engine"]), Leases(**fields["leases"])
     fields["log"] = LogStyle(**fields["log"])
     fields["cpus"] = tuple(fields["cpus"])
+    fields["vram"] = fields["vram"] and tuple(fields["vram"])
     fields["keys"] = fields["keys"] and LinkKeys(**fields["keys"])
     if isinstance(fields["reasoning"], list):
         start, end = fields["reasoning"]

@@ -1,5 +1,6 @@
-"""The agent of one worker on another machine. It starts the worker as the supervisor starts its own, reports how the
-worker is, and ends it when it is told to, or when it has heard nothing of the supervisor for a lease.
+"""The agent of one worker on another machine. It sees whether the worker fits on its GPUs, starts it as the supervisor
+starts its own, reports how the worker is, and ends it when it is told to, or when it has heard nothing of the
+supervisor for a lease.
 
 The program reads one order (``agent_messages.Order``) from its standard input up to its end. It dies with the process
 that has started it, and the worker dies with the agent: the kernel sees to both. Its exit code is 0 if the supervisor
@@ -24,6 +25,7 @@ from protocol import __version__
 from protocol.errors import FrameError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
+from supervisor.cluster.agent_gpus import REPORT_S, AgentGpus, Fits
 from supervisor.cluster.agent_messages import (
     BEAT_S,
     MAX_LOG,
@@ -80,32 +82,72 @@ class Agent:
         self._launcher = LocalLauncher(self._timers, Orphans(directory, log), log, directory / "spare.log")
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if spec.leased_gpus else spec.visible_devices
         self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), visible_devices=devices)
+        self._gpus = AgentGpus(self._spec, devices, self._timers, log)
+        self._killed_by: int | None = None
+        """The signal that came for a worker that was not started yet."""
         self._poller = zmq.Poller()
         self._poller.register(link, zmq.POLLIN)
         self._poller.register(self._launcher.descriptor, zmq.POLLIN)
+        self._poller.register(self._gpus.descriptor, zmq.POLLIN)
 
     def run(self) -> int:
         """Start the worker, and stay with it until it has ended. Return this process's exit code."""
         if self._order.build != __version__:
             return self._refuse(
+                "config",
                 f"modelctl {__version__} is installed on {socket.gethostname()}, and the supervisor is "
-                f"{self._order.build}: install the same version"
+                f"{self._order.build}: install the same version",
             )
         try:
-            worker = self._launcher.start(self._spec)
+            verdict = self._gpus.begin() or self._admit()
+            if isinstance(verdict, Refused):
+                return self._refuse(verdict.reason, verdict.why, retry=verdict.retry)
+            if not isinstance(verdict, Fits):
+                return verdict
+            self._send(verdict.report)
+            worker = self._launcher.start(replace(self._spec, cpus=verdict.cpus))
         except OSError as e:
-            return self._refuse(f"cannot start a process on {socket.gethostname()}: {e.strerror or e}")
+            why = f"cannot start a process on {socket.gethostname()}: {e.strerror or e}"
+            return self._refuse("spawn", why, retry=True)
         self._send(Up(worker.pid, socket.gethostname()))
+        return self._watch(worker)
+
+    def _admit(self) -> Fits | Refused | int:
+        """Wait until it is known whether the worker fits. Return an exit code if there is no need any more."""
         heard, beat_at = time.monotonic(), 0.0
+        while (verdict := self._gpus.decide(now := time.monotonic())) is None:
+            if now >= beat_at:
+                self._send(Beat(0, None, "its machine sees whether it fits"))
+                beat_at = now + BEAT_S
+            self._call_timers(now)
+            if self._poller.poll(50) and self._take(None):
+                heard = time.monotonic()
+            if self._killed_by is not None:
+                return self._report_end(-self._killed_by)
+            if time.monotonic() - heard > self._order.lease_s:
+                return EXIT_LOST
+        return verdict
+
+    def _call_timers(self, now: float) -> None:
+        for timer in self._timers.due(now):
+            if not timer.cancelled:
+                timer.callback()
+
+    def _watch(self, worker: Launched) -> int:
+        """Stay with the worker until it has ended, or the supervisor is not heard any more. Return an exit code."""
+        heard, beat_at, report_at = time.monotonic(), 0.0, 0.0
         while True:
             now = time.monotonic()
             if now >= beat_at:
                 self._send_log()
-                self._send(Beat(worker.read_lease().word, worker.memory(), worker.condition()))
+                reading = worker.read_lease()
+                self._send(Beat(0 if reading is None else reading.word, worker.memory(), worker.condition()))
                 beat_at = now + BEAT_S
-            for timer in self._timers.due(now):
-                if not timer.cancelled:
-                    timer.callback()
+                if now >= report_at:  # the answer to the question of the last time
+                    if (report := self._gpus.report(worker.pid)) is not None:
+                        self._send(report)
+                    report_at = now + REPORT_S
+            self._call_timers(now)
             wait = max(0.0, beat_at - time.monotonic())
             if self._poller.poll(round(1000 * wait)):
                 if self._take(worker):
@@ -115,7 +157,7 @@ class Agent:
             if time.monotonic() - heard > self._order.lease_s:
                 return self._lose(worker)
 
-    def _take(self, worker: Launched) -> bool:
+    def _take(self, worker: Launched | None) -> bool:
         """Do what the supervisor has ordered. Return whether it has been heard."""
         heard = False
         while True:
@@ -126,7 +168,10 @@ class Agent:
             except FrameError:
                 continue
             heard = True
-            if isinstance(message, Signal):
+            if worker is None:
+                if isinstance(message, Signal):
+                    self._killed_by = message.number
+            elif isinstance(message, Signal):
                 with suppress(ValueError, OSError):
                     worker.signal(signal.Signals(message.number))
             elif isinstance(message, Stacks):
@@ -135,8 +180,11 @@ class Agent:
                 assert isinstance(message, Heard | Leave)
 
     def _end(self, worker: Launched) -> int:
-        """Report the end, until the supervisor knows it or the lease is over."""
-        code = self._launcher.reap(worker)
+        """Report the end of the worker."""
+        return self._report_end(self._launcher.reap(worker))
+
+    def _report_end(self, code: int) -> int:
+        """Report an end, until the supervisor knows it or the lease is over."""
         until = time.monotonic() + self._order.lease_s
         while self._send_log():
             if not self._wait(until):
@@ -165,8 +213,8 @@ class Agent:
         self._launcher.reap(ended[0])
         return EXIT_LOST
 
-    def _refuse(self, why: str) -> int:
-        self._send(Refused(why))
+    def _refuse(self, reason: str, why: str, *, retry: bool = False) -> int:
+        self._send(Refused(reason, why, retry))
         self._link.close(linger=1000)
         return EXIT_REFUSED
 
@@ -192,6 +240,7 @@ class Agent:
 
     def close(self) -> None:
         """Free what is left. The worker has ended."""
+        self._gpus.close()
         self._launcher.close()
         self._link.close(linger=0)
 

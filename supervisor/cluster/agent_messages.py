@@ -7,11 +7,13 @@ fields of the class.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from protocol import __version__
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError
-from protocol.process.worker_spec import WorkerSpec, pack_spec, unpack_spec
+from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
+from supervisor.placement.gpus import MAX_GPUS
 
 BEAT_S: Final = 0.25
 """Seconds between two beats of an agent."""
@@ -42,9 +44,46 @@ class Order:
 
     @staticmethod
     def unpack(packed: bytes) -> "Order":
-        """Return the order that ``packed`` has made."""
+        """Return the order that ``packed`` has made.
+
+        Of an order of another version only what a refusal needs is read: the specification may have other fields.
+        """
         fields = unpack_body(packed)
+        if fields["build"] != __version__:
+            spec = unpack_body(fields["spec"])
+            engine = EngineSpec(spec["engine"]["model"], "", "")
+            keys = LinkKeys(**spec["keys"])
+            known = WorkerSpec(engine, 0, "", spec["endpoint"], b"", "", 0, keys=keys)
+            return Order(known, fields["agent_id"], fields["lease_s"], fields["build"])
         return Order(**{**fields, "spec": unpack_spec(fields["spec"])})
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The worker fits on the GPUs that were leased for it, and is about to be started.
+
+    gpus     their indices; empty without a look at the GPUs, and on the CPU
+    parts    the memory that the worker needs in bytes, by name; empty if that is not known
+    unknown  why it is not known, for people; None if it is, and on the CPU
+    cpus     the CPUs next to these GPUs, to which the worker is kept; None for all
+    """
+
+    gpus: list[int]
+    parts: dict[str, int]
+    unknown: str | None
+    cpus: str | None
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """All GPUs of the machine, whenever they have changed.
+
+    gpus  [index, UUID, total, used and free bytes] of each
+    held  [index, bytes that the worker holds there] of each GPU that lists the worker; None for bytes not known
+    """
+
+    gpus: list[Any]
+    held: list[Any]
 
 
 @dataclass(frozen=True)
@@ -92,9 +131,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class Refused:
-    """The agent cannot start the worker. ``why`` is one line for people."""
+    """The agent cannot start the worker.
 
+    reason  one of REASONS, see ``exits.ExitReport``
+    why     one line for people
+    retry   whether another try may help
+    """
+
+    reason: str
     why: str
+    retry: bool
 
 
 @dataclass(frozen=True)
@@ -119,11 +165,15 @@ class Leave:
     """The end is known: the agent may leave."""
 
 
-FromAgent = Up | Beat | Log | Ended | Refused
+REASONS: Final = ("config", "no room", "unreadable", "spawn")
+FromAgent = Admitted | Gpus | Up | Beat | Log | Ended | Refused
 ToAgent = Heard | Signal | Stacks | Leave
-_FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Up, Beat, Log, Ended, Refused)}
+_FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in get_args(FromAgent)}
 _TO_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Heard, Signal, Stacks, Leave)}
-_TYPES: Final = {int: (int,), str: (str,), bytes: (bytes,), int | None: (int, type(None))}
+_TYPES: Final[Mapping[Any, tuple[type, ...]]] = {
+    int: (int,), str: (str,), bytes: (bytes,), bool: (bool,), int | None: (int, type(None)),
+    str | None: (str, type(None)), list[int]: (list,), list[Any]: (list,), dict[str, int]: (dict,),
+}  # fmt: skip
 
 
 def pack(message: FromAgent | ToAgent) -> bytes:
@@ -134,9 +184,45 @@ def pack(message: FromAgent | ToAgent) -> bytes:
 def read_from_agent(frame: bytes) -> FromAgent:
     """Return the message in a frame of an agent. Raises FrameError."""
     message: FromAgent = _read(frame, _FROM_AGENT)
-    if isinstance(message, Beat) and not 0 <= message.word < _WORD:
-        raise FrameError(ErrorCode.BAD_FRAME, f"an agent's beat with the word {message.word}")
+    if isinstance(message, Beat):
+        sound = 0 <= message.word < _WORD
+    elif isinstance(message, Admitted):
+        sound = all(map(_is_index, message.gpus)) and all(map(_is_part, message.parts.items()))
+    elif isinstance(message, Gpus):
+        sound = all(map(is_gpu, message.gpus)) and all(map(_is_held, message.held))
+    else:
+        sound = not isinstance(message, Refused) or message.reason in REASONS
+    if not sound:
+        raise FrameError(ErrorCode.BAD_FRAME, f"an agent's message {type(message).__name__} with wrong values")
     return message
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < _WORD
+
+
+def _is_index(value: object) -> bool:
+    return type(value) is int and 0 <= value < MAX_GPUS
+
+
+def _is_part(part: tuple[object, object]) -> bool:
+    name, size = part
+    return isinstance(name, str) and name.isidentifier() and _is_size(size)
+
+
+def is_gpu(entry: object) -> bool:
+    """Return whether this is an entry of ``Gpus.gpus``."""
+    if not isinstance(entry, list) or len(entry) != 5:
+        return False
+    index, uuid, *sizes = entry
+    return _is_index(index) and isinstance(uuid, str) and uuid.isprintable() and all(map(_is_size, sizes))
+
+
+def _is_held(entry: object) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    index, size = entry
+    return _is_index(index) and (size is None or _is_size(size))
 
 
 def read_to_agent(frame: bytes) -> ToAgent:
@@ -152,7 +238,8 @@ def _read(frame: bytes, kinds: Mapping[str, type[Any]]) -> Any:
         raise FrameError(ErrorCode.BAD_FRAME, "a message of an unknown kind between agent and supervisor")
     expected = kind.__annotations__
     if fields.keys() != expected.keys() or any(
-        not isinstance(fields[name], _TYPES[hint]) or isinstance(fields[name], bool) for name, hint in expected.items()
+        not isinstance(fields[name], _TYPES[hint]) or isinstance(fields[name], bool) is not (hint is bool)
+        for name, hint in expected.items()
     ):
         raise FrameError(ErrorCode.BAD_FRAME, f"a message {kind.__name__} with other fields than {list(expected)}")
     return kind(**fields)

@@ -62,5 +62,14 @@ class Cluster:
             "ray": self._config.ray,
             "advertise": self._config.advertise,
             "trouble": self._starter.trouble or None,
-            "nodes": [asdict(node) for node in self._starter.nodes],
+            "nodes": [
+                {**asdict(node), "devices": _described(self.launcher.devices_on(node.name) or node.devices)}
+                for node in self._starter.nodes
+            ],
         }
+
+
+def _described(gpus: list[Any] | None) -> list[dict[str, Any]] | None:
+    """Return the GPUs of a machine (``agent_messages.Gpus``) as ``status`` shows them."""
+    names = ("index", "uuid", "total_bytes", "used_bytes", "free_bytes")
+    return gpus and [dict(zip(names, gpu, strict=True)) | {"limit_bytes": None} for gpu in gpus]

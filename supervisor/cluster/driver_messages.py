@@ -21,8 +21,10 @@ class Node:
     address  its IP address
     gpus     GPUs that Ray may lease there
     free     of these, the GPUs that are not leased
+    others   GPUs that other programs have leased
     own      whether it is the supervisor's machine
     labels   labels that it was started with
+    devices  its GPUs as in ``agent_messages.Gpus``; None if they were not read, or a worker there tells them
     """
 
     node_id: str
@@ -30,8 +32,10 @@ class Node:
     address: str
     gpus: float
     free: float
+    others: float
     own: bool
     labels: dict[str, str] = field(default_factory=dict)
+    devices: list[Any] | None = None
 
 
 @dataclass(frozen=True)

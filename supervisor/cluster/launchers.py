@@ -4,8 +4,10 @@ import select
 from collections.abc import Mapping
 
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.cluster.remote_launcher import RemoteLauncher, RemoteWorker
+from supervisor.cluster.remote_launcher import RemoteLauncher
+from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.workers.launcher import Launched, Launcher
+from supervisor.workers.machines import NoMachine
 
 
 class Launchers:
@@ -21,6 +23,9 @@ class Launchers:
     @property
     def descriptor(self) -> int:
         return self._epoll.fileno()
+
+    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+        return self._remote.no_machine(node, gpus)
 
     def start(self, spec: WorkerSpec) -> Launched:
         return self._remote.start(spec) if spec.node else self._local.start(spec)

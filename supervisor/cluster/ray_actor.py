@@ -1,7 +1,8 @@
-"""The actor that Ray runs for a worker: it holds the lease of the worker's GPUs, and runs the worker's agent.
+"""What Ray runs of modelctl: an actor for each worker, and a task that reads the GPUs of a machine.
 
-It is all of modelctl that runs inside Ray. The agent is a process of its own, without Ray's threads. It dies with this
-process (PR_SET_PDEATHSIG), and the worker dies with the agent. Ray ends this process when the driver ends.
+The actor holds the lease of the worker's GPUs, and runs the worker's agent. The agent is a process of its own, without
+Ray's threads. It dies with the actor's process (PR_SET_PDEATHSIG), and the worker dies with the agent. Ray ends the
+actor's process when the driver ends.
 """
 
 import os
@@ -10,6 +11,26 @@ import sys
 
 import ray
 
+PROBE_S = 45.0
+"""Seconds that reading the GPUs of a machine may take. Opening the driver takes some."""
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def read_gpus() -> bytes:
+    """Return what ``gpu_probe`` tells of this machine; nothing if it does not."""
+    command = [sys.executable, "-P", "-m", "supervisor.cluster.gpu_probe"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, cwd="/", env=_environment()
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return b""
+    return done.stdout
+
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class AgentActor:
@@ -17,7 +38,6 @@ class AgentActor:
 
     def run(self, order: bytes) -> int:
         """Run an agent until it leaves. Return its exit code."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         agent = subprocess.Popen(
             [sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
@@ -25,7 +45,7 @@ class AgentActor:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
-            env=environment,
+            env=_environment(),
         )
         agent.communicate(order)
         return agent.returncode

@@ -7,6 +7,8 @@ supervisor.
 Ray's Python API is used for membership, leases of GPUs and actors, and nothing else: no objects, queues or restarts.
 """
 
+import logging
+import math
 import os
 import queue
 import select
@@ -16,8 +18,11 @@ import sys
 import time
 from typing import Any
 
+from protocol.codec import unpack_body
+from protocol.errors import FrameError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
+from supervisor.cluster.agent_messages import is_gpu
 from supervisor.cluster.driver_messages import (
     MAX_PACKET,
     AgentLeft,
@@ -33,6 +38,10 @@ from supervisor.cluster.driver_messages import (
 
 LOOK_S = 1.0
 """Seconds between two looks at the machines of the cluster."""
+LAG_S = 5.0
+"""Seconds after which Ray's figures surely show that an actor has given its GPUs back."""
+READ_GPUS_S = 60.0
+"""Seconds between two readings of the GPUs of a machine on which no worker reports them. Each starts processes."""
 STRANGER_S = 30.0
 """Seconds that the try without a token may take."""
 _STRANGER = """
@@ -55,14 +64,24 @@ class Driver:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from supervisor.cluster.ray_actor import AgentActor
+        from supervisor.cluster.ray_actor import AgentActor, read_gpus
 
         self._ray: Any = ray
         self._actor: Any = AgentActor
+        self._read_gpus: Any = read_gpus
         self._affinity = NodeAffinitySchedulingStrategy
         self._link = link
         self._actors: dict[int, Any] = {}
         self._over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._leases: dict[int, tuple[str, int]] = {}
+        """The machine of each actor that holds GPUs, and how many."""
+        self._returned: list[tuple[float, str, int]] = []
+        """When leases were given back: time, machine, GPUs."""
+        self._read: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self._devices: dict[str, list[Any] | None] = {}
+        """What was read of each machine's GPUs."""
+        self._read_at: dict[str, float] = {}
+        """When the GPUs of each machine are read next; infinity while that goes on."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._said: list[dict[str, Any]] | None = None
 
@@ -82,8 +101,14 @@ class Driver:
                 os.eventfd_read(self._wake)
                 while not self._over.empty():
                     number, why = self._over.get()
+                    if (lease := self._leases.pop(number, None)) is not None:
+                        self._returned.append((time.monotonic(), *lease))
                     if self._actors.pop(number, None) is not None:
                         self._say(AgentLeft(number, why))
+                while not self._read.empty():
+                    node_id, told = self._read.get()
+                    self._devices[node_id] = _devices_of(told)
+                    self._read_at[node_id] = time.monotonic() + READ_GPUS_S
             if self._link.fileno() in ready:
                 packet = self._link.recv(MAX_PACKET)
                 if not packet:
@@ -103,9 +128,12 @@ class Driver:
                 name=f"modelctl-{os.getpid()}-{number}",
             ).remote()
             self._actors[number] = actor
+            if message.gpus:
+                self._leases[number] = message.node_id, message.gpus
             future = actor.run.remote(message.order).future()
         except Exception as e:
             self._actors.pop(number, None)
+            self._leases.pop(number, None)
             self._say(AgentLeft(number, _line(e)))
             return
         future.add_done_callback(lambda done: self._note_end(number, done))
@@ -120,6 +148,38 @@ class Driver:
         self._over.put((number, why))
         os.eventfd_write(self._wake, 1)
 
+    def _read_devices(self, nodes: list[dict[str, Any]]) -> None:
+        """Read the GPUs of the machines on which no worker of ours reports them."""
+        ids = {node["node_id"] for node in nodes if node["gpus"] and not node["own"]}
+        for kept in (self._devices, self._read_at):
+            for gone in [node_id for node_id in kept if node_id not in ids]:
+                del kept[gone]
+        now, told = time.monotonic(), {node_id for node_id, _ in self._leases.values()}
+        for node_id in ids:
+            if node_id in told:
+                self._read_at[node_id] = 0.0  # as soon as no worker reports them any more
+            elif now >= self._read_at.get(node_id, 0.0):
+                self._read_at[node_id] = math.inf
+                task = self._read_gpus.options(scheduling_strategy=self._affinity(node_id, soft=False)).remote()
+                task.future().add_done_callback(lambda done, node_id=node_id: self._note_gpus(node_id, done))
+
+    def _note_gpus(self, node_id: str, done: Any) -> None:
+        """Take note of what was read of a machine. Ray calls this on a thread of its own."""
+        try:
+            told = done.result()
+        except Exception:  # the machine has left
+            told = b""
+        self._read.put((node_id, told))
+        os.eventfd_write(self._wake, 1)
+
+    def _others(self, node: dict[str, Any], free: float) -> float:
+        """Return the GPUs of a machine that other programs have leased from Ray."""
+        now = time.monotonic()
+        self._returned = [one for one in self._returned if now - one[0] < LAG_S]
+        ours = [*self._leases.values(), *((node_id, gpus) for _, node_id, gpus in self._returned)]
+        leased = node["Resources"].get("GPU", 0.0) - free
+        return max(0.0, float(leased) - sum(gpus for node_id, gpus in ours if node_id == node["NodeID"]))
+
     def _say_nodes(self, own: str) -> None:
         free = self._ray._private.state.available_resources_per_node()
         nodes = [
@@ -130,19 +190,33 @@ class Driver:
                     address=node["NodeManagerAddress"],
                     gpus=node["Resources"].get("GPU", 0.0),
                     free=free.get(node["NodeID"], {}).get("GPU", 0.0),
+                    others=self._others(node, free.get(node["NodeID"], {}).get("GPU", 0.0)),
                     own=node["NodeID"] == own,
                     labels={str(key): str(value) for key, value in (node.get("Labels") or {}).items()},
+                    devices=self._devices.get(node["NodeID"]),
                 )
             )
             for node in sorted(self._ray.nodes(), key=lambda node: str(node.get("NodeName")))
             if node["Alive"]
         ]
+        self._read_devices(nodes)
         if nodes != self._said:
             self._said = nodes
             self._say(Nodes(nodes))
 
     def _say(self, message: FromDriver) -> None:
         self._link.send(pack(message))
+
+
+def _devices_of(told: object) -> list[Any] | None:
+    """Return the GPUs that ``gpu_probe`` has told. What comes from another machine is checked."""
+    if not isinstance(told, bytes):
+        return None
+    try:
+        gpus = unpack_body(told).get("gpus")
+    except FrameError:
+        return None
+    return gpus if isinstance(gpus, list) and all(map(is_gpu, gpus)) else None
 
 
 def why_open(address: str) -> str | None:
@@ -182,7 +256,7 @@ def main() -> None:
     try:
         import ray
 
-        ray.init(address=address, namespace="modelctl", log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, namespace="modelctl", log_to_driver=False, logging_level=logging.ERROR)
     except ModuleNotFoundError:
         link.send(pack(Unusable("the package ray is not installed: pip install 'modelctl[ray]'")))
         return

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from protocol.errors import FrameError
 from protocol.process.helper_environment import helper_environment
+from supervisor.cluster.choice import NoMachineError, choose
 from supervisor.cluster.driver_messages import (
     MAX_PACKET,
     AgentLeft,
@@ -24,7 +25,7 @@ from supervisor.cluster.driver_messages import (
     pack,
     read,
 )
-from supervisor.cluster.starting import AgentEnd, NoMachineError
+from supervisor.cluster.starting import AgentEnd
 
 _COMMAND = (sys.executable, "-P", "-m", "supervisor.cluster.ray_driver")
 NOT_YET = "the Ray cluster has not answered yet"
@@ -82,43 +83,25 @@ class RayStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def choose(self, gpus: int, beside: Collection[str]) -> str:
-        there = [node for node in self.nodes if not node.own]
-        roomy = [node for node in there if self._free(node) >= gpus]
-        if not self.nodes:
+    def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
+        return self._choose(wanted, gpus, beside, without).name
+
+    def _choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> Node:
+        if self._link is None or not self.nodes:
             raise NoMachineError(self.trouble or NOT_YET)
-        if not there:
-            raise NoMachineError("the Ray cluster has no other machine")
-        if not roomy:
-            names = ", ".join(f"{node.name} {self._free(node):g} of {node.gpus:g}" for node in there)
-            raise NoMachineError(f"no other machine of the Ray cluster has {gpus} GPUs free: {names}")
-        of_model, of_all = Counter(beside), Counter(name for name, _ in self._started.values())
-        return min(roomy, key=lambda node: (of_model[node.name], of_all[node.name], node.name)).name
+        free = {node.name: self._free(node) for node in self.nodes}
+        held = Counter(name for name, _ in self._started.values())
+        return choose(self.nodes, free, wanted, gpus, beside, held, without)
 
     def _free(self, node: Node) -> float:
-        """Return the GPUs of a machine that none of our agents holds. What Ray says is up to a second old."""
-        return node.gpus - sum(gpus for name, gpus in self._started.values() if name == node.name)
+        """Return the GPUs of a machine that can be leased. What Ray says is up to a second old, so our agents' leases
+        are counted here."""
+        return node.gpus - node.others - sum(gpus for name, gpus in self._started.values() if name == node.name)
 
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
-        if why := self._refusal(node, gpus):
-            raise NoMachineError(why)
-        (node_id,) = (there.node_id for there in self.nodes if there.name == node)
+        node_id = self._choose(node, gpus).node_id
         self._started[number] = node, gpus
         self._send(StartAgent(number, node_id, gpus, order))
-
-    def _refusal(self, node: str, gpus: int) -> str:
-        """Return why no agent can be started on a machine, "" if one can."""
-        if self._link is None or not self.nodes:
-            return self.trouble or NOT_YET
-        found = [there for there in self.nodes if there.name == node]
-        if not found:
-            names = ", ".join(sorted(there.name for there in self.nodes))
-            return f"the Ray cluster has no machine {node}: it has {names}"
-        if len(found) > 1:
-            return f"the Ray cluster has {len(found)} machines called {node}: start each with a --node-name of its own"
-        if (free := self._free(found[0])) < gpus:
-            return f"{node} has {free:g} of {found[0].gpus:g} GPUs free, and {gpus} are needed"
-        return ""
 
     def end(self, number: int) -> None:
         if number in self._started:

@@ -13,91 +13,43 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from protocol import __version__
 from protocol.errors import FrameError
 from protocol.process.private_paths import open_private
-from protocol.process.progress_lease import Reading, read_word
 from protocol.process.worker_spec import LinkKeys, WorkerSpec
 from supervisor.cluster.agent_messages import (
-    BEAT_S,
+    Admitted,
     Beat,
     Ended,
+    Gpus,
     Heard,
     Leave,
     Log,
     Order,
     Refused,
-    Signal,
-    Stacks,
     ToAgent,
     Up,
     pack,
     read_from_agent,
 )
-from supervisor.cluster.starting import AgentStarter, NoMachineError
+from supervisor.cluster.choice import NoMachineError
+from supervisor.cluster.remote_worker import SILENT_S, RemoteWorker
+from supervisor.cluster.starting import AgentStarter
+from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
+from supervisor.placement.gpu_shares import needs_text
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
+from supervisor.workers.machines import NoMachine, is_name
 
 CHECK_S = 0.1
 """Seconds between two calls of ``RemoteLauncher.check``."""
-SILENT_S = 4 * BEAT_S
-"""Seconds without a beat after which the last one says nothing about the worker any more."""
-AUTO = "auto"
-"""The name of no machine: any one is meant."""
 LOST = -signal.SIGKILL
 """The exit code of a worker whose end nobody has seen."""
-
-
-class RemoteWorker:
-    """A worker on another machine, see ``launcher.Launched``.
-
-    node  the name of the machine
-    pid   the process's pid there; 0 until the agent is up
-    waits  why no agent could be started yet; "" once one was
-    lost  why the worker counts as ended although nobody has seen its end; "" otherwise
-    """
-
-    def __init__(self, launcher: "RemoteLauncher", number: int, spec: WorkerSpec) -> None:
-        self._launcher = launcher
-        self.number, self.spec = number, spec
-        self.node = "" if spec.node == AUTO else spec.node
-        self.waits = ""
-        self.key = ""
-        self.agent_id = b"agent-" + os.urandom(16)
-        self.pid = 0
-        self.lost = ""
-        self.code: int | None = None
-        self.up = False
-        self.silent_s = 0.0
-        """Seconds counted since the last message of the agent."""
-        self.beat = Beat(_first_word(spec.leases.start_s), None, "its machine has not answered yet")
-
-    @property
-    def is_gone(self) -> bool:
-        return self.code is not None
-
-    def signal(self, number: int) -> None:
-        if not self.is_gone:
-            self._launcher.signal(self, number)
-
-    def read_lease(self) -> Reading | None:
-        # A worker does not hang because its network is cut. ``RemoteLauncher.check`` counts how long it is silent.
-        # And one that waits for a machine has not begun.
-        return None if self.waits or self.silent_s > SILENT_S else read_word(self.beat.word)
-
-    def dump_stacks(self) -> None:
-        if not self.is_gone:
-            self._launcher.tell(self, Stacks())
-
-    def condition(self) -> str:
-        return self.beat.condition
-
-    def memory(self) -> int | None:
-        return self.beat.memory
 
 
 class RemoteLauncher:
@@ -121,6 +73,8 @@ class RemoteLauncher:
     ) -> None:
         self._starter, self._endpoint, self.server = starter, endpoint, server
         self._lease_s, self._send, self._log = lease_s, send, log
+        self._leaving: set[int] = set()
+        """The numbers of agents whose workers have ended. The lease of each is given back when it has left."""
         self._workers: dict[bytes, RemoteWorker] = {}
         """The workers that were not reaped yet, by the routing id of their agent."""
         self._clock = CheckClock(CHECK_S)
@@ -139,27 +93,40 @@ class RemoteLauncher:
         """A descriptor that is readable when ``agents_ended`` is to be called."""
         return self._starter.descriptor
 
+    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+        """See ``launcher.Launcher``."""
+        try:
+            self._starter.choose(node, gpus)
+        except NoMachineError as e:
+            return NoMachine(str(e), {} if self._leaving else e.missing)
+        return None
+
     def start(self, spec: WorkerSpec) -> RemoteWorker:
-        """Start a worker on the machine ``spec.node``, or on the one that has the fewest workers of its model.
+        """Start a worker on a machine that ``spec.node`` means.
 
         If no machine has room, the worker waits: ``check`` tries again.
         """
+        worker = RemoteWorker(spec, self.tell, self._kill)
+        self._begin(worker)
+        self._try(worker)
+        return worker
+
+    def _begin(self, worker: RemoteWorker) -> None:
+        """Give a worker the keys and the routing id for its next agent."""
         self._number += 1
         public, secret = zmq.curve_keypair()
         keys = LinkKeys(self.server, public.decode(), secret.decode())
-        worker = RemoteWorker(self, self._number, replace(spec, endpoint=self._endpoint, keys=keys))
-        self._workers[worker.agent_id] = worker
-        self._try(worker)
-        return worker
+        agent_id = b"agent-" + os.urandom(16)
+        worker.begin(self._number, agent_id, replace(worker.spec, endpoint=self._endpoint, keys=keys))
+        self._workers[agent_id] = worker
 
     def _try(self, worker: RemoteWorker) -> None:
         spec, node = worker.spec, worker.spec.node
         assert spec.keys is not None
         try:
-            if node == AUTO:
-                others = (other for other in self._workers.values() if other is not worker and not other.waits)
-                beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
-                node = self._starter.choose(spec.leased_gpus, beside)
+            others = (other for other in self._workers.values() if other is not worker and not other.waits)
+            beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
+            node = self._starter.choose(node, spec.leased_gpus, beside, worker.refusals)
             order = Order(spec, worker.agent_id, self._lease_s, __version__)
             self._starter.start(worker.number, node, spec.leased_gpus, order.packed())
         except NoMachineError as e:
@@ -169,8 +136,8 @@ class RemoteLauncher:
             return
         if worker.waits:
             self._log.info("%s: starts on %s", spec.name, node, extra=about(spec.name))
-        worker.node, worker.waits, worker.key = node, "", spec.keys.public
-        self.keys.add(worker.key)
+        worker.node, worker.waits = node, ""
+        self.keys.add(spec.keys.public)
 
     def knows(self, routing_id: bytes) -> bool:
         """Return whether a frame with this routing id is of an agent."""
@@ -194,23 +161,71 @@ class RemoteLauncher:
             self.tell(worker, Heard())
         elif isinstance(message, Log):
             _append(worker.spec.log_path, message.text)
+        elif isinstance(message, Admitted):
+            worker.admitted = message
+            self._say_admitted(worker, message)
+        elif isinstance(message, Gpus):
+            worker.gpus = message
         elif isinstance(message, Up):
-            worker.pid = message.pid
+            worker.started(message.pid)
         elif isinstance(message, Refused):
-            _append(worker.spec.log_path, message.why.encode() + b"\n")
-            self._end(worker, LOST, message.why)
+            self._refused(worker, message)
         else:
             assert isinstance(message, Ended)
             self.tell(worker, Leave())
             self._end(worker, message.code)
 
+    def _refused(self, worker: RemoteWorker, refused: Refused) -> None:
+        """Try the worker on another machine if any one will do. Else end it with the reason."""
+        line = f"{worker.node}: {refused.why}"
+        _append(worker.spec.log_path, line.encode() + b"\n")
+        worker.refusals[worker.node] = refused
+        if not is_name(worker.spec.node):
+            with suppress(NoMachineError):
+                node = self._starter.choose(worker.spec.node, worker.spec.leased_gpus, (), worker.refusals)
+                self._log.info(
+                    "%s: %s; tries %s", worker.spec.name, line, node,
+                    extra=noted(EventKind.PLACEMENT, worker.spec.name),
+                )  # fmt: skip
+                self._withdraw(worker)
+                self._begin(worker)
+                self._try(worker)
+                return
+        reasons = {one.reason for one in worker.refusals.values()}
+        worker.refused = (
+            reasons.pop() if len(reasons) == 1 else "no room" if "no room" in reasons else refused.reason,
+            "; ".join(f"{node}: {one.why}" for node, one in worker.refusals.items()),
+            any(one.retry for one in worker.refusals.values()),
+        )
+        self._end(worker, LOST)
+
+    def _withdraw(self, worker: RemoteWorker) -> None:
+        """Forget the agent of a worker, and end it. What it still sends is dropped."""
+        self._starter.end(worker.number)
+        self._leaving.add(worker.number)
+        del self._workers[worker.agent_id]
+        assert worker.spec.keys is not None
+        self.keys.discard(worker.spec.keys.public)
+
+    def _say_admitted(self, worker: RemoteWorker, told: Admitted) -> None:
+        if not worker.spec.leased_gpus:
+            return
+        if told.parts:
+            what = needs_text(told.parts)
+        else:
+            what = f"needs not known ({told.unknown}; `vram` in models.yaml can say it), so nothing is refused"
+        where = f"GPU {', '.join(map(str, told.gpus))} of {worker.node}" if told.gpus else worker.node
+        name = worker.spec.name
+        self._log.info("%s: placed on %s: %s", name, where, what, extra=noted(EventKind.PLACEMENT, name))
+
     def agents_ended(self) -> None:
         """Take note of agents that are gone. Frames that they sent before have been handled."""
         by_number = {worker.number: worker for worker in self._workers.values()}
         for end in self._starter.ended():
+            self._leaving.discard(end.number)
             worker = by_number.get(end.number)
             if worker is not None and not worker.is_gone:
-                self._give_up(worker, end.why or "its agent has ended")
+                self._give_up(worker, end.why or "its agent has ended", has_left=True)
 
     def check(self, now: float) -> None:
         """Give up workers whose machines are silent, and start those that wait for a machine. Call this every CHECK_S,
@@ -225,25 +240,34 @@ class RemoteLauncher:
             if worker.silent_s > self._lease_s:
                 self._give_up(worker, f"nothing was heard of {worker.node} for {self._lease_s:g} s")
 
-    def _give_up(self, worker: RemoteWorker, why: str) -> None:
+    def _give_up(self, worker: RemoteWorker, why: str, *, has_left: bool = False) -> None:
         self._starter.end(worker.number)
-        self._end(worker, LOST, why)
+        self._end(worker, LOST, why, has_left=has_left)
 
-    def _end(self, worker: RemoteWorker, code: int, lost: str = "") -> None:
+    def _end(self, worker: RemoteWorker, code: int, lost: str = "", *, has_left: bool = False) -> None:
         worker.code, worker.lost = code, lost
-        self.keys.discard(worker.key)
+        if not has_left and not worker.waits:
+            self._leaving.add(worker.number)
+        assert worker.spec.keys is not None
+        self.keys.discard(worker.spec.keys.public)
         os.eventfd_write(self._readable, 1)
 
-    def signal(self, worker: RemoteWorker, number: int) -> None:
-        """Send a signal to a worker. One whose agent is not up yet can only be killed."""
-        if worker.up:
-            self.tell(worker, Signal(number))
-        elif number == signal.SIGKILL or worker.waits:
-            self._give_up(worker, worker.waits or f"its agent on {worker.node} did not come up")
+    def _kill(self, worker: RemoteWorker) -> None:
+        self._give_up(worker, worker.waits or f"its agent on {worker.node} did not come up")
 
     def tell(self, worker: RemoteWorker, message: ToAgent) -> None:
         """Send a message to the agent of a worker. An agent that cannot be reached is silent, and given up for that."""
         self._send(worker.agent_id, pack(message))
+
+    def devices_on(self, node: str) -> list[Any] | None:
+        """Return the GPUs of a machine (``Gpus.gpus``) from the worker there that was heard last. None if no worker
+        there has told."""
+        told = [
+            (worker.silent_s, worker.gpus.gpus)
+            for worker in self._workers.values()
+            if worker.node == node and worker.gpus is not None and worker.silent_s <= SILENT_S
+        ]
+        return min(told, key=lambda one: one[0])[1] if told else None
 
     def ended(self) -> list[Launched]:
         with suppress(BlockingIOError):
@@ -261,11 +285,6 @@ class RemoteLauncher:
     def close(self) -> None:
         self._starter.close()
         os.close(self._readable)
-
-
-def _first_word(start_s: float) -> int:
-    """Return the word of a lease that a worker has before it writes its own: phase STARTING is 0."""
-    return min(round(start_s * 1000), 0xFFFFFFF)
 
 
 def _append(path: str, text: bytes) -> None:

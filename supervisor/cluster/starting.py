@@ -17,10 +17,6 @@ class AgentEnd:
     why: str
 
 
-class NoMachineError(Exception):
-    """No machine of the cluster has room. The message is one line for people."""
-
-
 class AgentStarter(Protocol):
     """Starts agents on the machines of a cluster. No method blocks."""
 
@@ -28,9 +24,8 @@ class AgentStarter(Protocol):
     def descriptor(self) -> int:
         """A descriptor that is readable when ``ended`` has something to return."""
 
-    def choose(self, gpus: int, beside: Collection[str]) -> str:
-        """Return the name of a machine that has ``gpus`` GPUs free, and as few as possible of the machines in
-        ``beside``. Raises NoMachineError."""
+    def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
+        """Return the name of a machine for a worker, see ``choice.choose``. Raises NoMachineError."""
 
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         """Start an agent with a lease of ``gpus`` GPUs, and give it the order. Each start ends in exactly one AgentEnd.

@@ -168,7 +168,7 @@ class Admission:
             if other.state in _LEAVING or (other.model != replica.model and other.may_be_evicted)
         ]
         host_room = self._starts.sleepers.room(registry.replicas.values())
-        chosen = choose(missing, candidates, one_suffices=self._gpu_request.pins is None, host_room=host_room)
+        chosen = choose(missing, candidates, one_suffices=self._gpu_request.one_suffices, host_room=host_room)
         if isinstance(chosen, NoRoom):
             return chosen
         self._say_evicted(missing, chosen)

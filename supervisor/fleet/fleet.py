@@ -31,7 +31,7 @@ from supervisor.requests.in_flight import ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
-from supervisor.workers.exits import ExitReport, classify
+from supervisor.workers.exits import ExitReport, classify, not_admitted
 from supervisor.workers.launcher import Launched, Launcher
 from supervisor.workers.lifecycle import ON_DEMAND, Event, LifecycleAction, WorkerState
 from supervisor.workers.stop_ladder import Rung
@@ -210,11 +210,17 @@ class Fleet:
         killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
         if process.lost:
             killed = "lost", process.lost
-        report = classify(code, asked=asked, log_tail=tail, killed=killed)
+        if process.refused is not None and not asked:
+            reason, message, retry = process.refused
+            # as for a start on this machine: after a crash, what fills the GPU now may go
+            again = retry or (reason == "no room" and bool(replica.life.history.recent))
+            report = not_admitted(reason, message, retry=again)
+        else:
+            report = classify(code, asked=asked, log_tail=tail, killed=killed)
         self.registry.process_ended(replica)
         self.vram.ended(replica.name, process.pid)
         self.starts.memory_came_back(replica.name)
-        self._ended(replica, report, process.pid)
+        self._ended(replica, report, process.pid or None)
 
     def check_progress(self) -> None:
         """End the workers that hang, and log how loads go on. The loop calls this every ``hang_detector.CHECK_S``

@@ -5,6 +5,7 @@ import math
 import time
 
 from protocol.errors import ErrorCode, WireError
+from supervisor.config_rules import NO_SLEEP
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
@@ -84,6 +85,8 @@ class OnDemandLoader:
             why = "models.yaml pins it: remove pinned"
         elif config.sleep != "ram":
             why = "models.yaml says sleep: off"
+        elif replica.process is not None and replica.process.node:
+            why = f"{NO_SLEEP}: `modelctl stop {replica.model}` frees it, and ttl does"
         elif replica.state is not WorkerState.READY:
             message = f"model {name!r} is {replica.state}: only a model that is ready can be put to sleep"
             raise WireError(ErrorCode.MODEL_NOT_RUNNING, message)

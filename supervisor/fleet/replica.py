@@ -59,6 +59,8 @@ class Replica:
         self.memory = WorkerMemory()
         """The GPU memory that the worker needs, and what its process holds."""
         self.process: Launched | None = None
+        self.waits = ""
+        """Why a start waits for another machine, for people; "" if none does."""
         self.routing_id = b""
         self.log_style = LogStyle()
         """How the present process writes its log."""
@@ -159,6 +161,8 @@ class Replica:
     def placed_on(self) -> str:
         """The GPUs of the present process, for people: their numbers where they are known, else as configured."""
         placed = self.memory.placed
+        if self.process is not None and self.process.placed_on:
+            return self.process.placed_on
         if placed is None:
             return self.spec.visible_devices or "cpu"
         return ", ".join(str(gpu.index) for gpu in placed.gpus) or placed.devices
@@ -217,8 +221,8 @@ class Replica:
             return ended
         if self.state is WorkerState.ASLEEP:
             return self.life.unload_cause
-        if self.state is WorkerState.STARTING and self.process is not None:
-            return self.process.waits or None
+        if self.state is WorkerState.STARTING:
+            return (self.waits if self.process is None else self.process.waits) or None
         if self.state is not WorkerState.UNLOADED:
             return None
         return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")

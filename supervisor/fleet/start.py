@@ -8,7 +8,8 @@ A ``Start`` takes one process from the order to the launch. Its methods stand in
     _decide          chooses GPUs, and counts the memory that other workers hold and are about to load
     _waits_for_room  if there is no room: puts idle models to sleep or unloads them, or waits until busy models are
                      idle (``admission``)
-    _launch          starts the process
+    _decide_elsewhere  chooses another machine that has GPUs to lease, unloads idle models there, or waits
+    _launch          starts the process, here or on another machine
     _refuse          ends the start without a process
     cancel           ends the start at any stage, because the worker was ordered down
 
@@ -18,23 +19,32 @@ before ``auto`` ones, and each kind in the order of models.yaml. ``modelctl plan
 
 import dataclasses
 import os
+import time
 from typing import TYPE_CHECKING
 
 from protocol.process.engine_packages import missing_for
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.fleet.admission import Admission, Stage
+from supervisor.fleet.admission import RETRY_S, Admission, Stage
+from supervisor.fleet.machine_room import who_leaves
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges
-from supervisor.placement.estimates import Estimated
-from supervisor.placement.gpu_requests import ESTIMATED, answer_with, question_of
-from supervisor.placement.policy import Holding, Placed, place, place_unseen, rooms
+from supervisor.placement.estimates import ESTIMATED, Estimated
+from supervisor.placement.eviction import NoRoom
+from supervisor.placement.gpu_requests import answer_with, question_of
+from supervisor.placement.policy import Holding, Placed, PlacementRefused, place, place_unseen, rooms
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
+from supervisor.workers.machines import AUTO, OTHERS
 
 if TYPE_CHECKING:
     from supervisor.fleet.starts import Starts
+
+
+READING_RETRY_S = 2.0
+"""Seconds between two decisions about a start that waits for this machine or another one, without an end. Each reads
+the GPUs, which tokens wait for."""
 
 
 class Start(Admission):
@@ -45,15 +55,19 @@ class Start(Admission):
         super().__init__(starts, replica, number)
         self._estimated: Estimated | None = None
         self._refusal: ExitReport | None = None
+        self._said: str | None = None
+        """Why the start waits for another machine, as the log was told last."""
 
     # --- the stages, in their order -----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Check that the engine's packages are there, and estimate what the model needs."""
-        engine = self._spec.config.engine
-        if self._spec.config.node is None and (missing := missing_for(engine)) is not None:
-            self._refuse_soon(not_admitted("config", LOAD_ERROR_PREFIX + missing, retry=False))
-            return
+        engine, node = self._spec.config.engine, self._spec.config.node
+        if node in (None, AUTO) and (missing := missing_for(engine)) is not None:
+            if node is None:
+                self._refuse_soon(not_admitted("config", LOAD_ERROR_PREFIX + missing, retry=False))
+                return
+            self._gpu_request = None  # another machine may have the packages
         if self._gpu_request is None:  # on the CPU, or on another machine
             self.stage = Stage.TURN
             self._starts.advance()
@@ -74,17 +88,23 @@ class Start(Admission):
 
     def _take_estimate(self, estimated: Estimated) -> None:
         self._estimated, self.stage = answer_with(self._spec, estimated), Stage.TURN
-        if estimated.error is not None:
+        if estimated.error is not None and estimated.faults[0].machine and self._spec.config.node == AUTO:
+            self._gpu_request = None
+            self._starts.advance()
+        elif estimated.error is not None:
             reason = "unreadable" if estimated.retry else "config"
             self._refuse(not_admitted(reason, LOAD_ERROR_PREFIX + estimated.error, retry=estimated.retry))
         else:
             self._starts.advance()
 
     def _wait_for_memory(self) -> None:
-        if self._gpu_request is None:
-            self._launch("", None)
-        else:
+        config = self._spec.config
+        if self._gpu_request is not None:
             super()._wait_for_memory()
+        elif config.node is not None and config.gpu_count:
+            self._decide_elsewhere(None)
+        else:
+            self._launch("", None, config.node or "")
 
     def _decide(self) -> None:
         """Choose GPUs. If there is no room now, wait for it or refuse the start."""
@@ -107,22 +127,55 @@ class Start(Admission):
             memory.placed, memory.cpus = decision, near_cpus(decision.gpus, starts.cpus)
             self._say_placed(decision, memory)
             self._launch(decision.devices, decision)
+        elif self._spec.config.node == AUTO:
+            self._decide_elsewhere(decision)
         elif not (decision.missing and self._waits_for_room(decision)):
             reason = "no room" if decision.missing else "unreadable" if late else "config"
             # After a crash, a refusal for want of room is not final: what fills the GPU now may go.
             crashed = bool(self.replica.life.history.recent)
             self._refuse_soon(not_admitted(reason, decision.message, retry=reason != "config" and crashed))
 
-    def _launch(self, devices: str, placed: Placed | None) -> None:
+    def _decide_elsewhere(self, here: PlacementRefused | None) -> None:
+        """Start the worker on another machine that has GPUs to lease. If none has, have idle models leave, here or
+        there, or wait.
+
+        here  why it cannot be placed on this machine; None if it is not to be
+        """
+        starts, config = self._starts, self._spec.config
+        node = OTHERS if config.node in (None, AUTO) else config.node
+        if (no := starts.launcher.no_machine(node, config.gpu_count)) is None:
+            self._launch("", None, node)
+            return
+        self.replica.waits = why = no.why if here is None else f"{here.message}; {no.why}"
+        if no.why != self._said:  # the figures of this machine's GPUs may change at every look
+            self._said = no.why
+            self._say(f"waits: {why}")
+        if here is not None and here.missing and self._waits_for_room(here):
+            return
+        now, replicas = time.monotonic(), starts.registry.replicas.values()
+        leaving = who_leaves(self.replica.model, no.missing, replicas, starts.registry.is_idle, now)
+        if isinstance(leaving, NoRoom) or not leaving:
+            self._decide_again_at(now + (RETRY_S if here is None else READING_RETRY_S))
+            return
+        self.stage, self.leaving = Stage.ROOM, {eviction.worker for eviction in leaving}
+        self._say(f"{no.why}: unloading {', '.join(sorted(self.leaving))}")
+        for worker in sorted(self.leaving):
+            starts.control.unload(worker, f"evicted for {self.replica.label}")
+
+    def _launch(self, devices: str, placed: Placed | None, node: str = "") -> None:
         """Start the process.
 
         devices  the CUDA_VISIBLE_DEVICES of the process
-        placed   where the worker was placed; None on the CPU
+        placed   where the worker was placed; None on the CPU, and on another machine
+        node     the other machines that will do; "" for this one
         """
         starts, replica, config = self._starts, self.replica, self._spec.config
         engine = self._spec.engine_spec
         needs = (replica.memory.needs or {}).get(1)
-        if engine.sleep and needs is not None:
+        if node:
+            engine = dataclasses.replace(engine, sleep=False)
+            replica.memory = WorkerMemory()
+        elif engine.sleep and needs is not None:
             prepares = starts.sleepers.takes_ahead(replica, needs.weights + needs.draft)
             engine = dataclasses.replace(engine, prepare_sleep=prepares)
         replica.log_style = starts.registry.log_styles.of(replica.model)
@@ -142,8 +195,9 @@ class Start(Admission):
             leases=starts.registry.config.supervisor.leases(config),
             name=replica.label,
             log=replica.log_style,
-            node=config.node or "",
-            leased_gpus=int(config.node is not None and config.gpu == "auto"),
+            node=node,
+            leased_gpus=config.gpu_count if node else 0,
+            vram=config.vram if node else None,
         )
         try:
             process = starts.launcher.start(spec)
@@ -153,7 +207,7 @@ class Start(Admission):
         starts.registry.launched(replica, process)
         if placed is not None:
             replica.memory.holding = Holding(replica.label, process.pid, placed.bytes, loading=True)
-        where = f"on {config.node}" if config.node else f"devices: {devices or 'cpu'}"
+        where = f"on {process.node or 'another machine'}" if node else f"devices: {devices or 'cpu'}"
         what = f"spawned pid {process.pid}" if process.pid else "ordered"
         starts.log.info(
             "%s: %s, generation %d, %s", replica.shown, what, replica.generation, where, extra=about(replica.log_name)
@@ -170,6 +224,10 @@ class Start(Admission):
         self._starts.vram.forget(self.replica.name)
         self._refuse_soon(ExitReport(0, "asked", "stopped before it was spawned", retry=False))
         return True
+
+    def _end(self) -> None:
+        super()._end()
+        self.replica.waits = ""
 
     def _refuse_place(self, why: str) -> None:
         self._refuse_soon(not_admitted("no room", why, retry=bool(self.replica.life.history.recent)))

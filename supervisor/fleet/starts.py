@@ -24,6 +24,7 @@ from supervisor.requests.effect_queue import EffectQueue
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
 from supervisor.workers.launcher import Launcher
+from supervisor.workers.machines import AUTO, OTHERS
 
 
 class StartControl(Protocol):
@@ -120,9 +121,13 @@ class Starts:
         """Return whether a successor would find room beside the old worker, as far as that is known without reading the
         model's directory. Its needs are declared, or they are those of the old worker if nothing of them has changed.
         """
-        gpu_request = gpu_request_of(after)
+        gpu_request, config = gpu_request_of(after), after.config
+        if config.node is not None and config.gpu_count:
+            node = OTHERS if config.node == AUTO else config.node
+            if self.launcher.no_machine(node, config.gpu_count) is None:
+                return True
         if gpu_request is None:
-            return True
+            return config.node is None or not config.gpu_count
         needs: Mapping[int, Needs] | None = declared(after, gpu_request)
         if needs is None and old.memory.engine == after.engine_spec and gpu_request_of(old.spec) == gpu_request:
             needs = old.memory.needs

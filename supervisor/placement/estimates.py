@@ -28,6 +28,8 @@ second."""
 CHECK_S = 0.05
 """Seconds between two looks of a waiting command for new answers."""
 MAX_ANSWER = 1 << 20
+ESTIMATED = frozenset({"exllamav2"})
+"""Engines whose memory the estimating process can estimate."""
 
 
 @dataclass(frozen=True, slots=True)

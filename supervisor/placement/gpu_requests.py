@@ -4,29 +4,23 @@ from dataclasses import replace
 
 from supervisor.config import ModelSpec
 from supervisor.placement.estimates import Estimated, Question
-from supervisor.placement.gpu_shares import Needs, Split
+from supervisor.placement.gpu_shares import Needs, split_of
 from supervisor.placement.gpus import EVERY
 from supervisor.placement.policy import GpuRequest
+from supervisor.workers.machines import AUTO
 
 VETTED = frozenset({"exllamav2", "transformers"})
 """Engines whose models the estimating process can check."""
-ESTIMATED = frozenset({"exllamav2"})
-"""Engines whose memory the estimating process can estimate."""
 
 
 def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
-    """Return the GPUs of this machine that a model asks for; None for a model on the CPU or on another machine."""
+    """Return the GPUs of this machine that a model asks for; None for a model on the CPU, or on other machines only."""
     config = spec.config
-    if not spec.visible_devices or config.node is not None:
+    if not spec.visible_devices or config.node not in (None, AUTO):
         return None
-    if config.gpu == "auto":
-        return GpuRequest(None)
-    by_hand = tuple(int(gb * 2**30) for gb in config.gpu_split) if config.gpu_split else None
-    chooses = config.engine == "exllamav2" and isinstance(config.gpu, tuple) and len(config.gpu) > 1 and not by_hand
-    reserve = tuple(mb << 20 for mb in config.autosplit_reserve) if config.autosplit_reserve else None
-    return GpuRequest(
-        tuple(spec.visible_devices.split(",")), Split(by_hand, reserve, bool(config.tensor_parallel), chooses)
-    )
+    pins = None if config.gpu == "auto" else tuple(spec.visible_devices.split(","))
+    split = split_of(config.engine, spec.engine_spec.options, config.gpu_count)
+    return GpuRequest(pins, split, config.gpu_count)
 
 
 def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:

@@ -1,7 +1,8 @@
 """The GPU memory that a worker needs, and its division among several GPUs. Pure; sizes in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from protocol.process.worker_spec import DEFAULT_RESERVE_MB
 
@@ -27,6 +28,21 @@ class Split:
     reserve: tuple[int, ...] | None = None
     tensors: bool = False
     engine_chooses: bool = False
+
+
+def split_of(engine: str, options: Mapping[str, Any], count: int) -> Split:
+    """Return the way in which an engine divides a model.
+
+    options  the engine's keys of models.yaml
+    count    the number of the worker's GPUs
+    """
+    by_hand, reserve = options.get("gpu_split"), options.get("autosplit_reserve")
+    return Split(
+        tuple(int(gb * 2**30) for gb in by_hand) if by_hand else None,
+        tuple(mb << 20 for mb in reserve) if reserve else None,
+        bool(options.get("tensor_parallel")),
+        engine == "exllamav2" and count > 1 and not by_hand,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +75,14 @@ class Needs:
 
     def text(self, gpus: int) -> str:
         """Return a text such as ``needs 21.4 GiB (weights 16.1, cache 4.0, workspace 0.7, context 0.6)``."""
-        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.parts(gpus).items())
-        source = "vram in models.yaml" if self.declared is not None else parts
-        return f"needs {self.total(gpus) / 2**30:.1f} GiB ({source})"
+        return needs_text(self.parts(gpus))
+
+
+def needs_text(parts: Mapping[str, int]) -> str:
+    """Return ``Needs.text`` of needs with these ``Needs.parts``."""
+    named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+    source = "vram in models.yaml" if parts.keys() == {"declared"} else named
+    return f"needs {sum(parts.values()) / 2**30:.1f} GiB ({source})"
 
 
 def divide(needs: Needs, rooms: Sequence[int], split: Split) -> list[int]:

@@ -20,18 +20,27 @@ class GpuRequest:
 
     pins   indices and UUIDs (or their beginnings); None: ``auto``
     split  the way in which the model is divided among several GPUs
+    count  the number of GPUs
     """
 
     pins: tuple[str, ...] | None
     split: Split = field(default_factory=Split)
+    count: int = 1
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of GPUs for which the needs must be known.
 
-        For ``auto`` they are 1 and 2: if no single GPU has room, the error proposes two GPUs that have.
+        For one GPU of ``auto`` they are 1 and 2: if no single GPU has room, the error proposes two GPUs that have.
         """
-        return (1, 2) if self.pins is None else (len(self.pins),)
+        if self.pins is not None:
+            return (len(self.pins),)
+        return (1, 2) if self.count == 1 else (self.count,)
+
+    @property
+    def one_suffices(self) -> bool:
+        """Return whether room on any one GPU is enough."""
+        return self.pins is None and self.count == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +165,7 @@ def place(
     if isinstance(allowed, PlacementRefused):
         return allowed
     if gpu_request.pins is None:
-        return _auto(needs, allowed, outer)
+        return _auto(gpu_request, needs, allowed, outer)
     chosen = []
     for pin in gpu_request.pins:
         meant = [room for room in rooms if room.gpu.is_meant(pin)]
@@ -240,7 +249,9 @@ def place_unseen(gpu_request: GpuRequest, outer: str | None) -> Placed | Placeme
     return Placed((), {}, ",".join(gpu_request.pins))
 
 
-def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str | None) -> Placed | PlacementRefused:
+def _auto(
+    gpu_request: GpuRequest, needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str | None
+) -> Placed | PlacementRefused:
     usable = [room for room in allowed if not room.gpu.mig]
     if not usable:
         why = "every GPU is in MIG mode, which is not supported" if allowed else "this box has no GPU"
@@ -249,6 +260,12 @@ def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str
         return PlacementRefused(f"gpu: auto: {why}")
     # Of GPUs that are equally free, take the one with fewer of our workers: how much these will take may not be known.
     order = sorted(usable, key=lambda room: (-room.bytes, len(room.ours) + len(room.coming), room.gpu.index))
+    if (count := gpu_request.count) > 1:
+        if len(order) < count:
+            return PlacementRefused(f"gpu: auto: {count} GPUs are wanted (gpus), and {len(order)} can be used")
+        chosen = sorted(order[:count], key=lambda room: room.gpu.index)
+        devices = ",".join(room.gpu.uuid for room in chosen)
+        return _on(chosen, needs[count] if needs else None, gpu_request.split, devices)
     best = order[0]
     verdict = _on([best], needs[1] if needs else None, Split(), best.gpu.uuid)
     if isinstance(verdict, Placed) or needs is None:
@@ -258,7 +275,7 @@ def _auto(needs: Mapping[int, Needs] | None, allowed: Sequence[Room], outer: str
     if len(order) > 1 and 2 in needs:
         pair = sorted(order[:2], key=lambda room: room.gpu.index)
         if isinstance(_on(pair, needs[2], Split(), ""), Placed):
-            text += f"; `gpu: [{pair[0].gpu.index}, {pair[1].gpu.index}]` would divide it among two"
+            text += f"; `gpus: 2` would divide it among GPUs {pair[0].gpu.index} and {pair[1].gpu.index}"
     return PlacementRefused(text, {room.gpu.index: wanted - room.bytes for room in order})
 
 

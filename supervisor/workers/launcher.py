@@ -5,10 +5,11 @@ implementation. Health checks, restarts, draining and routing do not depend on t
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from protocol.process.progress_lease import Reading
 from protocol.process.worker_spec import WorkerSpec
+from supervisor.workers.machines import NoMachine
 
 
 class Launched(Protocol):
@@ -28,6 +29,18 @@ class Launched(Protocol):
     @property
     def lost(self) -> str:
         """Return why the process counts as ended although nobody has seen its end; "" if that is not so."""
+
+    @property
+    def refused(self) -> tuple[str, str, bool] | None:
+        """Return (reason, message, retry) of ``exits.ExitReport`` if the process was not started, because its machine
+        has refused it; else None."""
+
+    @property
+    def placed_on(self) -> str:
+        """Return the machine and its GPUs, for people; "" for a process on this machine."""
+
+    def gpu_memory(self) -> dict[str, Any] | None:
+        """Return what ``status`` shows about the GPU memory of a process on another machine; None for this machine."""
 
     @property
     def is_gone(self) -> bool:
@@ -58,6 +71,9 @@ class Launcher(Protocol):
     @property
     def descriptor(self) -> int:
         """A descriptor that is readable when a worker has ended."""
+
+    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+        """Return why no other machine that ``node`` of models.yaml means has so many GPUs to lease; None if one has."""
 
     def start(self, spec: WorkerSpec) -> Launched:
         """Start a worker. Raises OSError if the system has no process or descriptor left."""

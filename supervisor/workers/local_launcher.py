@@ -21,6 +21,7 @@ from supervisor.timers import Timers
 from supervisor.worker_modules import spare_main, worker_main
 from supervisor.workers.guard import Guard, kill_group
 from supervisor.workers.launcher import Launched
+from supervisor.workers.machines import NoMachine
 from supervisor.workers.orphans import Orphans
 from supervisor.workers.processes import is_stopped
 from supervisor.workers.spares import LARGEST_SPEC, LEAST_FREE, SparePlan, shown
@@ -88,7 +89,11 @@ class WorkerProcess:
             self._page.close()
             raise
 
-    node = waits = lost = ""  # it runs on this machine, where every end is seen
+    node = waits = lost = placed_on = ""  # it runs on this machine, where every end is seen
+    refused = None
+
+    def gpu_memory(self) -> None:
+        """Return nothing: NVML of this machine tells."""
 
     @property
     def is_gone(self) -> bool:
@@ -218,6 +223,10 @@ class LocalLauncher:
     @property
     def descriptor(self) -> int:
         return self._epoll.fileno()
+
+    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+        """Return that there is none: without a section ``cluster`` there is this machine only."""
+        return NoMachine("models.yaml has no section cluster")
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
         process = self._adopted(spec)

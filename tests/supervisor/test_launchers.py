@@ -14,13 +14,14 @@ import psutil
 import pytest
 import zmq
 
-from protocol.codec import decode, encode
+from protocol.codec import decode, encode, pack_body, unpack_body
 from protocol.messages import WORKER_TO_SUPERVISOR, Hello, Ready, Shutdown
 from protocol.process.progress_lease import Leases, WorkerPhase
 from protocol.process.socket_calls import monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
-from protocol.process.worker_spec import EngineSpec, WorkerSpec
-from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher, RemoteWorker
+from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
+from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
+from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.ports.remote_port import open_remote_port
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
@@ -275,6 +276,15 @@ def lost(host: Host, worker: Launched) -> str:
     return worker.lost
 
 
+def test_the_worker_has_the_gpus_that_were_leased(far: Host) -> None:
+    far.starter.devices = "5,2"
+    spec = far.spec("ListsModules", leased_gpus=2)
+    worker = far.ready(spec)
+    far.until(lambda: "devices '5,2'" in log_of(spec), "the log")
+    worker.signal(signal.SIGKILL)
+    assert far.end(worker) == -signal.SIGKILL
+
+
 def test_an_agent_that_is_killed_takes_its_worker_along(far: Host) -> None:
     worker = far.ready(far.spec("ForksChild"))
     processes = [*family(worker), agent_of(far)]
@@ -307,7 +317,8 @@ def test_a_worker_of_a_former_generation_is_fenced(far: Host) -> None:
     assert far.remote is not None
     agent_of(far).suspend()
     lost(far, worker)
-    assert worker.key not in far.remote.keys
+    assert worker.spec.keys is not None
+    assert worker.spec.keys.public not in far.remote.keys
     assert not far.remote.knows(worker.agent_id)
 
 
@@ -330,11 +341,18 @@ def test_a_wrong_key_is_refused(far: Host) -> None:
 
 
 def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose specification of a worker has a field that this version does not know."""
     monkeypatch.setattr("supervisor.cluster.remote_launcher.__version__", "9.9.9")
+    packing = "supervisor.cluster.agent_messages.pack_spec"
+    monkeypatch.setattr(packing, lambda spec: pack_body({**unpack_body(pack_spec(spec)), "new": 1}))
     spec = far.spec()
     worker = far.launcher.start(spec)
-    why = lost(far, worker)
-    assert "and the supervisor is 9.9.9: install the same version" in why
+    assert lost(far, worker) == ""
+    assert worker.refused is not None
+    reason, why, retry = worker.refused
+    assert why.startswith("far: modelctl ")
+    assert why.endswith("and the supervisor is 9.9.9: install the same version")
+    assert (reason, retry) == ("config", False)
     assert why in log_of(spec)
 
 

@@ -85,7 +85,29 @@ def test_auto_counts_what_is_about_to_load() -> None:
         "GPU 2 has 17.3 of 48.0 free: a about to load 30.0, other processes 0.7, 2.7 missing"
     )
     both = {1: Needs(weights=gib(40)), 2: Needs(weights=gib(40))}
-    assert refused(AUTO, both, rooms(BOX, ours[:1])).endswith("; `gpu: [0, 3]` would divide it among two")
+    assert refused(AUTO, both, rooms(BOX, ours[:1])).endswith("; `gpus: 2` would divide it among GPUs 0 and 3")
+
+
+def test_auto_takes_several_gpus() -> None:
+    """``gpus: 2`` takes the two GPUs with the most room, and counts the model's share on each."""
+    needs = {2: Needs(weights=gib(60))}
+    verdict = place(GpuRequest(None, count=2), needs, rooms(BOX, []))
+    assert isinstance(verdict, Placed)
+    first, second = (gpu for gpu in BOX if gpu.index in verdict.bytes)
+    assert [gpu.index for gpu in verdict.gpus] == [first.index, second.index]
+    assert verdict.devices == f"{first.uuid},{second.uuid}"
+    assert {first.index, second.index} < {0, 1, 2, 3}
+    assert 2 in verdict.bytes, "GPU 2 has the most room"
+    assert sum(verdict.bytes.values()) >= gib(60) + 2 * CONTEXT_BYTES
+    full = place(GpuRequest(None, count=2), {2: Needs(weights=gib(90))}, rooms(BOX, []))
+    assert isinstance(full, PlacementRefused)
+    assert full.message.startswith("needs 91.2 GiB (weights 90.0, context 1.2), GPU ")
+    assert full.missing
+    assert refused(GpuRequest(None, count=5), None, rooms(BOX, [])) == (
+        "gpu: auto: 5 GPUs are wanted (gpus), and 4 can be used"
+    )
+    assert GpuRequest(None, count=2).counts == (2,)
+    assert (AUTO.one_suffices, GpuRequest(None, count=2).one_suffices) == (True, False)
 
 
 def test_a_reservation_counts_once() -> None:

@@ -52,6 +52,7 @@ _READ: Mapping[str, Schema] = {
         ]
     },
     "duration from 1s to 24h": {"anyOf": [{"type": "number", "minimum": MIN_LEASE_S, "maximum": 86400}, _DURATION]},
+    "auto, others, a name, or labels": {"type": ["string", "null"], "minLength": 1, "maxLength": 200},
     "tcp://ADDRESS:PORT": {"type": ["string", "null"], "pattern": "^tcp://[^/]+:[0-9]{1,5}$"},
     "cpu, auto, an index, a UUID, or a list of indices and UUIDs": {
         "anyOf": [

@@ -1,0 +1,151 @@
+"""The GPUs of an agent's machine: whether the worker fits on those that were leased, and what they hold.
+
+The agent estimates the worker's need and reads NVML before it starts the worker. The words and the arithmetic are those
+with which the supervisor places workers of its own machine.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.process.engine_packages import missing_for
+from protocol.process.worker_exit import LOAD_ERROR_PREFIX
+from protocol.process.worker_spec import WorkerSpec
+from supervisor.cluster.agent_messages import Admitted, Gpus, Refused
+from supervisor.placement.affinity import near_cpus, ranges
+from supervisor.placement.estimates import ESTIMATED, Estimated, Estimator, Question
+from supervisor.placement.gpu_reader import GpuReader
+from supervisor.placement.gpu_shares import Needs, split_of
+from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
+from supervisor.placement.policy import GpuRequest, PlacementRefused, place, place_unseen, rooms
+from supervisor.timers import Timers
+
+ROOM_WAIT_S = 10.0
+"""Seconds that a worker waits for room. The memory of a process that has just ended may not be back yet."""
+READING_WAIT_S = 30.0
+"""Seconds that a worker waits for a driver whose answer is late. Then it starts without a look at the GPUs."""
+RETRY_S = 0.25
+"""Seconds between two looks at the GPUs for a worker that waits."""
+REPORT_S = 1.0
+"""Seconds between two readings of the GPUs for the supervisor's status."""
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The worker can be started on these CPUs (empty: all). ``report`` tells the supervisor about it."""
+
+    report: Admitted
+    cpus: tuple[int, ...] = ()
+
+
+class AgentGpus:
+    """Looks at the GPUs for one worker. A worker on the CPU has no GPUs, and always fits.
+
+    devices  the CUDA_VISIBLE_DEVICES of the lease
+    """
+
+    def __init__(self, spec: WorkerSpec, devices: str, timers: Timers, log: logging.Logger) -> None:
+        self._spec, self._devices = spec, devices
+        self._count = spec.leased_gpus
+        self._estimator = Estimator(timers)
+        self._estimated: Estimated | None = None
+        self._reader = GpuReader(log, start_s=0.0) if self._count else None
+        self._begun = self._again_at = time.monotonic()
+        self._said: Gpus | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor that is readable when ``decide`` has an estimate to take in."""
+        return self._estimator.descriptor
+
+    def begin(self) -> Refused | None:
+        """Check that the engine is installed, and begin to read the model's directory. Return why that is in vain.
+
+        Raises OSError if the system has no process or descriptor left.
+        """
+        spec = self._spec
+        if (missing := missing_for(spec.engine.engine)) is not None:
+            return Refused("config", LOAD_ERROR_PREFIX + missing, False)
+        if self._count and not self._devices:
+            return Refused("config", "Ray leased GPUs and set no CUDA_VISIBLE_DEVICES: let it do so", False)
+        if self._count and spec.engine.engine in ESTIMATED:
+            question = Question(spec.engine, spec.sampling, (self._count,))
+            self._estimator.ask("the worker", question, self._take)
+        else:
+            self._take(Estimated(unknown=f"there is no estimate for engine {spec.engine.engine}"))
+        return None
+
+    def _take(self, estimated: Estimated) -> None:
+        self._estimated, self._begun = estimated, time.monotonic()
+
+    def decide(self, now: float) -> Fits | Refused | None:
+        """Return whether the worker fits; None if that is not known yet. Call this again and again."""
+        self._estimator.ended()
+        estimated = self._estimated
+        if estimated is None or now < self._again_at:
+            return None
+        self._again_at = now + RETRY_S
+        if estimated.error is not None:
+            reason = "unreadable" if estimated.retry else "config"
+            return Refused(reason, LOAD_ERROR_PREFIX + estimated.error, estimated.retry)
+        if self._reader is None:
+            return Fits(Admitted([], {}, None, None))
+        reading: Sequence[Gpu] | None = None
+        try:
+            reading = self._reader.read()
+        except GpusLate:
+            if now - self._begun < READING_WAIT_S:
+                return None
+        except GpusUnknown:
+            pass
+        return self._place(estimated, reading, now)
+
+    def _place(self, estimated: Estimated, reading: Sequence[Gpu] | None, now: float) -> Fits | Refused | None:
+        engine, count = self._spec.engine, self._count
+        split = split_of(engine.engine, engine.options, count)
+        request = GpuRequest(tuple(self._devices.split(",")), split, count)
+        needs = {count: Needs(declared=self._spec.vram)} if self._spec.vram else estimated.needs
+        decision = place_unseen(request, None) if reading is None else place(request, needs, rooms(reading, []))
+        if isinstance(decision, PlacementRefused):
+            if not decision.missing:
+                return Refused("config", decision.message, False)
+            return Refused("no room", decision.message, False) if now - self._begun >= ROOM_WAIT_S else None
+        cpus = near_cpus(decision.gpus, os.sched_getaffinity(0))
+        parts = needs[count].parts(count) if needs else {}
+        unknown = None if needs else estimated.unknown
+        return Fits(Admitted([gpu.index for gpu in decision.gpus], parts, unknown, ranges(cpus) or None), cpus)
+
+    def report(self, pid: int) -> Gpus | None:
+        """Return what the GPUs hold now, if that has changed. Never waits. Call this every ``REPORT_S``.
+
+        pid  the worker
+        """
+        if self._reader is None:
+            return None
+        try:
+            answer = self._reader.read_ahead()
+        except GpusAbsent:
+            self.close()
+            return None
+        except GpusUnknown:
+            return None
+        if answer is None:
+            return None
+        _, gpus = answer
+        told = Gpus(
+            [[gpu.index, gpu.uuid, gpu.total, gpu.used, gpu.free] for gpu in gpus],
+            [[gpu.index, gpu.processes[pid]] for gpu in gpus if pid in gpu.processes],
+        )
+        if told == self._said:
+            return None
+        self._said = told
+        return told
+
+    def close(self) -> None:
+        """End the processes that read the model's directory and NVML."""
+        self._estimator.forget("the worker")
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None

@@ -1,0 +1,74 @@
+"""Choose the machine for a worker from those of the cluster. Pure."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from supervisor.cluster.driver_messages import Node
+from supervisor.workers.machines import is_name, labels_of
+
+
+class NoMachineError(Exception):
+    """No machine of the cluster has room. The message is one line for people.
+
+    missing  machine → GPUs that would have to become free there; empty if that would not help
+    """
+
+    def __init__(self, why: str, missing: Mapping[str, int] | None = None) -> None:
+        super().__init__(why)
+        self.missing = missing or {}
+
+
+def choose(
+    nodes: Sequence[Node],
+    free: Mapping[str, float],
+    wanted: str,
+    gpus: int,
+    beside: Collection[str] = (),
+    held: Mapping[str, int] | None = None,
+    without: Collection[str] = (),
+) -> Node:
+    """Return the machine for a worker. Raises NoMachineError.
+
+    Of several machines the one with the fewest workers of the same model is taken, then the one with the fewest of all.
+
+    free     machine → GPUs that can be leased
+    wanted   ``node`` of models.yaml
+    gpus     GPUs that the worker needs
+    beside   the machines of the model's other workers
+    held     machine → workers of all models
+    without  machines that are not taken
+    """
+    there = [node for node in _meant(nodes, wanted) if node.name not in without]
+    what = _words(wanted)
+    if not there:
+        raise NoMachineError(f"the Ray cluster has no more {what}" if without else f"the Ray cluster has no {what}")
+    roomy = [node for node in there if free[node.name] >= gpus]
+    if not roomy:
+        large = {node.name: gpus - int(free[node.name]) for node in there if node.gpus >= gpus}
+        names = ", ".join(f"{node.name} {free[node.name]:g} of {node.gpus:g}" for node in there)
+        if is_name(wanted):
+            raise NoMachineError(
+                f"{wanted} has {free[wanted]:g} of {there[0].gpus:g} GPUs free, and {gpus} are needed", large
+            )
+        raise NoMachineError(f"no {what} of the Ray cluster has {gpus} GPUs free: {names}", large)
+    of_model = Counter(beside)
+    return min(roomy, key=lambda node: (of_model[node.name], (held or {}).get(node.name, 0), node.name))
+
+
+def _meant(nodes: Sequence[Node], wanted: str) -> list[Node]:
+    if is_name(wanted):
+        found = [node for node in nodes if node.name == wanted]
+        if not found:
+            names = ", ".join(sorted(node.name for node in nodes))
+            raise NoMachineError(f"the Ray cluster has no machine {wanted}: it has {names}")
+        if len(found) > 1:
+            raise NoMachineError(
+                f"the Ray cluster has {len(found)} machines called {wanted}: start each with a --node-name of its own"
+            )
+        return found
+    labels = labels_of(wanted).items()
+    return [node for node in nodes if not node.own and labels <= node.labels.items()]
+
+
+def _words(wanted: str) -> str:
+    return f"other machine with the labels {wanted}" if labels_of(wanted) else "other machine"

@@ -1,0 +1,46 @@
+"""The words of ``node`` in models.yaml, by which a model says on which machines its workers run. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+AUTO: Final = "auto"
+"""Any machine: the supervisor's own while it has room, then any other."""
+OTHERS: Final = "others"
+"""Any machine but the supervisor's own."""
+
+
+def parse_node(value: object) -> str:
+    """Return the text of ``node``. Raises ValueError."""
+    if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable() or value != value.strip():
+        raise ValueError("must be auto, others, the name of a machine, or labels such as zone=a,disk=fast")
+    if "=" in value:
+        pairs = [part.partition("=") for part in value.split(",")]
+        if any(not name or not wanted or "=" in wanted or " " in name + wanted for name, _, wanted in pairs):
+            raise ValueError("must be labels as in zone=a,disk=fast, each with a name and a value, without blanks")
+    return value
+
+
+def labels_of(node: str) -> dict[str, str]:
+    """Return the labels that a machine must have; empty if ``node`` is no list of labels."""
+    if "=" not in node:
+        return {}
+    return {name: wanted for name, _, wanted in (part.partition("=") for part in node.split(","))}
+
+
+def is_name(node: str) -> bool:
+    """Return whether ``node`` is the name of one machine."""
+    return node not in (AUTO, OTHERS) and "=" not in node
+
+
+@dataclass(frozen=True)
+class NoMachine:
+    """The reason why no other machine can take a worker now.
+
+    why      one line for people
+    missing  machine → GPUs that would have to become free there; empty if that would not help, or if GPUs become free
+             anyway
+    """
+
+    why: str
+    missing: Mapping[str, int] = field(default_factory=dict)

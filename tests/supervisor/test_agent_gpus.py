@@ -1,0 +1,230 @@
+"""Agents see whether workers fit on the GPUs of their machines, which a file describes, and report what these hold."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.codec import pack_body
+from protocol.errors import FrameError
+from protocol.process.worker_spec import EngineSpec
+from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
+from supervisor.cluster.remote_worker import RemoteWorker
+from tests.hanging_files import hanging_file
+from tests.hidden_packages import Hidden
+from tests.nvml_box import GIB, STRANGER, Box
+from tests.serving import ROOT
+from tests.supervisor.test_launchers import Host, agent_of, gone, log_of
+from tools.demo_models import directory
+
+DEMO = directory("letters")
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    monkeypatch.setenv("MODELCTL_TEST_BOX", str(tmp_path / "box.json"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "stand_in_nvml"))
+    return Box(tmp_path / "box.json", (24, 48))
+
+
+@pytest.fixture
+def far(box: Box, runtime_dir: Path) -> Iterator[Host]:
+    host = Host("agent", runtime_dir)
+    host.starter.devices = "1"
+    host.starter.path = [str(ROOT / "tests" / "stand_in_nvml")]
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def start(far: Host, size: int | None = 30 * GIB, **changes: Any) -> RemoteWorker:
+    """Order a worker that needs so many bytes of one GPU."""
+    vram = None if size is None else (size,)
+    worker = far.launcher.start(replace(far.spec(), **{"leased_gpus": 1, "vram": vram, **changes}))
+    assert isinstance(worker, RemoteWorker)
+    return worker
+
+
+def refused(far: Host, worker: RemoteWorker) -> tuple[str, str, bool]:
+    far.end(worker)
+    assert worker.refused is not None, log_of(worker.spec)
+    assert worker.lost == ""
+    return worker.refused
+
+
+def kill(far: Host, worker: RemoteWorker) -> None:
+    worker.signal(signal.SIGKILL)
+    assert far.end(worker) == -signal.SIGKILL
+
+
+def test_a_worker_that_fits_starts_and_its_memory_is_reported(far: Host, box: Box) -> None:
+    worker = start(far)
+    far.until(lambda: worker.pid, "the process")
+    assert worker.gpu_memory()["placed"] == [1]
+    assert worker.placed_on == "far: 1"
+    assert worker.gpu_memory()["vram_estimate"] == {"declared": 30 * GIB}
+    box.holds(1, worker.pid, 31 * GIB)
+    far.until(lambda: worker.gpu_memory()["vram_bytes"] == 31 * GIB, "its memory")
+    assert worker.gpu_memory()["vram_by_gpu"] == {"1": 31 * GIB}
+    assert worker.gpus is not None
+    assert worker.gpus.gpus[1] == [1, "GPU-1a2b3c4d-0000", 48 * GIB, 31 * GIB, 17 * GIB]
+    assert worker.gpus.gpus[0][2:] == [24 * GIB, 0, 24 * GIB]
+    assert far.remote is not None
+    assert far.remote.devices_on("far") == worker.gpus.gpus
+    kill(far, worker)
+    assert far.remote.devices_on("far") is None
+
+
+def test_one_that_does_not_fit_is_refused_with_the_arithmetic(far: Host, box: Box) -> None:
+    box.holds(1, STRANGER, 20 * GIB)
+    worker = start(far)
+    assert refused(far, worker) == (
+        "no room",
+        "far: needs 30.0 GiB (vram in models.yaml), GPU 1 has 28.0 of 48.0 free: other processes 20.0",
+        False,
+    )
+    assert "GPU 1 has 28.0 of 48.0 free" in log_of(worker.spec)
+
+
+def test_memory_that_comes_back_is_waited_for(far: Host, box: Box) -> None:
+    box.holds(1, STRANGER, 20 * GIB)
+    worker = start(far)
+    far.until(lambda: worker.up, "its agent")
+    assert worker.pid == 0
+    assert worker.read_lease() is None, "a worker that has not begun cannot hang"
+    box.gives_back(STRANGER)
+    far.until(lambda: worker.pid, "the process")
+    assert worker.read_lease() is not None
+    kill(far, worker)
+
+
+def test_a_worker_can_be_stopped_while_its_machine_waits_for_room(far: Host, box: Box) -> None:
+    box.holds(1, STRANGER, 20 * GIB)
+    worker = start(far)
+    far.until(lambda: worker.up, "its agent")
+    agent = agent_of(far)
+    worker.signal(signal.SIGTERM)
+    assert far.end(worker) == -signal.SIGTERM
+    gone(far, agent)
+
+
+def test_an_engine_that_is_not_installed_there_is_named(far: Host, tmp_path: Path) -> None:
+    (tmp_path / "without").mkdir()
+    Hidden(tmp_path / "without", "exllamav2")
+    far.starter.path.append(str(tmp_path / "without"))
+    reason, why, retry = refused(far, start(far, engine=EngineSpec("m", "exllamav2", str(DEMO), device="cuda")))
+    assert (reason, retry) == ("config", False)
+    assert why.startswith("far: cannot load: engine exllamav2 needs the package exllamav2: run ")
+
+
+def test_the_estimate_is_made_there(far: Host, box: Box) -> None:
+    box.holds(0, STRANGER, 24 * GIB)
+    far.starter.devices = "0,1"
+    options = {"cache_size": 1 << 20, "tensor_parallel": False, "gpu_split": [20.0, 20.0]}
+    engine = EngineSpec("m", "exllamav2", str(DEMO), device="cuda", options=options)
+    reason, why, retry = refused(far, start(far, None, engine=engine, leased_gpus=2))
+    assert (reason, retry) == ("no room", False)
+    assert why.startswith("far: needs ")
+    assert "weights 0.0" in why
+    assert "GPU 0 has 0.00 of 24.0 free: other processes 24.0; GPU 1 has 48.0 of 48.0 free" in why
+
+
+def test_a_model_that_cannot_be_read_is_refused(far: Host, tmp_path: Path) -> None:
+    engine = EngineSpec("m", "exllamav2", str(tmp_path / "none"), device="cuda")
+    reason, why, retry = refused(far, start(far, None, engine=engine))
+    assert (reason, retry) == ("config", False)
+    assert why == f"far: cannot load: model_dir {tmp_path / 'none'} is no directory"
+
+
+def test_the_agent_is_heard_while_a_directory_is_read(far: Host, tmp_path: Path) -> None:
+    """Its file system hangs for longer than the lease."""
+    shutil.copytree(DEMO, tmp_path / "model")
+    with hanging_file(tmp_path / "model" / "model.safetensors"):
+        worker = start(far, None, engine=EngineSpec("m", "exllamav2", str(tmp_path / "model"), device="cuda"))
+        far.until(lambda: worker.up, "its agent")
+        for _ in range(60):
+            far.turn()
+        assert not worker.is_gone
+        worker.signal(signal.SIGKILL)
+        assert far.end(worker) == -signal.SIGKILL
+
+
+def test_without_nvml_nothing_is_refused(far: Host, box: Box) -> None:
+    box.fails("the driver is gone", at_init=True)
+    worker = start(far, 100 * GIB)
+    far.until(lambda: worker.pid, "the process")
+    assert worker.gpu_memory()["placed"] is None
+    assert worker.gpu_memory()["vram_estimate_bytes"] == 100 * GIB
+    kill(far, worker)
+
+
+def test_a_lease_without_devices_is_refused(far: Host) -> None:
+    far.starter.devices = ""
+    assert refused(far, start(far))[1] == "far: Ray leased GPUs and set no CUDA_VISIBLE_DEVICES: let it do so"
+
+
+def test_a_gpu_that_does_not_exist_is_refused(far: Host) -> None:
+    far.starter.devices = "5"
+    assert refused(far, start(far)) == ("config", "far: GPU 5 does not exist: there is 0, 1", False)
+
+
+def test_any_machine_means_that_the_next_one_is_tried(far: Host, box: Box) -> None:
+    box.holds(1, STRANGER, 20 * GIB)
+    far.starter.nodes = ["one", "two"]
+    worker = start(far, node="others")
+    assert far.remote is not None
+    first = worker.spec.keys
+    far.until(lambda: worker.node == "two", "the next machine")
+    assert far.remote.keys == {worker.spec.keys.public}  # type: ignore[union-attr]
+    assert first != worker.spec.keys
+    box.gives_back(STRANGER)
+    far.until(lambda: worker.pid, "the process")
+    kill(far, worker)
+    assert far.remote.keys == set()
+
+
+def test_all_machines_may_refuse(far: Host) -> None:
+    far.starter.nodes = ["one", "two"]
+    reason, why, retry = refused(far, start(far, 60 * GIB, node="others"))
+    assert (reason, retry) == ("no room", False)
+    short = "needs 60.0 GiB (vram in models.yaml), GPU 1 has 48.0 of 48.0 free"
+    assert why == f"one: {short}; two: {short}"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Admitted([-1], {}, None, None),
+        Admitted([True], {}, None, None),
+        Admitted([0], {"weights": -1}, None, None),
+        Admitted([0], {"a b": 1}, None, None),
+        Gpus([[0, "GPU-1", 1, 1]], []),
+        Gpus([[0, "GPU\n", 1, 1, 0]], []),
+        Gpus([[0, 5, 1, 1, 0]], []),
+        Gpus([], [[0, -5]]),
+        Gpus([], [[0]]),
+        Refused("because", "why", False),
+        replace(Refused("config", "why", False), retry=1),  # type: ignore[arg-type]
+    ],
+)
+def test_what_an_agent_cannot_have_said_is_refused(message: Any) -> None:
+    with pytest.raises(FrameError):
+        read_from_agent(pack(message))
+
+
+def test_sound_messages_are_read() -> None:
+    for message in (
+        Admitted([0, 1], {"weights": 5}, None, "0-3"),
+        Admitted([], {}, "no estimate", None),
+        Gpus([[0, "GPU-1", 5, 3, 2]], [[0, None], [1, 7]]),
+        Refused("no room", "why", True),
+    ):
+        assert read_from_agent(pack(message)) == message
+    with pytest.raises(FrameError):
+        read_from_agent(pack_body({"kind": "Refused", "why": json.dumps({})}))
