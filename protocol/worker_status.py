@@ -92,7 +92,8 @@ class WorkerStatus(TypedDict):
     pid: int | None
     """The process id of the worker."""
     node: str | None
-    """The name of the machine on which the process runs; null for the supervisor's own."""
+    """The name of the machine on which the process runs, or `node` of models.yaml while no process does; null for the
+    supervisor's own."""
     phase: str | None
     """The work that the worker's process does: `starting`, `loading`, `idle`, `step`, `moving` (to sleep, or awake), or
     `unknown`."""

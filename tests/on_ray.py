@@ -1,5 +1,6 @@
 """Workers on the machines of a real Ray cluster. It needs Ray, root and network namespaces: ``make test-ray``."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from modelctl import Client, Stream
+from protocol import __version__
 from supervisor.cluster.ray_starter import RayStarter
 from tests.deterministic_engine import answer
 from tests.ray_cluster import RayCluster, can_make_namespaces
@@ -72,6 +74,12 @@ def test_answers_come_from_other_machines(serve: Serve) -> None:
         for model, questions in ("letters", corpus.LETTERS_TEST_PROMPTS), ("stories", corpus.TEST_PROMPTS["stories"]):
             for prompt, expected in questions[:8]:
                 assert client.complete(model, prompt, temperature=0, max_tokens=1000).text == expected
+    seen = json.loads(serving.modelctl("cluster", "--json").stdout)
+    assert (seen["trouble"], seen["gone"], seen["waiting"]) == (None, [], [])
+    for node, names in zip(seen["nodes"], ([], ["letters"], ["stories"]), strict=True):
+        assert [worker["name"] for worker in node["workers"]] == names
+        assert node["version"] == (__version__ if names else None)
+        assert (node["heard_s"] is None) is not bool(names)
     serving.order("stop", model="letters")
     status = serving.wait_state("letters", "stopped")
     assert (status["last_exit"]["reason"], status["last_exit"]["code"]) == ("asked", 0)
@@ -115,6 +123,7 @@ def test_streams_survive_a_cut_and_the_loss_of_a_machine(serve: Serve, cluster: 
         streams = begin(client, tokens)
         cluster.kill("one")
         check(streams, tokens)
+    wait_until(lambda: [each["name"] for each in serving.overview()["supervisor"]["cluster"]["gone"]] == ["one"], 60)
     wait_until(lambda: spread(serving)[lost] == "two" and serving.status(lost)["state"] == "ready", 90)
     assert serving.status(lost)["restarts"] >= 1
     cluster.start_node("one")

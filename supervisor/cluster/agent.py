@@ -95,7 +95,7 @@ class Agent:
             worker = self._launcher.start(self._spec)
         except OSError as e:
             return self._refuse(f"cannot start a process on {socket.gethostname()}: {e.strerror or e}")
-        self._send(Up(worker.pid, socket.gethostname()))
+        self._send(Up(worker.pid, __version__))
         heard, beat_at = time.monotonic(), 0.0
         while True:
             now = time.monotonic()
@@ -166,7 +166,7 @@ class Agent:
         return EXIT_LOST
 
     def _refuse(self, why: str) -> int:
-        self._send(Refused(why))
+        self._send(Refused(why, __version__))
         self._link.close(linger=1000)
         return EXIT_REFUSED
 

@@ -52,11 +52,11 @@ class Up:
     """The agent has started the worker.
 
     pid    the worker's process
-    node   the name of the machine
+    build  the version of modelctl on the machine
     """
 
     pid: int
-    node: str
+    build: str
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Refused:
-    """The agent cannot start the worker. ``why`` is one line for people."""
+    """The agent cannot start the worker. ``why`` is one line for people, ``build`` the version of modelctl on the
+    machine."""
 
     why: str
+    build: str
 
 
 @dataclass(frozen=True)

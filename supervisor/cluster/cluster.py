@@ -1,8 +1,8 @@
 """The parts of a supervisor that are there for workers on other machines only."""
 
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import zmq
@@ -55,12 +55,19 @@ class Cluster:
         ``check_s`` seconds."""
         self.launcher.check(now)
         self._starter.check(now)
+        for name in self.launcher.versions.keys() - self._starter.machines.names():
+            del self.launcher.versions[name]
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the cluster cannot be used; None if it can, or has not answered yet."""
+        return self._starter.trouble or None
 
     def describe(self) -> dict[str, Any]:
         """Return the cluster as ``status`` shows it."""
         return {
             "ray": self._config.ray,
             "advertise": self._config.advertise,
-            "trouble": self._starter.trouble or None,
-            "nodes": [asdict(node) for node in self._starter.nodes],
+            "trouble": self.trouble,
+            **self._starter.machines.describe(self.launcher.heard(), self.launcher.versions, time.monotonic()),
         }

@@ -7,6 +7,7 @@ supervisor.
 Ray's Python API is used for membership, leases of GPUs and actors, and nothing else: no objects, queues or restarts.
 """
 
+import logging
 import os
 import queue
 import select
@@ -23,6 +24,7 @@ from supervisor.cluster.driver_messages import (
     AgentLeft,
     EndAgent,
     FromDriver,
+    Looked,
     Node,
     Nodes,
     StartAgent,
@@ -137,9 +139,8 @@ class Driver:
             for node in sorted(self._ray.nodes(), key=lambda node: str(node.get("NodeName")))
             if node["Alive"]
         ]
-        if nodes != self._said:
-            self._said = nodes
-            self._say(Nodes(nodes))
+        self._say(Looked() if nodes == self._said else Nodes(nodes))
+        self._said = nodes
 
     def _say(self, message: FromDriver) -> None:
         self._link.send(pack(message))
@@ -182,7 +183,7 @@ def main() -> None:
     try:
         import ray
 
-        ray.init(address=address, namespace="modelctl", log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, namespace="modelctl", log_to_driver=False, logging_level=logging.ERROR)
     except ModuleNotFoundError:
         link.send(pack(Unusable("the package ray is not installed: pip install 'modelctl[ray]'")))
         return

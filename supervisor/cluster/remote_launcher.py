@@ -128,6 +128,8 @@ class RemoteLauncher:
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.keys: set[str] = set()
         """The public keys of the workers that run, for ZAP."""
+        self.versions: dict[str, str] = {}
+        """By machine, the version of modelctl that an agent there has told."""
 
     @property
     def descriptor(self) -> int:
@@ -196,7 +198,9 @@ class RemoteLauncher:
             _append(worker.spec.log_path, message.text)
         elif isinstance(message, Up):
             worker.pid = message.pid
+            self.versions[worker.node] = message.build
         elif isinstance(message, Refused):
+            self.versions[worker.node] = message.build
             _append(worker.spec.log_path, message.why.encode() + b"\n")
             self._end(worker, LOST, message.why)
         else:
@@ -224,6 +228,14 @@ class RemoteLauncher:
             worker.silent_s += passed
             if worker.silent_s > self._lease_s:
                 self._give_up(worker, f"nothing was heard of {worker.node} for {self._lease_s:g} s")
+
+    def heard(self) -> dict[str, float]:
+        """Return, by machine, the seconds since one of its agents was heard. Machines without an agent are left out."""
+        silent: dict[str, float] = {}
+        for worker in self._workers.values():
+            if worker.up and not worker.is_gone:
+                silent[worker.node] = min(worker.silent_s, silent.get(worker.node, worker.silent_s))
+        return silent
 
     def _give_up(self, worker: RemoteWorker, why: str) -> None:
         self._starter.end(worker.number)

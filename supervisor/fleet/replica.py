@@ -278,7 +278,7 @@ class Replica:
             "wake_s": self.wake_s,
             "unloaded": self.life.unload_cause,
             "pid": self.process.pid if self.process else None,
-            "node": (self.process.node if self.process else config.node) or None,
+            "node": (self.process.node if self.process else "") or config.node,
             **(self.detector.describe() if self.process and self.detector else {"phase": None, "beat_s": None}),
             "generation": self.generation,
             "restarts": self.restarts,

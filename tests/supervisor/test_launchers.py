@@ -14,6 +14,7 @@ import psutil
 import pytest
 import zmq
 
+from protocol import __version__
 from protocol.codec import decode, encode
 from protocol.messages import WORKER_TO_SUPERVISOR, Hello, Ready, Shutdown
 from protocol.process.progress_lease import Leases, WorkerPhase
@@ -273,6 +274,17 @@ def lost(host: Host, worker: Launched) -> str:
     assert host.end(worker) == -signal.SIGKILL
     assert isinstance(worker, RemoteWorker)
     return worker.lost
+
+
+def test_agents_tell_their_version_and_when_they_were_heard(far: Host) -> None:
+    worker = far.ready(far.spec())
+    assert far.remote is not None
+    assert far.remote.versions == {"far": __version__}
+    assert 0.0 <= far.remote.heard()["far"] < LEASE_S
+    agent_of(far).suspend()
+    far.until(lambda: far.remote is not None and far.remote.heard().get("far", 0.0) > LEASE_S / 2, "silence")
+    lost(far, worker)
+    assert far.remote.heard() == {}
 
 
 def test_an_agent_that_is_killed_takes_its_worker_along(far: Host) -> None:
