@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from modelctl import Client, Stream
 from protocol import __version__
 from supervisor.cluster.ray_starter import RayStarter
 from tests.deterministic_engine import answer
+from tests.keyed import free_port
 from tests.ray_cluster import RayCluster, can_make_namespaces
 from tests.serving import Serving, engine, is_alive, wait_until
 from tools.demo_models import corpus
@@ -140,6 +142,39 @@ def test_gpus_are_leased_and_there_is_a_limit(serve: Serve) -> None:
     wait_until(lambda: serving.status("a:3")["reason"] == full, 60)
     serving.order("stop", model="a:1")  # its GPU is free again, and the third worker gets it
     assert serving.wait_state("a:3", "ready", 60)["node"] in ("one", "two")
+
+
+def doctored(serving: Serving) -> dict[str, list[tuple[str, str]]]:
+    """Return verdicts and texts of the doctor, by what they are about."""
+    done = serving.modelctl("doctor", str(serving.config), "--json", timeout=200)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in json.loads(done.stdout)["findings"]:
+        found.setdefault(each["what"], []).append((each["verdict"], each["says"]))
+    return found
+
+
+def test_the_doctor_looks_at_every_machine(serve: Serve, cluster: RayCluster) -> None:
+    entry = engine() | {"autostart": False}
+    serving = serve({"a": entry | {"node": "one"}, "b": entry | {"node": "three"}})
+    wait_until(lambda: nodes(serving) == ["head", "one", "two"], 60)
+    found = doctored(serving)
+    assert found["advertise"] == [("ok", f"the supervisor listens at {cluster.advertise}")]
+    assert found["cluster"] == [("ok", f"{cluster.address}, 3 machines; without the token nobody gets in")]
+    missing = "its machine three is not in the cluster, which has one, two"
+    assert ("bad", missing) in found["model b"]
+    for name in ("one", "two"):
+        (no_gpu, well) = found[f"machine {name}"]  # its GPU does not exist
+        assert no_gpu[1].startswith("Ray leases 1 GPUs there, and none can be used: ")
+        assert re.fullmatch(rf"modelctl {__version__}, Python 3\.\d+\.\d+, 1 GPUs, clock [+-]0\.0\d\d s", well[1])
+    serving.kill()
+    found = doctored(serving)
+    assert found["advertise"] == [("ok", f"{cluster.advertise} is free, and an address of this machine")]
+    assert len(found["machine one"]) == 2, "it does not reach this machine"
+    elsewhere = f"tcp://127.0.0.1:{free_port()}"
+    serving.config.write_text(serving.config.read_text().replace(cluster.advertise, elsewhere))
+    found = doctored(serving)
+    assert ("bad", f"it cannot connect to {elsewhere}: Connection refused") in found["machine one"]
+    assert ("bad", f"it cannot connect to {elsewhere}: Connection refused") in found["machine two"]
 
 
 def test_nothing_is_left_of_a_supervisor_that_is_killed(serve: Serve) -> None:

@@ -108,7 +108,7 @@ class Driver:
             future = actor.run.remote(message.order).future()
         except Exception as e:
             self._actors.pop(number, None)
-            self._say(AgentLeft(number, _line(e)))
+            self._say(AgentLeft(number, line_of(e)))
             return
         future.add_done_callback(lambda done: self._note_end(number, done))
 
@@ -118,7 +118,7 @@ class Driver:
             code = done.result()
             why = f"its agent left with exit code {code}" if code else ""
         except Exception as e:
-            why = _line(e)
+            why = line_of(e)
         self._over.put((number, why))
         os.eventfd_write(self._wake, 1)
 
@@ -167,7 +167,7 @@ def why_open(address: str) -> str | None:
     return f"it cannot be seen whether it refuses processes without a token: {done.stderr.decode()[-200:]}"
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     """Return one line of an error of Ray for people. Ray's messages are long."""
     text = " ".join(str(getattr(error, "cause", None) or error).split())
     return f"Ray: {type(error).__name__}: {text[:300]}"
@@ -188,7 +188,7 @@ def main() -> None:
         link.send(pack(Unusable("the package ray is not installed: pip install 'modelctl[ray]'")))
         return
     except Exception as e:
-        link.send(pack(Unusable(f"the cluster {address} cannot be reached: {_line(e)}")))
+        link.send(pack(Unusable(f"the cluster {address} cannot be reached: {line_of(e)}")))
         return
     if (why := why_open(ray.get_runtime_context().gcs_address)) is not None:
         link.send(pack(Unusable(f"the Ray cluster {address} is not used: {why}")))
