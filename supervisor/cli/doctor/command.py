@@ -29,7 +29,7 @@ INDENT: Final = 6
 @click.command(
     cls=Command,
     examples={
-        "modelctl doctor": "Look at drivers, GPUs, packages, disks, models.yaml, the cluster and the supervisor",
+        "modelctl doctor": "Look at drivers, GPUs, packages, disks, models.yaml and the cluster",
         "modelctl doctor --json": "The same for a program",
     },
 )
