@@ -106,7 +106,8 @@ class WorkerStatus(TypedDict):
     load_seconds: Seconds | None
     """The time that the load took."""
     progress: dict[str, Any] | None
-    """While the worker loads the model: `phase`, `done` and `total`."""
+    """While the worker loads the model, or its directories are copied to another machine: `phase`, `done`, `total` and
+    the `unit` of both, if it is known, such as `bytes`. While they are copied, also `per_s`: bytes in a second."""
     engine_stats: dict[str, Any]
     """The worker's last reading: `pending`, `active`, `steps`, and further figures of the engine. `prompt_tokens`
     counts the tokens of the prompts of all requests that this process has finished, and `cached_tokens` how many of

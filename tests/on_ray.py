@@ -14,10 +14,12 @@ import pytest
 from modelctl import Client, Stream
 from protocol import __version__
 from supervisor.cluster.ray_starter import RayStarter
+from supervisor.cluster.store_messages import CHUNK
 from tests.deterministic_engine import answer
 from tests.keyed import free_port
 from tests.ray_cluster import RayCluster, can_make_namespaces
-from tests.serving import Serving, engine, is_alive, wait_until
+from tests.serving import Serving, engine, is_alive, is_helper, wait_until
+from tests.supervisor.test_model_store import content, write_model
 from tools.demo_models import corpus
 
 pytest.importorskip("ray")
@@ -44,8 +46,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 def serve(cluster: RayCluster) -> Iterator[Serve]:
     started: list[Serving] = []
 
-    def start(models: dict[str, dict[str, Any]], of: RayCluster = cluster) -> Serving:
-        section = {"ray": of.address, "advertise": of.advertise, "lease": LEASE}
+    def start(models: dict[str, dict[str, Any]], of: RayCluster = cluster, **more: Any) -> Serving:
+        section = {"ray": of.address, "advertise": of.advertise, "lease": LEASE, **more}
         serving = Serving(models, cluster=section, environment=of.environment, wait=False)
         started.append(serving.__enter__())
         return serving
@@ -175,6 +177,38 @@ def test_the_doctor_looks_at_every_machine(serve: Serve, cluster: RayCluster) ->
     found = doctored(serving)
     assert ("bad", f"it cannot connect to {elsewhere}: Connection refused") in found["machine one"]
     assert ("bad", f"it cannot connect to {elsewhere}: Connection refused") in found["machine two"]
+
+
+def test_models_are_copied_to_the_machines(serve: Serve, cluster: RayCluster, tmp_path: Path) -> None:
+    """Both machines have the disk of this one, so they share the copies."""
+    model = write_model(tmp_path / "model", 50 * CHUNK)
+    listen = cluster.advertise.replace("5599", "5598")
+    store = {"listen": listen, "directory": str(tmp_path / "copies"), "size": "1GiB"}
+    entry = engine("TellsDirectories") | {"model_dir": str(model)}
+    serving = serve({"a": entry | {"node": "one"}, "b": entry | {"node": "two"}}, model_store=store)
+    (of_store,) = [p for p in psutil.Process(serving.pid).children() if is_helper(p, "model store", "store_server")]
+    seen: set[str] = set()
+
+    def ready() -> bool:
+        for worker in serving.overview()["models"]:
+            if worker["progress"] is not None and worker["state"] == "starting":
+                assert worker["progress"]["unit"] == "bytes"
+                seen.add(worker["progress"]["phase"])
+        return all(worker["state"] == "ready" for worker in serving.overview()["models"])
+
+    wait_until(ready, 120)
+    assert "copying model" in seen
+    (copy,) = (tmp_path / "copies").glob("model-*")
+    assert content(copy / "files") == content(model)
+    for name in "a", "b":
+        log = Path(serving.status(name)["log"])
+        wait_until(lambda log=log: f"directories {copy}/files" in log.read_text())
+    serving.order("stop", model="a")
+    serving.wait_state("a", "stopped")
+    of_store.kill()
+    serving.order("start", model="a")
+    serving.wait_state("a", "ready", 60)
+    assert serving.overview()["supervisor"]["cluster"]["trouble"] is None
 
 
 def test_nothing_is_left_of_a_supervisor_that_is_killed(serve: Serve) -> None:

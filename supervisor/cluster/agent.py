@@ -37,10 +37,13 @@ from supervisor.cluster.agent_messages import (
     Refused,
     Signal,
     Stacks,
+    StoreAccess,
     Up,
     pack,
     read_to_agent,
 )
+from supervisor.cluster.store_copying import Fetching
+from supervisor.cluster.store_places import directories_of, moved
 from supervisor.timers import Timers
 from supervisor.workers.launcher import Launched
 from supervisor.workers.local_launcher import LocalLauncher
@@ -61,9 +64,11 @@ class Agent:
         self._order = order
         self._log_file = directory / "worker.log"
         self._log_sent = 0
+        self._fetching: Fetching | None = None
+        """What copies the model's directories. Its copies are kept as long as it lives."""
         spec = order.spec
         assert spec.keys is not None
-        context = zmq.Context()
+        context = self._context = zmq.Context()
         link = self._link = context.socket(zmq.DEALER)
         link.setsockopt(zmq.ROUTING_ID, order.agent_id)
         link.setsockopt(zmq.LINGER, 0)
@@ -91,6 +96,8 @@ class Agent:
                 f"modelctl {__version__} is installed on {socket.gethostname()}, and the supervisor is "
                 f"{self._order.build}: install the same version"
             )
+        if self._order.store is not None and (code := self._copy(self._order.store)) is not None:
+            return code
         try:
             worker = self._launcher.start(self._spec)
         except OSError as e:
@@ -115,6 +122,30 @@ class Agent:
             if time.monotonic() - heard > self._order.lease_s:
                 return self._lose(worker)
 
+    def _copy(self, store: StoreAccess) -> int | None:
+        """Copy the model's directories to this machine. Return None, or the exit code if the worker is not wanted."""
+        assert self._spec.keys is not None
+        directories = directories_of(self._spec.engine)
+        fetching = self._fetching = Fetching(self._context, store, self._spec.keys, directories)
+        fetching.start()
+        heard, beat_at = time.monotonic(), 0.0
+        while fetching.is_alive():
+            if (now := time.monotonic()) >= beat_at:
+                self._send(fetching.progress(now))
+                beat_at = now + BEAT_S
+            elif self._link.poll(round(1000 * (beat_at - now))):
+                with suppress(FrameError):
+                    message = read_to_agent(self._link.recv(zmq.NOBLOCK))
+                    heard = time.monotonic()
+                    if isinstance(message, Signal):  # whichever it is, there is no worker to send it to
+                        return self._report_end(-message.number)
+            if time.monotonic() - heard > self._order.lease_s:
+                return EXIT_LOST
+        if fetching.problem:
+            return self._refuse(fetching.problem)
+        self._spec = replace(self._spec, engine=moved(self._spec.engine, fetching.places))
+        return None
+
     def _take(self, worker: Launched) -> bool:
         """Do what the supervisor has ordered. Return whether it has been heard."""
         heard = False
@@ -135,8 +166,11 @@ class Agent:
                 assert isinstance(message, Heard | Leave)
 
     def _end(self, worker: Launched) -> int:
+        """Take note of the worker's end, and report it."""
+        return self._report_end(self._launcher.reap(worker))
+
+    def _report_end(self, code: int) -> int:
         """Report the end, until the supervisor knows it or the lease is over."""
-        code = self._launcher.reap(worker)
         until = time.monotonic() + self._order.lease_s
         while self._send_log():
             if not self._wait(until):
@@ -192,6 +226,9 @@ class Agent:
 
     def close(self) -> None:
         """Free what is left. The worker has ended."""
+        if self._fetching is not None:
+            self._fetching.stop()
+            self._fetching.join()
         self._launcher.close()
         self._link.close(linger=0)
 

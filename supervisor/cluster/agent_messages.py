@@ -21,6 +21,22 @@ _WORD: Final = 1 << 64
 
 
 @dataclass(frozen=True)
+class StoreAccess:
+    """Where an agent copies the model's directories from, and to.
+
+    endpoint   the model store's port
+    server     its public key, as Z85 text
+    directory  where copies are kept on the machine; "~" is the home of the agent's user
+    size       the most bytes of all copies there
+    """
+
+    endpoint: str
+    server: str
+    directory: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Order:
     """What an agent is told when it is started, through its standard input.
 
@@ -29,22 +45,27 @@ class Order:
     agent_id  the agent's routing id
     lease_s   seconds without a sign of the supervisor after which the agent ends the worker
     build     the supervisor's version
+    store     the model store; None if the directories are on the machine
     """
 
     spec: WorkerSpec
     agent_id: bytes
     lease_s: float
     build: str
+    store: StoreAccess | None = None
 
     def packed(self) -> bytes:
         """Return the order as bytes."""
-        return pack_body({**vars(self), "spec": pack_spec(self.spec)})
+        return pack_body(
+            {**vars(self), "spec": pack_spec(self.spec), "store": None if self.store is None else vars(self.store)}
+        )
 
     @staticmethod
     def unpack(packed: bytes) -> "Order":
         """Return the order that ``packed`` has made."""
         fields = unpack_body(packed)
-        return Order(**{**fields, "spec": unpack_spec(fields["spec"])})
+        store = None if fields["store"] is None else StoreAccess(**fields["store"])
+        return Order(**{**fields, "spec": unpack_spec(fields["spec"]), "store": store})
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,21 @@ class Up:
 
     pid: int
     build: str
+
+
+@dataclass(frozen=True)
+class Copying:
+    """The agent copies the model's directories, and will start the worker then. Sent every BEAT_S.
+
+    phase        what it does, for people
+    done, total  bytes
+    rate         bytes in a second, lately
+    """
+
+    phase: str
+    done: int
+    total: int
+    rate: int
 
 
 @dataclass(frozen=True)
@@ -121,9 +157,9 @@ class Leave:
     """The end is known: the agent may leave."""
 
 
-FromAgent = Up | Beat | Log | Ended | Refused
+FromAgent = Copying | Up | Beat | Log | Ended | Refused
 ToAgent = Heard | Signal | Stacks | Leave
-_FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Up, Beat, Log, Ended, Refused)}
+_FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Copying, Up, Beat, Log, Ended, Refused)}
 _TO_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Heard, Signal, Stacks, Leave)}
 _TYPES: Final = {int: (int,), str: (str,), bytes: (bytes,), int | None: (int, type(None))}
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -24,6 +25,7 @@ from protocol.process.worker_spec import LinkKeys, WorkerSpec
 from supervisor.cluster.agent_messages import (
     BEAT_S,
     Beat,
+    Copying,
     Ended,
     Heard,
     Leave,
@@ -38,6 +40,8 @@ from supervisor.cluster.agent_messages import (
     read_from_agent,
 )
 from supervisor.cluster.starting import AgentStarter, NoMachineError
+from supervisor.cluster.store_keeper import ModelStore
+from supervisor.cluster.store_places import directories_of
 from supervisor.model_logs import about
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
@@ -58,6 +62,7 @@ class RemoteWorker:
     node  the name of the machine
     pid   the process's pid there; 0 until the agent is up
     waits  why no agent could be started yet; "" once one was
+    progress  how far its directories are copied; None at other times
     lost  why the worker counts as ended although nobody has seen its end; "" otherwise
     """
 
@@ -66,6 +71,7 @@ class RemoteWorker:
         self.number, self.spec = number, spec
         self.node = "" if spec.node == AUTO else spec.node
         self.waits = ""
+        self.progress: dict[str, Any] | None = None
         self.key = ""
         self.agent_id = b"agent-" + os.urandom(16)
         self.pid = 0
@@ -86,8 +92,8 @@ class RemoteWorker:
 
     def read_lease(self) -> Reading | None:
         # A worker does not hang because its network is cut. ``RemoteLauncher.check`` counts how long it is silent.
-        # And one that waits for a machine has not begun.
-        return None if self.waits or self.silent_s > SILENT_S else read_word(self.beat.word)
+        # And one that waits for a machine, or for its directories, has not begun.
+        return None if self.waits or self.progress or self.silent_s > SILENT_S else read_word(self.beat.word)
 
     def dump_stacks(self) -> None:
         if not self.is_gone:
@@ -108,6 +114,7 @@ class RemoteLauncher:
     server    the public key of that port
     lease_s   seconds after which a machine counts as lost, for both ends
     send      sends a frame to a routing id of that port, and returns whether it could
+    store     the model store; None if the directories of models are on the machines
     """
 
     def __init__(
@@ -118,9 +125,10 @@ class RemoteLauncher:
         lease_s: float,
         send: Callable[[bytes, bytes], bool],
         log: logging.Logger,
+        store: ModelStore | None = None,
     ) -> None:
         self._starter, self._endpoint, self.server = starter, endpoint, server
-        self._lease_s, self._send, self._log = lease_s, send, log
+        self._lease_s, self._send, self._log, self._store = lease_s, send, log, store
         self._workers: dict[bytes, RemoteWorker] = {}
         """The workers that were not reaped yet, by the routing id of their agent."""
         self._clock = CheckClock(CHECK_S)
@@ -162,7 +170,9 @@ class RemoteLauncher:
                 others = (other for other in self._workers.values() if other is not worker and not other.waits)
                 beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
                 node = self._starter.choose(spec.leased_gpus, beside)
-            order = Order(spec, worker.agent_id, self._lease_s, __version__)
+            order = Order(
+                spec, worker.agent_id, self._lease_s, __version__, self._store.access if self._store else None
+            )
             self._starter.start(worker.number, node, spec.leased_gpus, order.packed())
         except NoMachineError as e:
             if str(e) != worker.waits:
@@ -173,6 +183,8 @@ class RemoteLauncher:
             self._log.info("%s: starts on %s", spec.name, node, extra=about(spec.name))
         worker.node, worker.waits, worker.key = node, "", spec.keys.public
         self.keys.add(worker.key)
+        if self._store is not None:
+            self._store.admit(worker.key, directories_of(spec.engine))
 
     def knows(self, routing_id: bytes) -> bool:
         """Return whether a frame with this routing id is of an agent."""
@@ -194,10 +206,16 @@ class RemoteLauncher:
         if isinstance(message, Beat):
             worker.beat = message
             self.tell(worker, Heard())
+        elif isinstance(message, Copying):
+            worker.progress = {
+                "phase": message.phase, "done": message.done, "total": message.total, "unit": "bytes",
+                "per_s": message.rate,
+            }  # fmt: skip
+            self.tell(worker, Heard())
         elif isinstance(message, Log):
             _append(worker.spec.log_path, message.text)
         elif isinstance(message, Up):
-            worker.pid = message.pid
+            worker.pid, worker.progress = message.pid, None
             self.versions[worker.node] = message.build
         elif isinstance(message, Refused):
             self.versions[worker.node] = message.build
@@ -244,6 +262,8 @@ class RemoteLauncher:
     def _end(self, worker: RemoteWorker, code: int, lost: str = "") -> None:
         worker.code, worker.lost = code, lost
         self.keys.discard(worker.key)
+        if self._store is not None:
+            self._store.revoke(worker.key)
         os.eventfd_write(self._readable, 1)
 
     def signal(self, worker: RemoteWorker, number: int) -> None:
@@ -272,6 +292,8 @@ class RemoteLauncher:
 
     def close(self) -> None:
         self._starter.close()
+        if self._store is not None:
+            self._store.close()
         os.close(self._readable)
 
 

@@ -5,7 +5,7 @@ implementation. Health checks, restarts, draining and routing do not depend on t
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from protocol.process.progress_lease import Reading
 from protocol.process.worker_spec import WorkerSpec
@@ -24,6 +24,11 @@ class Launched(Protocol):
     @property
     def waits(self) -> str:
         """Return why the process was not started yet; "" once it was."""
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        """Return how far the machine is that prepares the start, as ``status`` shows it; None if there is nothing to
+        prepare, or nothing left."""
 
     @property
     def lost(self) -> str:

@@ -89,6 +89,7 @@ class WorkerProcess:
             raise
 
     node = waits = lost = ""  # it runs on this machine, where every end is seen
+    progress = None
 
     @property
     def is_gone(self) -> bool:

@@ -22,6 +22,7 @@ from protocol.process.socket_calls import monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher, RemoteWorker
+from supervisor.cluster.store_keeper import ModelStore
 from supervisor.ports.remote_port import open_remote_port
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
@@ -40,13 +41,14 @@ LOG = logging.getLogger("test")
 class Host:
     """What the supervisor's loop does for its workers, around one launcher."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, store: ModelStore | None = None) -> None:
         self.directory = directory
         self.context = zmq.Context()
         public, secret = zmq.curve_keypair()
         self.local = LocalLauncher(Timers(), Orphans(directory, LOG), LOG, directory / "spare.log")
         self.remote: RemoteLauncher | None = None
         self.starter = PlainStarter()
+        self.store = store
         self.launcher: Launcher = self.local
         self.endpoint = f"ipc://{directory}/back"
         self.told: dict[bytes, list[Any]] = {}
@@ -62,7 +64,7 @@ class Host:
             return
         self.port = open_remote_port(self.context, "tcp://127.0.0.1:*", secret, clients, lambda routing_id: None)
         self.endpoint = self.port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.remote = RemoteLauncher(self.starter, self.endpoint, public.decode(), LEASE_S, self.port.send, LOG)
+        self.remote = RemoteLauncher(self.starter, self.endpoint, public.decode(), LEASE_S, self.port.send, LOG, store)
         self.remote.keys = keys
         self.launcher = self.remote
 
@@ -99,6 +101,8 @@ class Host:
             if time.monotonic() > self._check_at:
                 self._check_at = time.monotonic() + CHECK_S
                 self.remote.check(time.monotonic())
+                if self.store is not None:
+                    self.store.check(time.monotonic())
 
     def until(self, reached: Callable[[], Any], what: str) -> Any:
         deadline = time.monotonic() + WITHIN
