@@ -197,6 +197,8 @@ class ClusterStatus(TypedDict):
     """The address of the Ray cluster, or `auto`."""
     advertise: str
     """The endpoint to which workers on other machines connect."""
+    model_store: str | None
+    """The endpoint of the model store, null if no directories are copied."""
     trouble: str | None
     """The reason why the cluster cannot be used, null if it can."""
     nodes: list[NodeStatus]

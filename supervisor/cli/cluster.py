@@ -97,6 +97,8 @@ def text_of(found: Values | None, width: int | None) -> str:
     if found is None:
         return wrapped(NO_CLUSTER, width, 2)
     head = [f"Ray cluster {found['ray']}; workers on other machines connect to {found['advertise']}"]
+    if found["model_store"]:
+        head.append(f"the model store sends directories at {found['model_store']}")
     if found["trouble"]:
         head.append(f"cannot be used: {found['trouble']}")
     elif found["answered_s"] is None:

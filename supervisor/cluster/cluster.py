@@ -75,6 +75,7 @@ class Cluster:
         return {
             "ray": self._config.ray,
             "advertise": self._config.advertise,
+            "model_store": self._config.model_store.listen,
             "trouble": self.trouble,
             **self._starter.machines.describe(self.launcher.heard(), self.launcher.versions, time.monotonic()),
         }

@@ -31,7 +31,7 @@ def worker(name: str, node: str | None, state: str = "ready", reason: str | None
 
 def status(**fields: Any) -> dict[str, Any]:
     cluster = {
-        "ray": "auto", "advertise": "tcp://10.0.0.5:5571", "trouble": None, "answered_s": 0.3,
+        "ray": "auto", "advertise": "tcp://10.0.0.5:5571", "model_store": None, "trouble": None, "answered_s": 0.3,
         "nodes": [node("desk", own=True, gpus=0.0, free=0.0, heard_s=None, version=None), node("big-box")],
         "gone": [{"name": "old-box", "address": "10.0.0.9", "gpus": 2.0, "gone_s": 200.0}],
     } | fields  # fmt: skip

@@ -27,7 +27,7 @@ def node(name: str = "big-box", *, own: bool = False, **facts: Any) -> dict[str,
     if own:
         return about
     told = {
-        "python": "3.11.7", "version": __version__, "packages": [], "missing": [], "reach": None, "answer": MARK,
+        "python": "3.11.7", "version": __version__, "packages": [], "missing": [], "answers": [{"begins": MARK}],
         "nvml": NVML,
     }  # fmt: skip
     return about | {"clock_s": 0.01, "clock_error_s": 0.002, "facts": told | facts}
@@ -35,7 +35,7 @@ def node(name: str = "big-box", *, own: bool = False, **facts: Any) -> dict[str,
 
 def judged(*nodes: dict[str, Any], models: dict[str, tuple[str, str]] | None = None, **facts: Any) -> list[Finding]:
     seen = {"open": None, "nodes": [node("desk", own=True), *nodes]} | facts
-    return list(cluster.cluster_of(seen, "auto", ADVERTISE, MARK, models or {"llama": ("big-box", DIRECTORY)}))
+    return list(cluster.cluster_of(seen, "auto", {ADVERTISE: MARK}, models or {"llama": ("big-box", DIRECTORY)}))
 
 
 def wrong(found: list[Finding]) -> list[Finding]:
@@ -56,13 +56,13 @@ def test_a_good_cluster_has_nothing_to_do() -> None:
         ({"version": None}, "bad", "modelctl is not installed there", f"in version {__version__}"),
         ({"version": "0.0.1"}, "bad", f"modelctl 0.0.1 is installed there, and {__version__} here", "same version"),
         (
-            {"reach": "Connection refused", "answer": None},
+            {"answers": [{"error": "Connection refused"}]},
             "bad",
             f"cannot connect to {ADVERTISE}: Conn",
             "open this port",
         ),
-        ({"answer": "485454502f"}, "bad", "is not this machine", "advertise an address"),
-        ({"answer": ""}, "bad", "is not this machine", "advertise an address"),
+        ({"answers": [{"begins": "485454502f"}]}, "bad", "is not this machine", "choose an address"),
+        ({"answers": [{"begins": ""}]}, "bad", "is not this machine", "choose an address"),
         (
             {"nvml": {"absent": "no driver"}},
             "bad",
@@ -156,7 +156,7 @@ def test_the_token(tmp_path: Path) -> None:
 def test_a_free_port_answers_as_long_as_the_doctor_looks(host: str) -> None:
     advertise = f"tcp://{host}:{free_port()}"
     for _ in range(2):  # the port is free again afterwards
-        with cluster.listening(advertise, None) as (finding, begins):
+        with cluster.listening("advertise", advertise, None) as (finding, begins):
             assert finding.verdict is Verdict.OK, finding
             assert begins is not None
             for _ in range(3):
@@ -169,13 +169,13 @@ def test_a_free_port_answers_as_long_as_the_doctor_looks(host: str) -> None:
 def test_a_port_that_is_taken_and_an_address_of_another_machine() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         advertise = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with cluster.listening(advertise, None) as (finding, begins):
+        with cluster.listening("advertise", advertise, None) as (finding, begins):
             assert (finding.verdict, begins) == (Verdict.BAD, None)
             assert "Address already in use" in finding.says
         running = {"supervisor": {"cluster": {"advertise": advertise}}}
-        with cluster.listening(advertise, running) as (finding, begins):
+        with cluster.listening("advertise", advertise, running) as (finding, begins):
             assert (finding.verdict, begins) == (Verdict.OK, cluster.ZMTP)
-    with cluster.listening("tcp://192.0.2.77:5571", None) as (finding, _):
+    with cluster.listening("advertise", "tcp://192.0.2.77:5571", None) as (finding, _):
         assert finding.verdict is Verdict.BAD
         assert "Cannot assign requested address" in finding.says
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -84,29 +84,30 @@ def split_endpoint(advertise: str) -> tuple[str, int]:
 
 
 @contextmanager
-def listening(advertise: str, running: Facts | None) -> Iterator[tuple[Finding, str | None]]:
-    """Yield the finding about the endpoint for other machines, and how what listens there begins, in hex.
+def listening(key: str, endpoint: str, running: Facts | None) -> Iterator[tuple[Finding, str | None]]:
+    """Yield the finding about an endpoint for other machines, and how what listens there begins, in hex.
 
     If no supervisor listens there, this process does as long as the block runs. It answers with a number of its own.
 
+    key      of the section ``cluster``, and of its part in ``status``
     running  the answer to ``status`` of the supervisor here; None if none runs
     """
     cluster = ((running or {}).get("supervisor") or {}).get("cluster") or {}
-    if cluster.get("advertise") == advertise:
-        yield ok("advertise", f"the supervisor listens at {advertise}"), ZMTP
+    if cluster.get(key) == endpoint:
+        yield ok(key, f"the supervisor listens at {endpoint}"), ZMTP
         return
-    host, port = split_endpoint(advertise)
+    host, port = split_endpoint(endpoint)
     try:
         server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as e:
         remedy = "choose another port, or an address of this machine (`ip address` lists them)"
-        yield bad("advertise", f"{advertise} cannot be opened: {e.strerror or e}", remedy), None
+        yield bad(key, f"{endpoint} cannot be opened: {e.strerror or e}", remedy), None
         return
     mark = secrets.token_bytes(16)
     thread = threading.Thread(target=_answer, args=(server, mark), daemon=True)
     thread.start()
     try:
-        yield ok("advertise", f"{advertise} is free, and an address of this machine"), mark.hex()
+        yield ok(key, f"{endpoint} is free, and an address of this machine"), mark.hex()
     finally:
         with suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread
@@ -124,13 +125,14 @@ def _answer(server: socket.socket, mark: bytes) -> None:
             connection.sendall(mark)
 
 
-def read_cluster(address: str, advertise: str, engines: Sequence[str], paths: Sequence[str]) -> Facts:
+def read_cluster(address: str, endpoints: Sequence[str], engines: Sequence[str], paths: Sequence[str]) -> Facts:
     """Return what ``ray_facts`` prints, or {absent} with the reason why it does not.
 
-    engines  of the models on other machines
-    paths    directories of these models
+    endpoints  to which the machines try to connect
+    engines    of the models on other machines
+    paths      directories that are to be on the machines
     """
-    request = {"address": address, "advertise": split_endpoint(advertise), "engines": engines, "paths": paths}
+    request = {"address": address, "endpoints": [*map(split_endpoint, endpoints)], "engines": engines, "paths": paths}
     ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "HOME"}
     try:
         ran = subprocess.run(
@@ -158,23 +160,28 @@ def look(config: "Config", running: Facts | None) -> Iterator[Finding]:
     yield from token_of(os.environ)
     away = {name: spec for name, spec in config.models.items() if spec.config.node is not None}
     engines = sorted({spec.config.engine for spec in away.values()})
-    with listening(cluster.advertise, running) as (finding, begins):
-        yield finding
+    store = cluster.model_store.listen
+    begins: dict[str, str | None] = {}
+    with ExitStack() as open_ports:
+        for key, endpoint in (("advertise", cluster.advertise), ("model_store", store)):
+            if endpoint is not None:
+                finding, begins[endpoint] = open_ports.enter_context(listening(key, endpoint, running))
+                yield finding
         if installed.verdict == "bad":
             return
-        paths = sorted({str(spec.model_dir) for spec in away.values()})
-        facts = read_cluster(cluster.ray, cluster.advertise, engines, paths)
+        paths = sorted({str(spec.model_dir) for spec in away.values()}) if store is None else []
+        facts = read_cluster(cluster.ray, [*begins], engines, paths)
     wanted = {name: (str(spec.config.node), str(spec.model_dir)) for name, spec in away.items()}
-    yield from cluster_of(facts, cluster.ray, cluster.advertise, begins, wanted)
+    yield from cluster_of(facts, cluster.ray, begins, wanted)
 
 
 def cluster_of(
-    facts: Facts, address: str, advertise: str, begins: str | None, models: Mapping[str, tuple[str, str]]
+    facts: Facts, address: str, begins: Mapping[str, str | None], models: Mapping[str, tuple[str, str]]
 ) -> Iterator[Finding]:
     """Judge the cluster, and each of its machines.
 
     facts   what ``ray_facts`` has printed
-    begins  how what listens at ``advertise`` begins, in hex; None if nothing does
+    begins  by endpoint, how what listens there begins, in hex; None if nothing does
     models  by name, the ``node`` of each model on another machine, and its directory
     """
     if why := facts.get("absent"):
@@ -199,10 +206,10 @@ def cluster_of(
             )
     for node in others:
         wanted = {directory: where for where, directory in models.values() if where in ("auto", node["name"])}
-        yield from machine_of(node, advertise, begins, wanted)
+        yield from machine_of(node, begins, wanted)
 
 
-def machine_of(node: Facts, advertise: str, begins: str | None, directories: Mapping[str, str]) -> Iterator[Finding]:
+def machine_of(node: Facts, begins: Mapping[str, str | None], directories: Mapping[str, str]) -> Iterator[Finding]:
     """Judge a machine. Arguments as for ``cluster_of``.
 
     directories  of models that may run there, each with the ``node`` of its model
@@ -219,14 +226,15 @@ def machine_of(node: Facts, advertise: str, begins: str | None, directories: Map
         yield bad(what, says, f"run pip install 'modelctl[ray]' there, in version {__version__}")
     elif version != __version__:
         yield bad(what, f"modelctl {version} is installed there, and {__version__} here", "install the same version")
-    if begins is None:
-        pass  # nothing listens there, and the finding about the endpoint says so
-    elif why := facts["reach"]:
-        says = f"it cannot connect to {advertise}: {why}"
-        yield bad(what, says, "open this port between the machines, or advertise another address")
-    elif not facts["answer"].startswith(begins):
-        says = f"what answers it at {advertise} is not this machine"
-        yield bad(what, says, "advertise an address that means this machine everywhere")
+    for (endpoint, expected), answer in zip(begins.items(), facts["answers"], strict=True):
+        if expected is None:
+            continue  # nothing listens there, and the finding about the endpoint says so
+        if why := answer.get("error"):
+            says = f"it cannot connect to {endpoint}: {why}"
+            yield bad(what, says, "open this port between the machines, or choose another address")
+        elif not answer["begins"].startswith(expected):
+            says = f"what answers it at {endpoint} is not this machine"
+            yield bad(what, says, "choose an address that means this machine everywhere")
     seen = len(gpus.get("gpus", ()))
     if node["gpus"] and (absent := gpus.get("absent")):
         says = f"Ray leases {node['gpus']:g} GPUs there, and none can be used: {absent}"

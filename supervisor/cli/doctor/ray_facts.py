@@ -32,7 +32,7 @@ class Looker:
     def facts(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is to be known of the machine.
 
-        request  advertise (host and port), nvml (the text of ``nvml_facts``), engines, paths
+        request  endpoints (hosts with ports), nvml (the text of ``nvml_facts``), engines, paths
         """
         found: dict[str, Any] = {"python": platform.python_version(), "version": None, "packages": []}
         try:
@@ -44,15 +44,18 @@ class Looker:
         except ImportError:
             pass  # version says it
         found["missing"] = [path for path in request["paths"] if not os.path.isdir(path)]
-        found["answer"], found["reach"] = None, None
-        try:
-            with socket.create_connection(tuple(request["advertise"]), 3.0) as connection:
-                connection.settimeout(3.0)
-                found["answer"] = connection.recv(16).hex()
-        except OSError as e:
-            found["reach"] = e.strerror or str(e) or type(e).__name__
+        found["answers"] = [self._answer_at(*endpoint) for endpoint in request["endpoints"]]
         found["nvml"] = self._nvml(request["nvml"])
         return found
+
+    def _answer_at(self, host: str, port: int) -> dict[str, str]:
+        """Return {begins}, how what listens there begins, in hex; or {error}."""
+        try:
+            with socket.create_connection((host, port), 3.0) as connection:
+                connection.settimeout(3.0)
+                return {"begins": connection.recv(16).hex()}
+        except OSError as e:
+            return {"error": e.strerror or str(e) or type(e).__name__}
 
     def _nvml(self, program: str) -> Any:
         spec = importlib.util.find_spec("pynvml")
