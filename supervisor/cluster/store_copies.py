@@ -24,7 +24,7 @@ from typing import Final
 
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import FrameError
-from protocol.process.private_paths import make_private
+from protocol.process.private_paths import check_private, make_private
 from supervisor.cluster.store_messages import File, Manifest
 
 _BLOCK: Final = 4 << 20
@@ -40,7 +40,7 @@ class WrongSumError(Exception):
 
 
 class Copies:
-    """The copies below a directory. Raises OSError.
+    """The copies below a directory. Raises OSError, and NotPrivate if others can reach the directory.
 
     root   the directory; it is made
     bound  the most bytes of all copies together
@@ -49,6 +49,7 @@ class Copies:
     def __init__(self, root: Path, bound: int) -> None:
         self._root, self._bound = root, bound
         make_private(root)
+        check_private(root, root.lstat(), or_roots=False)
 
     def claim(self, directory: str, manifest: Manifest) -> "Copy":
         """Return the copy of a directory, which may not be complete, and keep it from being removed until this process

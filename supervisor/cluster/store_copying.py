@@ -15,6 +15,7 @@ from typing import Any, Final
 import zmq
 
 from protocol.errors import FrameError
+from protocol.process.private_paths import NotPrivate
 from protocol.process.worker_spec import LinkKeys
 from supervisor.cluster.agent_messages import Copying, StoreAccess
 from supervisor.cluster.store_copies import Copies, Copy, NoRoomError, WrongSumError, digest_of
@@ -103,7 +104,7 @@ class Fetching(threading.Thread):
                 self._link.close(linger=0)
         except _StopError:
             self.problem = "it was stopped while the model was copied"
-        except (CopyError, NoRoomError, WrongSumError) as e:
+        except (CopyError, NoRoomError, WrongSumError, NotPrivate) as e:
             self.problem = f"model store: {e}"
         except OSError as e:
             self.problem = f"model store: {e.filename or self._access.directory}: {e.strerror or e}"
@@ -173,7 +174,7 @@ class Fetching(threading.Thread):
         if part.exists() and part.stat().st_size > file.size:
             part.unlink()
         found = digest_of(part)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb", 0) as output:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb") as output:
             at = os.fstat(output.fileno()).st_size
             self._done = before + copy.present()
             while at < file.size:

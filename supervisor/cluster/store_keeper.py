@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final
@@ -39,6 +40,7 @@ class ModelStore:
         self._may: dict[str, Sequence[str]] = {}
         self.trouble = ""
         self._link: socket.socket | None = None
+        self._orders: deque[bytes] = deque()
         self._begin(time.monotonic())
 
     def _begin(self, now: float) -> None:
@@ -48,9 +50,7 @@ class ModelStore:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_PACKET)
             ours.setblocking(False)
-            ours.send(pack_body({"listen": self.access.endpoint, "secret": self._secret, "may": {}}))
-            for key in self._may:
-                ours.send(self._admission(key))
+            ours.send(pack_body({"listen": self.access.endpoint, "secret": self._secret}))
             self._process = subprocess.Popen(
                 _COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True, cwd="/", env=helper_environment(),
@@ -61,6 +61,8 @@ class ModelStore:
         finally:
             theirs.close()
         self._link = ours
+        self._orders = deque(map(self._admission, self._may))
+        self._send()
 
     @property
     def pid(self) -> int:
@@ -82,13 +84,24 @@ class ModelStore:
 
     def _order(self, packet: bytes) -> None:
         if self._link is not None:
+            self._orders.append(packet)
+            self._send()
+
+    def _send(self) -> None:
+        """Send the orders for which there is room. ``check`` sends the others."""
+        while self._link is not None and self._orders:
             try:
-                self._link.send(packet)
-            except OSError:  # it has ended, or does not read: the next one is told everything
+                self._link.send(self._orders[0])
+            except BlockingIOError:
+                return
+            except OSError:  # it has ended: the next one is told everything
                 self._lose()
+                return
+            self._orders.popleft()
 
     def check(self, now: float) -> None:
         """Start the store again if it has ended. Call this several times a second. ``now`` is in monotonic seconds."""
+        self._send()
         for trouble in self._told():
             if trouble and trouble != self.trouble:
                 self._log.error("model store: %s", trouble, extra=noted(EventKind.CLUSTER))

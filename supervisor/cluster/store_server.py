@@ -48,9 +48,10 @@ class StoreServer:
     Raises zmq.ZMQError if the port cannot be bound.
     """
 
-    def __init__(self, link: socket.socket, endpoint: str, secret: str, may: dict[str, list[str]]) -> None:
+    def __init__(self, link: socket.socket, endpoint: str, secret: str) -> None:
         self._link = link
-        self._may = {key: frozenset(directories) for key, directories in may.items()}
+        self._may: dict[str, frozenset[str]] = {}
+        """The directories that each key may read."""
         self._catalogue = Catalogue()
         context = zmq.Context()
         self._zap = ZapHandler(context, os.getuid(), worker_keys=self._may)
@@ -153,7 +154,7 @@ def main() -> None:
     first = unpack_body(link.recv(MAX_PACKET))
     link.setblocking(False)
     try:
-        server = StoreServer(link, first["listen"], first["secret"], first["may"])
+        server = StoreServer(link, first["listen"], first["secret"])
     except zmq.ZMQError as e:
         why = os.strerror(e.errno or 0)
         link.send(pack_body({"trouble": f"cannot listen on {first['listen']} (cluster.model_store.listen): {why}"}))

@@ -300,6 +300,23 @@ def test_a_directory_that_is_not_there(box: Box) -> None:
     box.done(box.fetch(box.directory / "nowhere"), "nowhere: No such file or directory")
 
 
+def test_copies_go_to_no_directory_that_others_can_write_to(box: Box) -> None:
+    model = write_model(box.directory / "model", CHUNK)
+    (box.directory / "copies").mkdir(mode=0o755)
+    box.done(box.fetch(model), "has mode 0755, so others can reach it; run `chmod 700")
+
+
+def test_a_thousand_keys_are_told_to_a_store_that_is_started_again(box: Box) -> None:
+    model = write_model(box.directory / "model", CHUNK)
+    for number in range(1000):
+        box.store.admit(f"{number:040}", ["/models/" + "x" * 200])
+    before = box.store.pid
+    psutil.Process(before).kill()
+    box.until(lambda: box.store.pid != before, "another store")
+    assert content(Path(box.done(box.fetch(model))[str(model)])) == content(model)
+    assert box.store.pid != before
+
+
 def test_a_port_that_is_taken_is_a_trouble(box: Box) -> None:
     other = ModelStore(box.store.access.endpoint, "unused", 1, LOG)
     try:
