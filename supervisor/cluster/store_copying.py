@@ -76,6 +76,7 @@ class Fetching(threading.Thread):
         self._phase, self._done, self._total = CHECKING, 0, 0
         self._before: tuple[float, int] | None = None
         self._rate = 0
+        self._link: zmq.Socket[bytes] | None = None
         self._number = 0
         """The number of the next request."""
         self._copies: list[Copy] = []
@@ -101,6 +102,7 @@ class Fetching(threading.Thread):
             try:
                 self._copy()
             finally:
+                assert self._link is not None
                 self._link.close(linger=0)
         except _StopError:
             self.problem = "it was stopped while the model was copied"
@@ -112,6 +114,12 @@ class Fetching(threading.Thread):
             self.problem = f"model store: {type(e).__name__}: {e}"
 
     def _connect(self) -> None:
+        """Connect to the store, in place of a connection that there may be.
+
+        libzmq does not connect again after a refusal. A store that was just started may not know the key yet.
+        """
+        if self._link is not None:
+            self._link.close(linger=0)
         link = self._link = self._context.socket(zmq.DEALER)
         link.setsockopt(zmq.LINGER, 0)
         link.setsockopt(zmq.SNDHWM, 4 * WINDOW)
@@ -191,9 +199,10 @@ class Fetching(threading.Thread):
                 self._send(Read(self._next(), directory, key, file.name, asked, size))
                 asked += size
             got = self._receive(AGAIN_S, first)
+            if time.monotonic() - heard > SILENT_S:
+                raise self._silent()
             if got is None:
-                if time.monotonic() - heard > SILENT_S:
-                    raise self._silent()
+                self._connect()
                 asked, first = at, self._number
                 continue
             answer, data = got
@@ -202,8 +211,11 @@ class Fetching(threading.Thread):
                     raise CopyError(f"{directory} was changed while it was copied")
                 asked, first, heard = at, self._number, time.monotonic()
                 continue
-            if not isinstance(answer, Chunk) or (answer.key, answer.name, answer.offset) != (key, file.name, at):
-                raise CopyError(f"the store answered {type(answer).__name__} to a request for {file.name} at {at}")
+            if not isinstance(answer, Chunk) or (answer.key, answer.name) != (key, file.name):
+                raise CopyError(f"the store answered {type(answer).__name__} to a request for {file.name}")
+            if answer.offset != at:  # those between were lost with a connection
+                asked, first = at, self._number
+                continue
             if len(data) != min(CHUNK, file.size - at):
                 raise CopyError(f"the store sent {len(data)} bytes of {file.name} at {at}")
             output.write(data)
@@ -220,6 +232,7 @@ class Fetching(threading.Thread):
             self._send(Ask(self._next(), directory))
             if (got := self._receive(AGAIN_S, first)) is not None:
                 return got[0]
+            self._connect()
         raise self._silent()
 
     def _silent(self) -> CopyError:
@@ -230,6 +243,7 @@ class Fetching(threading.Thread):
         return self._number - 1
 
     def _send(self, request: Request) -> None:
+        assert self._link is not None
         try:
             self._link.send(pack(request), zmq.NOBLOCK)
         except zmq.Again:
@@ -240,6 +254,7 @@ class Fetching(threading.Thread):
 
         Raises CopyError for an answer that cannot be.
         """
+        assert self._link is not None
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._stopped.is_set():
