@@ -25,7 +25,7 @@ from supervisor.cluster.driver_messages import (
     pack,
     read,
 )
-from supervisor.cluster.machines import Machines
+from supervisor.cluster.listed_machines import Machines
 from supervisor.cluster.starting import AgentEnd, NoMachineError
 from supervisor.event_history import EventKind, noted
 
