@@ -9,15 +9,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 
-PREFIX: Final = "modelctl_"
+from exporter.cluster_families import of_cluster
+from exporter.naming import PREFIX, counter, gauge, replica
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 STATES: Final = (
     "starting", "loading", "ready", "draining", "stopping", "stopped", "backoff", "unloaded",
     "falling_asleep", "asleep", "waking", "failed",
 )  # fmt: skip
-TROUBLES: Final = ("log", "config", "gpus", "gateway", "keys", "queue")
+TROUBLES: Final = ("log", "config", "gpus", "gateway", "keys", "queue", "cluster")
 HELP: Final[Mapping[str, str]] = {
     "time_to_first_token_seconds": "Time from the acceptance of a request to its first token.",
     "inter_token_latency_seconds": "Time between two tokens of an answer: the mean of each answer, for each token.",
@@ -70,6 +72,7 @@ def families(status: Values, metrics: Values) -> Iterator[Metric]:
     yield from _of_models(metrics["models"], metrics["bounds"], _totals(status["models"]))
     yield from _of_workers(status["models"])
     yield from _of_gpus(status["models"], status.get("gpus", ()))
+    yield from of_cluster(status["supervisor"], status["models"])
     yield from _of_supervisor(status["supervisor"], metrics)
 
 
@@ -79,18 +82,18 @@ def _totals(workers: list[Values]) -> dict[str, Values]:
 
 
 def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str, Values]) -> Iterator[Metric]:
-    waiting = _gauge("num_requests_waiting", "Requests that wait for a worker.", "model")
-    oldest = _gauge("oldest_waiting_seconds", "Age of the oldest request that waits; 0 if none does.", "model")
-    generated = _counter("generation_tokens", "Tokens of answers that workers have sent.", "model")
-    refused = _counter("requests_refused", "Requests that were refused because the queue was full.", "model")
-    resumed = _counter("requests_resumed", "Answers that went on in another worker after a death.", "model")
-    ends = _counter("request_success", "Requests that ended without an error.", "model", "finished_reason")
-    errors = _counter("request_errors", "Requests that ended with an error.", "model", "error")
-    tokens = [(_counter(name, text, "model"), source) for name, source, text in _TOKENS]
+    waiting = gauge("num_requests_waiting", "Requests that wait for a worker.", "model")
+    oldest = gauge("oldest_waiting_seconds", "Age of the oldest request that waits; 0 if none does.", "model")
+    generated = counter("generation_tokens", "Tokens of answers that workers have sent.", "model")
+    refused = counter("requests_refused", "Requests that were refused because the queue was full.", "model")
+    resumed = counter("requests_resumed", "Answers that went on in another worker after a death.", "model")
+    ends = counter("request_success", "Requests that ended without an error.", "model", "finished_reason")
+    errors = counter("request_errors", "Requests that ended with an error.", "model", "error")
+    tokens = [(counter(name, text, "model"), source) for name, source, text in _TOKENS]
     keys = [
-        _counter("key_requests", "Requests that have ended, by key.", "key", "model"),
-        _counter("key_prompt_tokens", "Tokens of prompts of finished requests, by key.", "key", "model"),
-        _counter("key_generation_tokens", "Tokens of answers of finished requests, by key.", "key", "model"),
+        counter("key_requests", "Requests that have ended, by key.", "key", "model"),
+        counter("key_prompt_tokens", "Tokens of prompts of finished requests, by key.", "key", "model"),
+        counter("key_generation_tokens", "Tokens of answers of finished requests, by key.", "key", "model"),
     ]
     histograms = {name: HistogramMetricFamily(PREFIX + name, HELP.get(name, name), labels=["model"]) for name in bounds}
     for model, found in models.items():
@@ -125,25 +128,25 @@ def _buckets(bounds: list[float], counts: list[int]) -> list[tuple[str, float]]:
 
 
 def _of_workers(workers: list[Values]) -> Iterator[Metric]:
-    running = _gauge("num_requests_running", "Requests that a worker has.", "model", "replica")
-    states = _gauge("worker_state", "1 for the state that a worker is in, else 0.", "model", "replica", "state")
-    restarts = _counter("worker_restarts", "Starts of a worker after its death.", "model", "replica")
-    last = _gauge(
+    running = gauge("num_requests_running", "Requests that a worker has.", "model", "replica")
+    states = gauge("worker_state", "1 for the state that a worker is in, else 0.", "model", "replica", "state")
+    restarts = counter("worker_restarts", "Starts of a worker after its death.", "model", "replica")
+    last = gauge(
         "worker_last_exit", "1 for the way in which a worker's last process ended.", "model", "replica", "reason"
     )
-    cache = _gauge("kv_cache_usage_perc", "Share of the cache that is in use, from 0 to 1.", "model", "replica")
-    speed = _gauge("worker_tokens_per_second", "Tokens of answers in a second, lately.", "model", "replica")
-    stats = [(_gauge(name, text, "model", "replica"), source, unit) for name, source, unit, text in _STATS]
-    load = _gauge("worker_load_seconds", "Time that the last load took.", "model", "replica")
-    host = _gauge(
+    cache = gauge("kv_cache_usage_perc", "Share of the cache that is in use, from 0 to 1.", "model", "replica")
+    speed = gauge("worker_tokens_per_second", "Tokens of answers in a second, lately.", "model", "replica")
+    stats = [(gauge(name, text, "model", "replica"), source, unit) for name, source, unit, text in _STATS]
+    load = gauge("worker_load_seconds", "Time that the last load took.", "model", "replica")
+    host = gauge(
         "worker_host_bytes",
         "Host memory that a worker's copy of its weights takes, asleep or awake.",
         "model",
         "replica",
     )
-    wake = _gauge("worker_wake_seconds", "Time that the last wake took.", "model", "replica")
+    wake = gauge("worker_wake_seconds", "Time that the last wake took.", "model", "replica")
     for worker in workers:
-        labels = [worker["model"], _replica(worker)]
+        labels = [worker["model"], replica(worker)]
         running.add_metric(labels, worker["active"])
         for state in STATES:
             states.add_metric([*labels, state], worker["state"] == state)
@@ -167,12 +170,10 @@ def _of_workers(workers: list[Values]) -> Iterator[Metric]:
 
 
 def _of_gpus(workers: list[Values], gpus: list[Values]) -> Iterator[Metric]:
-    held = _gauge("worker_vram_bytes", "GPU memory that a worker holds.", "model", "replica", "gpu")
-    estimated = _gauge(
-        "worker_vram_estimate_bytes", "GPU memory that a worker is expected to take.", "model", "replica"
-    )
+    held = gauge("worker_vram_bytes", "GPU memory that a worker holds.", "model", "replica", "gpu")
+    estimated = gauge("worker_vram_estimate_bytes", "GPU memory that a worker is expected to take.", "model", "replica")
     for worker in workers:
-        labels = [worker["model"], _replica(worker)]
+        labels = [worker["model"], replica(worker)]
         for gpu, size in (worker.get("vram_by_gpu") or {}).items():
             if size is not None:
                 held.add_metric([*labels, str(gpu)], size)
@@ -184,7 +185,7 @@ def _of_gpus(workers: list[Values], gpus: list[Values]) -> Iterator[Metric]:
         ("gpu_memory_used_bytes", "used_bytes", "Memory of the GPU that is in use, by anybody."),
         ("gpu_memory_limit_bytes", "limit_bytes", "Memory of the GPU that models may take."),
     ):
-        family = _gauge(name, text, "gpu")
+        family = gauge(name, text, "gpu")
         for gpu in gpus:
             if gpu.get(key) is not None:
                 family.add_metric([str(gpu["index"])], gpu[key])
@@ -193,7 +194,7 @@ def _of_gpus(workers: list[Values], gpus: list[Values]) -> Iterator[Metric]:
 
 def _of_supervisor(supervisor: Values, metrics: Values) -> Iterator[Metric]:
     counters = supervisor["counters"]
-    info = _gauge("info", "1, with the version as a label.", "version")
+    info = gauge("info", "1, with the version as a label.", "version")
     info.add_metric([supervisor["version"]], 1)
     yield info
     for name, text, value in (
@@ -203,10 +204,10 @@ def _of_supervisor(supervisor: Values, metrics: Values) -> Iterator[Metric]:
         ("shutting_down", "1 while the supervisor shuts down.", supervisor["shutting_down"]),
         ("log_trouble", "1 while lines of the supervisor's log are lost.", supervisor["log_trouble"] is not None),
     ):
-        gauge = _gauge(name, text)
-        gauge.add_metric([], float(value))
-        yield gauge
-    troubles = _gauge("trouble", "1 while something is wrong with the supervisor as a whole, else 0.", "kind")
+        level = gauge(name, text)
+        level.add_metric([], float(value))
+        yield level
+    troubles = gauge("trouble", "1 while something is wrong with the supervisor as a whole, else 0.", "kind")
     for kind in TROUBLES:
         troubles.add_metric([kind], kind in supervisor["troubles"])
     yield troubles
@@ -218,23 +219,10 @@ def _of_supervisor(supervisor: Values, metrics: Values) -> Iterator[Metric]:
         ("bad_frames", "Frames of clients that could not be read.", counters["bad_frames"]),
         ("worker_frames_dropped", "Frames of workers that came too late.", counters["worker_frames_dropped"]),
     ):
-        counter = _counter(name, text)
-        counter.add_metric([], float(value))
-        yield counter
-    events = _counter("events", "Events such as deaths, evictions and reloads, by kind.", "kind")
+        count = counter(name, text)
+        count.add_metric([], float(value))
+        yield count
+    events = counter("events", "Events such as deaths, evictions and reloads, by kind.", "kind")
     for kind, count in metrics["events"].items():
         events.add_metric([kind], count)
     yield events
-
-
-def _replica(worker: Values) -> str:
-    """Return the number of a worker among those of its model: ``letters:2`` is the second."""
-    return str(worker["name"]).partition(":")[2] or "1"
-
-
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, text, labels=labels)
-
-
-def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(PREFIX + name, text, labels=labels)

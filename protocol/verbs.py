@@ -176,6 +176,23 @@ class NodeStatus(TypedDict):
     devices: "list[GpuStatus] | None"
     """The GPUs there and their memory, as a worker with GPUs reports them every second; without such a worker as they
     were read in the last minute. Null if they cannot be read, without GPUs, and for the supervisor's own machine."""
+    version: str | None
+    """The version of modelctl there, null until an agent of a worker has told it."""
+    heard_s: Seconds | None
+    """The time since an agent there was last heard, null if no worker runs there."""
+
+
+class GoneNodeStatus(TypedDict):
+    """A machine that the Ray cluster had, and does not list any more."""
+
+    name: str
+    """Its name."""
+    address: str
+    """The IP address that it had."""
+    gpus: float
+    """GPUs that Ray could lease there."""
+    gone_s: Seconds
+    """The time since Ray does not list it."""
 
 
 class ClusterStatus(TypedDict):
@@ -185,10 +202,16 @@ class ClusterStatus(TypedDict):
     """The address of the Ray cluster, or `auto`."""
     advertise: str
     """The endpoint to which workers on other machines connect."""
+    model_store: str | None
+    """The endpoint of the model store, null if no directories are copied."""
     trouble: str | None
     """The reason why the cluster cannot be used, null if it can."""
     nodes: list[NodeStatus]
     """The machines, once the cluster has answered."""
+    gone: list[GoneNodeStatus]
+    """Machines that were there since the supervisor's start, and went in the last 24 hours. At most 100."""
+    answered_s: Seconds | None
+    """The time since Ray last answered, null if it has not answered yet. The supervisor's helper asks each second."""
 
 
 class SupervisorStatus(TypedDict):
@@ -211,8 +234,8 @@ class SupervisorStatus(TypedDict):
     troubles: dict[str, str]
     """What is wrong with the supervisor as a whole, in words, by name: `log` (it cannot be written), `config` (a
     changed models.yaml is not used), `gpus` (they cannot be read), `gateway` (it does not answer), `keys` (they cannot
-    be read), `queue` (requests are refused because queues are full). A key for some models sees `gpus` and `gateway`
-    only."""
+    be read), `queue` (requests are refused because queues are full), `cluster` (the Ray cluster cannot be used). A key
+    for some models sees `gpus`, `gateway` and `cluster` only."""
     spares: list[SpareStatus]
     """The processes that are ahead of their time, and wait for a model."""
     shutting_down: bool

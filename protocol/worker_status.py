@@ -92,7 +92,8 @@ class WorkerStatus(TypedDict):
     pid: int | None
     """The process id of the worker."""
     node: str | None
-    """The name of the machine on which the process runs; null for the supervisor's own."""
+    """The name of the machine on which the process runs, or `node` of models.yaml while no process does; null for the
+    supervisor's own."""
     phase: str | None
     """The work that the worker's process does: `starting`, `loading`, `idle`, `step`, `moving` (to sleep, or awake), or
     `unknown`."""
@@ -105,7 +106,8 @@ class WorkerStatus(TypedDict):
     load_seconds: Seconds | None
     """The time that the load took."""
     progress: dict[str, Any] | None
-    """While the worker loads the model: `phase`, `done` and `total`."""
+    """While the worker loads the model, or its directories are copied to another machine: `phase`, `done`, `total` and
+    the `unit` of both, if it is known, such as `bytes`. While they are copied, also `per_s`: bytes in a second."""
     engine_stats: dict[str, Any]
     """The worker's last reading: `pending`, `active`, `steps`, and further figures of the engine. `prompt_tokens`
     counts the tokens of the prompts of all requests that this process has finished, and `cached_tokens` how many of

@@ -36,6 +36,8 @@ from supervisor.workers.worker_life import Desired
 
 USAGE: Final = "usage"
 """The verb that the usage writer answers."""
+_OPEN_TROUBLES: Final = ("gpus", "gateway", "cluster")
+"""Troubles whose words name no model. A key for some models sees these only."""
 Params = dict[str, Any]
 Result = dict[str, Any]
 
@@ -151,8 +153,7 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
     supervisor = context.status.describe()
     if identity.models is not None:
         replicas = [replica for replica in replicas if identity.may_use(replica.model)]
-        # the words of the others name models
-        supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in ("gpus", "gateway")}
+        supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in _OPEN_TROUBLES}
         for turnover in supervisor["turnovers"]:
             turnover["models"] = [change for change in turnover["models"] if identity.may_use(change["model"])]
     return {

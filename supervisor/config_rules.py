@@ -56,6 +56,13 @@ def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig |
     """Yield (path, message) for models on other machines without a cluster, and for keys that do not work there."""
     if cluster is not None and cluster.advertise is None:
         yield ("cluster",), "needs advertise, the endpoint to which workers on other machines connect"
+    if cluster is not None and cluster.model_store.listen is not None:
+        store = cluster.model_store
+        if store.listen == cluster.advertise:
+            yield ("cluster", "model_store", "listen"), f"is {store.listen}, as advertise is; choose another port"
+        if not store.directory.startswith(("/", "~/")):
+            message = f"is {store.directory!r}: must be an absolute path, or begin with ~/"
+            yield ("cluster", "model_store", "directory"), message
     for name, config in models.items():
         if config.node is None:
             continue

@@ -10,7 +10,7 @@ from protocol.process.log_style import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
-from supervisor.config_values import Days, Duration, HeldSize, HostMemory, Lease, Listen, VramLimit
+from supervisor.config_values import Days, Duration, HeldSize, HostMemory, Lease, Listen, StoreSize, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
 from supervisor.schema_validation import Within
@@ -306,6 +306,33 @@ class GroupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelStoreConfig:
+    """Copying of model directories to the machines of the cluster. Without ``listen`` each directory must have the same
+    path on all machines.
+
+    A process beside the supervisor sends the directories, with checksums, to the machines whose workers need them.
+    """
+
+    listen: Listen = None
+    """TCP endpoint of that process: an address of this machine that the other machines can reach.
+
+    Default: no directories are copied
+    Example: tcp://192.168.1.5:5572
+    """
+    directory: str = "~/.cache/modelctl/models"
+    """Directory on the other machines for the copies. ``~`` is the home of the user who runs Ray there.
+
+    Example: /var/cache/modelctl
+    """
+    size: StoreSize = 200 << 30
+    """Bytes that all copies on a machine may have together. The copy that was used longest ago makes room. One that a
+    worker uses is never removed.
+
+    Example: 500GiB
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The section ``cluster``: workers on other machines, which a Ray cluster provides. Without it there are none.
 
@@ -323,6 +350,7 @@ class ClusterConfig:
 
     Example: 192.168.1.5:6379
     """
+    model_store: ModelStoreConfig = field(default_factory=ModelStoreConfig)
     lease: Lease = 10.0
     """Time without a sign of life after which a machine counts as lost. Its workers end themselves after the same time,
     counted by them.

@@ -164,6 +164,7 @@ Gpu = Annotated[Any, Read(parse_gpu, "cpu, auto, an index, a UUID, or a list of 
 Node = Annotated[str | None, Read(parse_node, "auto, others, a name, or labels")]
 Vram = Annotated[Any, Read(parse_vram, "size, or a list of sizes")]
 HeldSize = Annotated[int, Read(parse_held, "size from 64KiB to 64GiB")]
+StoreSize = Annotated[int, Read(parse_size, "size")]
 HostMemory = Annotated[int | None, Read(parse_size, "size")]
 VramLimit = Annotated[Any, Read(parse_vram_limit, "size or share of a GPU, or a map from GPU to one of them")]
 ToolFormat = Annotated[str | None, Read(parse_tool_format, "name of a format, or off")]

@@ -52,6 +52,8 @@ class EventKind(StrEnum):
     """The list of keys has changed: keys were added, changed, revoked or have expired. Or it cannot be read."""
     GATEWAY = "gateway"
     """The gateway was started, ended, or is started again."""
+    CLUSTER = "cluster"
+    """A machine of the Ray cluster has come or is gone, or the cluster cannot be used."""
 
 
 def noted(kind: EventKind, worker: str | None = None, **facts: str) -> dict[str, Any]:

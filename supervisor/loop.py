@@ -178,7 +178,14 @@ class Supervisor:
         self._workers = WorkerPorts(local, remote)
         # Parts that bring the others together.
         self._troubles = Troubles(
-            log, self._scheduler, self._fleet.registry, self._reloads, self._fleet.vram, self._gateway, ring
+            log,
+            self._scheduler,
+            self._fleet.registry,
+            self._reloads,
+            self._fleet.vram,
+            self._gateway,
+            ring,
+            self._cluster,
         )
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,

@@ -2,12 +2,12 @@
 
 A model's own trouble is its state and reason. These are the others, and each has a name: the log cannot be written, a
 changed models.yaml is not used, the GPUs cannot be read, the gateway does not answer, the keys cannot be read, requests
-are refused because queues are full.
+are refused because queues are full, the Ray cluster cannot be used.
 """
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.reloads import Reloads
@@ -17,6 +17,9 @@ from supervisor.keys.ring import KeyRing
 from supervisor.logs import log_trouble
 from supervisor.placement.vram import Vram
 from supervisor.requests.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from supervisor.cluster.cluster import Cluster
 
 LATELY_S = 10.0
 """Seconds for which refused requests are a trouble, and between two events about them."""
@@ -36,6 +39,7 @@ class Troubles:
         vram: Vram,
         gateway: GatewayProcesses,
         keys: KeyRing,
+        cluster: "Cluster | None",
     ) -> None:
         self._log = log
         self._scheduler = scheduler
@@ -44,6 +48,7 @@ class Troubles:
         self._vram = vram
         self._gateway = gateway
         self._keys = keys
+        self._cluster = cluster
         self._refused = Refusals()
         self._said: dict[str, str] = {}
 
@@ -56,6 +61,7 @@ class Troubles:
             "gateway": self._gateway.problem,
             "keys": self._keys.trouble,
             "queue": self._refused.words(self._turned_away(), time.monotonic()),
+            "cluster": None if self._cluster is None else self._cluster.trouble,
         }
         return {name: words for name, words in found.items() if words is not None}
 

@@ -249,6 +249,16 @@ class ListsModules(DeterministicEngine):
         print("modules", " ".join(sorted(sys.modules)), flush=True)
 
 
+class TellsDirectories(DeterministicEngine):
+    """An engine that prints its directories into the model's log."""
+
+    KNOWN_OPTIONS = DeterministicEngine.KNOWN_OPTIONS | {"draft_model"}
+
+    def load(self, progress: ProgressCallback) -> None:
+        super().load(progress)
+        print("directories", self.spec.model_dir, self.spec.options.get("draft_model"), flush=True)
+
+
 class TellsCancels(DeterministicEngine):
     """An engine that prints the monotonic time of each cancel into the model's log."""
 

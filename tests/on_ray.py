@@ -1,7 +1,9 @@
 """Workers on the machines of a real Ray cluster. It needs Ray, root and network namespaces: ``make test-ray``."""
 
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,12 +15,16 @@ import psutil
 import pytest
 
 from modelctl import Client, Stream
+from protocol import __version__
 from protocol.errors import WireError
 from supervisor.cluster.ray_starter import RayStarter
+from supervisor.cluster.store_messages import CHUNK
 from tests.deterministic_engine import answer
+from tests.keyed import free_port
 from tests.nvml_box import GIB, STRANGER, Box
 from tests.ray_cluster import RayCluster, can_make_namespaces
-from tests.serving import ROOT, Serving, engine, is_alive, wait_until
+from tests.serving import ROOT, Serving, engine, is_alive, is_helper, wait_until
+from tests.supervisor.test_model_store import content, write_model
 from tools.demo_models import corpus
 
 pytest.importorskip("ray")
@@ -49,8 +55,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 def serve(cluster: RayCluster) -> Iterator[Serve]:
     started: list[Serving] = []
 
-    def start(models: dict[str, dict[str, Any]], of: RayCluster = cluster, **environment: str) -> Serving:
+    def start(
+        models: dict[str, dict[str, Any]],
+        of: RayCluster = cluster,
+        store: dict[str, Any] | None = None,
+        **environment: str,
+    ) -> Serving:
         section = {"ray": of.address, "advertise": of.advertise, "lease": LEASE}
+        if store is not None:
+            section["model_store"] = store
         serving = Serving(models, cluster=section, environment=of.environment | environment, wait=False)
         started.append(serving.__enter__())
         return serving
@@ -81,6 +94,12 @@ def test_answers_come_from_other_machines(serve: Serve) -> None:
         for model, questions in ("letters", corpus.LETTERS_TEST_PROMPTS), ("stories", corpus.TEST_PROMPTS["stories"]):
             for prompt, expected in questions[:8]:
                 assert client.complete(model, prompt, temperature=0, max_tokens=1000).text == expected
+    seen = json.loads(serving.modelctl("cluster", "--json").stdout)
+    assert (seen["trouble"], seen["gone"], seen["waiting"]) == (None, [], [])
+    for node, names in zip(seen["nodes"], ([], ["letters"], ["stories"]), strict=True):
+        assert [worker["name"] for worker in node["workers"]] == names
+        assert node["version"] == (__version__ if names else None)
+        assert (node["heard_s"] is None) is not bool(names)
     serving.order("stop", model="letters")
     status = serving.wait_state("letters", "stopped")
     assert (status["last_exit"]["reason"], status["last_exit"]["code"]) == ("asked", 0)
@@ -124,6 +143,7 @@ def test_streams_survive_a_cut_and_the_loss_of_a_machine(serve: Serve, cluster: 
         streams = begin(client, tokens)
         cluster.kill("one")
         check(streams, tokens)
+    wait_until(lambda: [each["name"] for each in serving.overview()["supervisor"]["cluster"]["gone"]] == ["one"], 60)
     wait_until(lambda: spread(serving)[lost] == "two" and serving.status(lost)["state"] == "ready", 90)
     assert serving.status(lost)["restarts"] >= 1
     cluster.start_node("one")
@@ -269,6 +289,71 @@ def test_gpus_that_other_programs_have_leased_are_waited_for(serve: Serve, clust
         wait_until(lambda: serving.status("a")["reason"] == "one has 0 of 1 GPUs free, and 1 are needed", 30)
         stranger.communicate(b"")
     assert serving.wait_state("a", "ready", 60)["node"] == "one"
+
+
+def doctored(serving: Serving) -> dict[str, list[tuple[str, str]]]:
+    """Return verdicts and texts of the doctor, by what they are about."""
+    done = serving.modelctl("doctor", str(serving.config), "--json", timeout=200)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in json.loads(done.stdout)["findings"]:
+        found.setdefault(each["what"], []).append((each["verdict"], each["says"]))
+    return found
+
+
+def test_the_doctor_looks_at_every_machine(serve: Serve, cluster: RayCluster) -> None:
+    entry = engine() | {"autostart": False}
+    serving = serve({"a": entry | {"node": "one"}, "b": entry | {"node": "three"}})
+    wait_until(lambda: nodes(serving) == ["head", "one", "two"], 60)
+    found = doctored(serving)
+    assert found["advertise"] == [("ok", f"the supervisor listens at {cluster.advertise}")]
+    assert found["cluster"] == [("ok", f"{cluster.address}, 3 machines; without the token nobody gets in")]
+    missing = "its machine three is not in the cluster, which has one, two"
+    assert ("bad", missing) in found["model b"]
+    for name in ("one", "two"):
+        (no_gpu, well) = found[f"machine {name}"]  # its GPU does not exist
+        assert no_gpu[1].startswith("Ray leases 1 GPUs there, and none can be used: ")
+        assert re.fullmatch(rf"modelctl {__version__}, Python 3\.\d+\.\d+, 1 GPUs, clock [+-]0\.0\d\d s", well[1])
+    serving.kill()
+    found = doctored(serving)
+    assert found["advertise"] == [("ok", f"{cluster.advertise} is free, and an address of this machine")]
+    assert len(found["machine one"]) == 2, "it does not reach this machine"
+    elsewhere = f"tcp://127.0.0.1:{free_port()}"
+    serving.config.write_text(serving.config.read_text().replace(cluster.advertise, elsewhere))
+    found = doctored(serving)
+    assert ("bad", f"it cannot connect to {elsewhere}: Connection refused") in found["machine one"]
+    assert ("bad", f"it cannot connect to {elsewhere}: Connection refused") in found["machine two"]
+
+
+def test_models_are_copied_to_the_machines(serve: Serve, cluster: RayCluster, tmp_path: Path) -> None:
+    """Both machines have the disk of this one, so they share the copies."""
+    model = write_model(tmp_path / "model", 50 * CHUNK)
+    listen = cluster.advertise.replace("5599", "5598")
+    store = {"listen": listen, "directory": str(tmp_path / "copies"), "size": "1GiB"}
+    entry = engine("TellsDirectories") | {"model_dir": str(model)}
+    serving = serve({"a": entry | {"node": "one"}, "b": entry | {"node": "two"}}, store=store)
+    (of_store,) = [p for p in psutil.Process(serving.pid).children() if is_helper(p, "model store", "store_server")]
+    seen: set[str] = set()
+
+    def ready() -> bool:
+        for worker in serving.overview()["models"]:
+            if worker["progress"] is not None and worker["state"] == "starting":
+                assert worker["progress"]["unit"] == "bytes"
+                seen.add(worker["progress"]["phase"])
+        return all(worker["state"] == "ready" for worker in serving.overview()["models"])
+
+    wait_until(ready, 120)
+    assert "copying model" in seen
+    (copy,) = (tmp_path / "copies").glob("model-*")
+    assert content(copy / "files") == content(model)
+    for name in "a", "b":
+        log = Path(serving.status(name)["log"])
+        wait_until(lambda log=log: f"directories {copy}/files" in log.read_text())
+    serving.order("stop", model="a")
+    serving.wait_state("a", "stopped")
+    of_store.kill()
+    serving.order("start", model="a")
+    serving.wait_state("a", "ready", 60)
+    assert serving.overview()["supervisor"]["cluster"]["trouble"] is None
 
 
 def test_nothing_is_left_of_a_supervisor_that_is_killed(serve: Serve) -> None:

@@ -23,7 +23,18 @@ QUIET_S: Final = 10.0
 MOST_WAITING: Final = 8
 """Pictures that may wait for one viewer. A viewer that reads more slowly misses some and gets the whole picture."""
 VOLATILE: Final = frozenset(
-    {"state_s", "beat_s", "phase", "idle_s", "until_s", "uptime_s", "held_bytes", "counters", "vram_returned_ms"}
+    {
+        "state_s",
+        "beat_s",
+        "phase",
+        "idle_s",
+        "until_s",
+        "uptime_s",
+        "held_bytes",
+        "counters",
+        "vram_returned_ms",
+        "cluster",
+    }
 )
 """Values that change all the time and are not shown. They would make every picture a new one."""
 SHOWN_STATS: Final = frozenset({"prompt_tokens", "cached_tokens"})

@@ -35,9 +35,13 @@ def seconds(value: float) -> str:
 
 
 def progress(values: Values) -> str:
-    """Return the progress of a load as text: ``loading: 25 %``."""
+    """Return the progress of a load as text: ``loading: 25 %``, or with an amount and a rate:
+    ``copying model: 57.4 %, 3.1 GiB of 5.4 GiB, 112 MiB/s``."""
     done, total = values.get("done", 0), values.get("total", 0)
-    return f"{values.get('phase')}: {percent(min(1.0, done / total)) if total else done}"
+    text = f"{values.get('phase')}: {percent(min(1.0, done / total)) if total else done}"
+    if total and values.get("unit") == "bytes":
+        text += f", {size(done)} of {size(total)}"
+    return f"{text}, {size(values['per_s'])}/s" if values.get("per_s") else text
 
 
 def percent(share: float) -> str:

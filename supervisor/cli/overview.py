@@ -92,6 +92,11 @@ def _last_exit(m: Values) -> str | None:
 
 
 def _place(m: Values) -> str:
+    place = _device(m)
+    return f"machine {m['node']}, {place}" if m.get("node") else place
+
+
+def _device(m: Values) -> str:
     device = m.get("device")
     if m["gpu"] == "cpu":
         return device or "cpu"
@@ -136,5 +141,5 @@ def _totals(totals: Values) -> str:
 
 def _process(m: Values) -> str | None:
     restarts = figures.counted(m["restarts"], "restart") if m["restarts"] else ""
-    pid = f"pid {m['pid']}" if m["pid"] is not None else ""
+    pid = f"pid {m['pid']}" if m["pid"] else ""  # 0: the worker's machine has not answered yet
     return ", ".join(filter(None, (pid, restarts))) or None

@@ -58,8 +58,8 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
 def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, runtime_dir: Path) -> int:
     """Show which models of a models.yaml (FILE) fit on the GPUs. Starts nothing.
 
-    Shows what each model would take of which GPU, and the host memory of lazy models while they sleep. --watch reads
-    the GPUs again, not the file.
+    Shows what each model would take of which GPU, and the host memory of lazy models while they sleep. Models on other
+    machines are listed with their machine. --watch reads the GPUs again, not the file.
 
     Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
     """
@@ -245,6 +245,10 @@ def _in_words(outcome: "Outcome") -> str | None:
     if outcome.why_not is not None:
         return f"{later}would not start: {outcome.why_not}"
     instead = f", when {', '.join(outcome.leaving)} has left its group" if outcome.leaving else ""
+    if (node := candidate.spec.config.node) is not None:
+        machine = "another machine" if node == "auto" else f"machine {node}"
+        gpu = "with a GPU that Ray chooses when it starts" if candidate.spec.visible_devices else "on the CPU"
+        return f"{later}on {machine}, {gpu}{instead}"
     if outcome.placed is None:
         return f"{later}on the CPU{instead}"
     where = "GPU " + ", ".join(str(gpu.index) for gpu in outcome.placed.gpus)
@@ -278,6 +282,7 @@ def _as_data(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> dict[str, A
         {
             "name": o.candidate.worker,
             "autostart": o.candidate.autostart,
+            "node": o.candidate.spec.config.node,
             "gpus": [gpu.index for gpu in o.placed.gpus] if o.placed else [],
             "bytes": sum(o.placed.bytes.values()) if o.placed and o.placed.bytes else None,
             "starts": o.why_not is None,

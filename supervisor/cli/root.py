@@ -26,6 +26,7 @@ _COMMANDS = {
     "ps": "supervisor.cli.views:ps",
     "status": "supervisor.cli.views:status",
     "top": "supervisor.cli.top:top",
+    "cluster": "supervisor.cli.cluster:cluster",
     "usage": "supervisor.cli.usage:usage",
     "metrics": "supervisor.cli.metrics:metrics",
     "run": "supervisor.cli.run:run",

@@ -24,8 +24,9 @@ KEYS: Final = (
 )
 """The last line, and the one of a narrow terminal."""
 REVERSE, BOLD, DIM, PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+NODE: Final = Column("NODE", drop=4)
 MODELS: Final = (
-    Column("NAME"), Column("STATE"), Column("GPU", drop=4), Column("ACTIVE", True), Column("QUEUED", True, 2),
+    Column("NAME"), Column("STATE"), NODE, Column("GPU", drop=4), Column("ACTIVE", True), Column("QUEUED", True, 2),
     Column("TOK/S", True, 1), Column("SPEED", drop=6), Column("CACHE", True, 3), Column("VRAM", True, 5),
     Column("RESTARTS", True, 7), Column("REASON", drop=8, least=24),
 )  # fmt: skip
@@ -167,6 +168,17 @@ def _head(status: Values, requests: Sequence[Values], width: int) -> Iterator[st
         yield head(text, width)
     if why := status.get("gpus_unknown"):
         yield head(clean(f"the GPUs cannot be read: {why}"), width)
+    if cluster := supervisor.get("cluster"):
+        yield head(clean(f"cluster: {_machines(cluster)}"), width)
+
+
+def _machines(cluster: Values) -> str:
+    """Return the machines of a cluster in one line, or why it cannot be used."""
+    if why := cluster["trouble"]:
+        return str(why)
+    total, free = (sum(node[key] for node in cluster["nodes"]) for key in ("gpus", "free"))
+    text = f"{figures.counted(len(cluster['nodes']), 'machine')}, {total - free:g} of {total:g} GPUs leased"
+    return f"{text}; gone: {', '.join(node['name'] for node in cluster['gone'])}" if cluster["gone"] else text
 
 
 def _bar(part: float, whole: float) -> str:
@@ -183,14 +195,18 @@ def _models(readings: Readings, view: View, width: int) -> list[Line]:
         if progress and progress.get("total"):
             state = f"{state} {figures.percent(min(1.0, progress['done'] / progress['total']))}"
         cells = (
-            model["name"], state, str(model["gpu"]), str(model["active"]), str(model["queued"]),
-            f"{model['tokens_per_s']:.0f}", _line(readings.speeds[model["name"]]),
+            model["name"], state, model.get("node") or "-", str(model["gpu"]), str(model["active"]),
+            str(model["queued"]), f"{model['tokens_per_s']:.0f}", _line(readings.speeds[model["name"]]),
             figures.cache_in_use(stats) or "-",
             figures.size(model["vram_bytes"]) if model.get("vram_bytes") else "-", str(model["restarts"]),
             model.get("reason") or "-",
         )  # fmt: skip
         rows.append((cells, ("models", model["name"], model["state"])))
-    return _table(MODELS, rows, width, "models")
+    if any(model.get("node") for model in readings.status["models"]):
+        return _table(MODELS, rows, width, "models")
+    at = MODELS.index(NODE)  # without other machines there is nothing to say
+    kept = [((*cells[:at], *cells[at + 1 :]), mark) for cells, mark in rows]
+    return _table([column for column in MODELS if column is not NODE], kept, width, "models")
 
 
 def _line(values: Sequence[float]) -> str:

@@ -143,7 +143,8 @@ def warn_of_troubles(answer: dict[str, Any]) -> None:
         click.echo(f"modelctl: {_BEGINS.get(name, '')}{words}", err=True)
 
 
-_BEGINS = {"log": "the log ", "gpus": "the GPUs cannot be read: ", "gateway": "the gateway does not answer: "}
+_BEGINS = {"log": "the log ", "gpus": "the GPUs cannot be read: ", "gateway": "the gateway does not answer: ",
+           "cluster": "cluster: "}  # fmt: skip
 """The beginning of the line about a trouble."""
 
 

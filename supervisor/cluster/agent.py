@@ -39,10 +39,13 @@ from supervisor.cluster.agent_messages import (
     Refused,
     Signal,
     Stacks,
+    StoreAccess,
     Up,
     pack,
     read_to_agent,
 )
+from supervisor.cluster.store_copying import Fetching
+from supervisor.cluster.store_places import directories_of, moved
 from supervisor.timers import Timers
 from supervisor.workers.launcher import Launched
 from supervisor.workers.local_launcher import LocalLauncher
@@ -63,9 +66,11 @@ class Agent:
         self._order = order
         self._log_file = directory / "worker.log"
         self._log_sent = 0
+        self._fetching: Fetching | None = None
+        """What copies the model's directories. Its copies are kept as long as it lives."""
         spec = order.spec
         assert spec.keys is not None
-        context = zmq.Context()
+        context = self._context = zmq.Context()
         link = self._link = context.socket(zmq.DEALER)
         link.setsockopt(zmq.ROUTING_ID, order.agent_id)
         link.setsockopt(zmq.LINGER, 0)
@@ -78,17 +83,17 @@ class Agent:
         link.curve_publickey, link.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
         link.connect(spec.endpoint)
         self._timers = Timers()
-        log = logging.getLogger("supervisor.agent")
+        log = self._log = logging.getLogger("supervisor.agent")
         self._launcher = LocalLauncher(self._timers, Orphans(directory, log), log, directory / "spare.log")
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if spec.leased_gpus else spec.visible_devices
         self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), visible_devices=devices)
-        self._gpus = AgentGpus(self._spec, devices, self._timers, log)
+        self._gpus: AgentGpus | None = None
+        """What sees whether the worker fits; None until the model's directories are there."""
         self._killed_by: int | None = None
         """The signal that came for a worker that was not started yet."""
         self._poller = zmq.Poller()
         self._poller.register(link, zmq.POLLIN)
         self._poller.register(self._launcher.descriptor, zmq.POLLIN)
-        self._poller.register(self._gpus.descriptor, zmq.POLLIN)
 
     def run(self) -> int:
         """Start the worker, and stay with it until it has ended. Return this process's exit code."""
@@ -98,8 +103,12 @@ class Agent:
                 f"modelctl {__version__} is installed on {socket.gethostname()}, and the supervisor is "
                 f"{self._order.build}: install the same version",
             )
+        if self._order.store is not None and (code := self._copy(self._order.store)) is not None:
+            return code
         try:
-            verdict = self._gpus.begin() or self._admit()
+            gpus = self._gpus = AgentGpus(self._spec, self._spec.visible_devices, self._timers, self._log)
+            self._poller.register(gpus.descriptor, zmq.POLLIN)
+            verdict = gpus.begin() or self._admit(gpus)
             if isinstance(verdict, Refused):
                 return self._refuse(verdict.reason, verdict.why, retry=verdict.retry)
             if not isinstance(verdict, Fits):
@@ -109,13 +118,13 @@ class Agent:
         except OSError as e:
             why = f"cannot start a process on {socket.gethostname()}: {e.strerror or e}"
             return self._refuse("spawn", why, retry=True)
-        self._send(Up(worker.pid, socket.gethostname()))
+        self._send(Up(worker.pid, __version__))
         return self._watch(worker)
 
-    def _admit(self) -> Fits | Refused | int:
+    def _admit(self, gpus: AgentGpus) -> Fits | Refused | int:
         """Wait until it is known whether the worker fits. Return an exit code if there is no need any more."""
         heard, beat_at = time.monotonic(), 0.0
-        while (verdict := self._gpus.decide(now := time.monotonic())) is None:
+        while (verdict := gpus.decide(now := time.monotonic())) is None:
             if now >= beat_at:
                 self._send(Beat(0, None, "its machine sees whether it fits"))
                 beat_at = now + BEAT_S
@@ -144,7 +153,7 @@ class Agent:
                 self._send(Beat(0 if reading is None else reading.word, worker.memory(), worker.condition()))
                 beat_at = now + BEAT_S
                 if now >= report_at:  # the answer to the question of the last time
-                    if (report := self._gpus.report(worker.pid)) is not None:
+                    if self._gpus is not None and (report := self._gpus.report(worker.pid)) is not None:
                         self._send(report)
                     report_at = now + REPORT_S
             self._call_timers(now)
@@ -156,6 +165,28 @@ class Agent:
                     return self._end(ended[0])
             if time.monotonic() - heard > self._order.lease_s:
                 return self._lose(worker)
+
+    def _copy(self, store: StoreAccess) -> int | None:
+        """Copy the model's directories to this machine. Return None, or the exit code if the worker is not wanted."""
+        assert self._spec.keys is not None
+        directories = directories_of(self._spec.engine)
+        fetching = self._fetching = Fetching(self._context, store, self._spec.keys, directories)
+        fetching.start()
+        heard, beat_at = time.monotonic(), 0.0
+        while fetching.is_alive():
+            if (now := time.monotonic()) >= beat_at:
+                self._send(fetching.progress(now))
+                beat_at = now + BEAT_S
+            elif self._link.poll(round(1000 * (beat_at - now))) and self._take(None):
+                heard = time.monotonic()
+            if self._killed_by is not None:
+                return self._report_end(-self._killed_by)
+            if time.monotonic() - heard > self._order.lease_s:
+                return EXIT_LOST
+        if fetching.problem:
+            return self._refuse("spawn", fetching.problem, retry=True)
+        self._spec = replace(self._spec, engine=moved(self._spec.engine, fetching.places))
+        return None
 
     def _take(self, worker: Launched | None) -> bool:
         """Do what the supervisor has ordered. Return whether it has been heard."""
@@ -240,7 +271,11 @@ class Agent:
 
     def close(self) -> None:
         """Free what is left. The worker has ended."""
-        self._gpus.close()
+        if self._gpus is not None:
+            self._gpus.close()
+        if self._fetching is not None:
+            self._fetching.stop()
+            self._fetching.join()
         self._launcher.close()
         self._link.close(linger=0)
 

@@ -23,6 +23,22 @@ _WORD: Final = 1 << 64
 
 
 @dataclass(frozen=True)
+class StoreAccess:
+    """Where an agent copies the model's directories from, and to.
+
+    endpoint   the model store's port
+    server     its public key, as Z85 text
+    directory  where copies are kept on the machine; "~" is the home of the agent's user
+    size       the most bytes of all copies there
+    """
+
+    endpoint: str
+    server: str
+    directory: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Order:
     """What an agent is told when it is started, through its standard input.
 
@@ -31,16 +47,20 @@ class Order:
     agent_id  the agent's routing id
     lease_s   seconds without a sign of the supervisor after which the agent ends the worker
     build     the supervisor's version
+    store     the model store; None if the directories are on the machine
     """
 
     spec: WorkerSpec
     agent_id: bytes
     lease_s: float
     build: str
+    store: StoreAccess | None = None
 
     def packed(self) -> bytes:
         """Return the order as bytes."""
-        return pack_body({**vars(self), "spec": pack_spec(self.spec)})
+        return pack_body(
+            {**vars(self), "spec": pack_spec(self.spec), "store": None if self.store is None else vars(self.store)}
+        )
 
     @staticmethod
     def unpack(packed: bytes) -> "Order":
@@ -55,7 +75,8 @@ class Order:
             keys = LinkKeys(**spec["keys"])
             known = WorkerSpec(engine, 0, "", spec["endpoint"], b"", "", 0, keys=keys)
             return Order(known, fields["agent_id"], fields["lease_s"], fields["build"])
-        return Order(**{**fields, "spec": unpack_spec(fields["spec"])})
+        store = None if fields["store"] is None else StoreAccess(**fields["store"])
+        return Order(**{**fields, "spec": unpack_spec(fields["spec"]), "store": store})
 
 
 @dataclass(frozen=True)
@@ -91,11 +112,26 @@ class Up:
     """The agent has started the worker.
 
     pid    the worker's process
-    node   the name of the machine
+    build  the version of modelctl on the machine
     """
 
     pid: int
-    node: str
+    build: str
+
+
+@dataclass(frozen=True)
+class Copying:
+    """The agent copies the model's directories, and will start the worker then. Sent every BEAT_S.
+
+    phase        what it does, for people
+    done, total  bytes
+    rate         bytes in a second, lately
+    """
+
+    phase: str
+    done: int
+    total: int
+    rate: int
 
 
 @dataclass(frozen=True)
@@ -133,14 +169,17 @@ class Ended:
 class Refused:
     """The agent cannot start the worker.
 
+
     reason  one of REASONS, see ``exits.ExitReport``
     why     one line for people
     retry   whether another try may help
+    build   the version of modelctl on the machine
     """
 
     reason: str
     why: str
     retry: bool
+    build: str = __version__
 
 
 @dataclass(frozen=True)
@@ -166,7 +205,7 @@ class Leave:
 
 
 REASONS: Final = ("config", "no room", "unreadable", "spawn")
-FromAgent = Admitted | Gpus | Up | Beat | Log | Ended | Refused
+FromAgent = Copying | Admitted | Gpus | Up | Beat | Log | Ended | Refused
 ToAgent = Heard | Signal | Stacks | Leave
 _FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in get_args(FromAgent)}
 _TO_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Heard, Signal, Stacks, Leave)}

@@ -1,8 +1,8 @@
 """The parts of a supervisor that are there for workers on other machines only."""
 
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import zmq
@@ -10,6 +10,7 @@ import zmq
 from supervisor.cluster.launchers import Launchers
 from supervisor.cluster.ray_starter import RayStarter
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
+from supervisor.cluster.store_keeper import ModelStore
 from supervisor.config_schema import ClusterConfig
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.remote_port import open_remote_port
@@ -33,8 +34,10 @@ class Cluster:
         self._public, self._secret = zmq.curve_keypair()
         self._port: WorkerPort | None = None
         self._starter = RayStarter(config.ray, log)
+        shared = config.model_store
+        self._store = ModelStore(shared.listen, shared.directory, shared.size, log) if shared.listen else None
         self.launcher = RemoteLauncher(
-            self._starter, config.advertise, self._public.decode(), config.lease, self._send, log
+            self._starter, config.advertise, self._public.decode(), config.lease, self._send, log, self._store
         )
 
     def beside(self, local: Launcher) -> Launchers:
@@ -55,17 +58,29 @@ class Cluster:
         ``check_s`` seconds."""
         self.launcher.check(now)
         self._starter.check(now)
+        if self._store is not None:
+            self._store.check(now)
+        for name in self.launcher.versions.keys() - self._starter.machines.names():
+            del self.launcher.versions[name]
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the cluster cannot be used; None if it can, or has not answered yet."""
+        if self._store is not None and self._store.trouble:
+            return self._starter.trouble or f"model store: {self._store.trouble}"
+        return self._starter.trouble or None
 
     def describe(self) -> dict[str, Any]:
         """Return the cluster as ``status`` shows it."""
+        described = self._starter.machines.describe(self.launcher.heard(), self.launcher.versions, time.monotonic())
+        for node in described["nodes"]:
+            node["devices"] = _described(self.launcher.devices_on(node["name"]) or node["devices"])
         return {
             "ray": self._config.ray,
             "advertise": self._config.advertise,
-            "trouble": self._starter.trouble or None,
-            "nodes": [
-                {**asdict(node), "devices": _described(self.launcher.devices_on(node.name) or node.devices)}
-                for node in self._starter.nodes
-            ],
+            "model_store": self._config.model_store.listen,
+            "trouble": self.trouble,
+            **described,
         }
 
 

@@ -65,6 +65,11 @@ class Nodes:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """Ray has answered, and the machines have not changed."""
+
+
+@dataclass(frozen=True)
 class AgentLeft:
     """An agent has ended, or was never started. ``why`` is one line for people, "" if it left by itself."""
 
@@ -80,9 +85,9 @@ class Unusable:
 
 
 ToDriver = StartAgent | EndAgent
-FromDriver = Nodes | AgentLeft | Unusable
+FromDriver = Nodes | Looked | AgentLeft | Unusable
 _KINDS: Final[dict[str, type[Any]]] = {
-    kind.__name__: kind for kind in (StartAgent, EndAgent, Nodes, AgentLeft, Unusable)
+    kind.__name__: kind for kind in (StartAgent, EndAgent, Nodes, Looked, AgentLeft, Unusable)
 }
 
 

@@ -19,7 +19,7 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
 
 
-@ray.remote(num_cpus=0, max_retries=0)
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator, unused-ignore]
 def read_gpus() -> bytes:
     """Return what ``gpu_probe`` tells of this machine; nothing if it does not."""
     command = [sys.executable, "-P", "-m", "supervisor.cluster.gpu_probe"]

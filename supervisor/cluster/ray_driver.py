@@ -28,6 +28,7 @@ from supervisor.cluster.driver_messages import (
     AgentLeft,
     EndAgent,
     FromDriver,
+    Looked,
     Node,
     Nodes,
     StartAgent,
@@ -134,7 +135,7 @@ class Driver:
         except Exception as e:
             self._actors.pop(number, None)
             self._leases.pop(number, None)
-            self._say(AgentLeft(number, _line(e)))
+            self._say(AgentLeft(number, line_of(e)))
             return
         future.add_done_callback(lambda done: self._note_end(number, done))
 
@@ -144,7 +145,7 @@ class Driver:
             code = done.result()
             why = f"its agent left with exit code {code}" if code else ""
         except Exception as e:
-            why = _line(e)
+            why = line_of(e)
         self._over.put((number, why))
         os.eventfd_write(self._wake, 1)
 
@@ -200,9 +201,8 @@ class Driver:
             if node["Alive"]
         ]
         self._read_devices(nodes)
-        if nodes != self._said:
-            self._said = nodes
-            self._say(Nodes(nodes))
+        self._say(Looked() if nodes == self._said else Nodes(nodes))
+        self._said = nodes
 
     def _say(self, message: FromDriver) -> None:
         self._link.send(pack(message))
@@ -240,7 +240,7 @@ def why_open(address: str) -> str | None:
     return f"it cannot be seen whether it refuses processes without a token: {done.stderr.decode()[-200:]}"
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     """Return one line of an error of Ray for people. Ray's messages are long."""
     text = " ".join(str(getattr(error, "cause", None) or error).split())
     return f"Ray: {type(error).__name__}: {text[:300]}"
@@ -261,7 +261,7 @@ def main() -> None:
         link.send(pack(Unusable("the package ray is not installed: pip install 'modelctl[ray]'")))
         return
     except Exception as e:
-        link.send(pack(Unusable(f"the cluster {address} cannot be reached: {_line(e)}")))
+        link.send(pack(Unusable(f"the cluster {address} cannot be reached: {line_of(e)}")))
         return
     if (why := why_open(ray.get_runtime_context().gcs_address)) is not None:
         link.send(pack(Unusable(f"the Ray cluster {address} is not used: {why}")))

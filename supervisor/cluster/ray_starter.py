@@ -17,6 +17,7 @@ from supervisor.cluster.driver_messages import (
     MAX_PACKET,
     AgentLeft,
     EndAgent,
+    Looked,
     Node,
     Nodes,
     StartAgent,
@@ -25,7 +26,9 @@ from supervisor.cluster.driver_messages import (
     pack,
     read,
 )
+from supervisor.cluster.listed_machines import Machines
 from supervisor.cluster.starting import AgentEnd
+from supervisor.event_history import EventKind, noted
 
 _COMMAND = (sys.executable, "-P", "-m", "supervisor.cluster.ray_driver")
 NOT_YET = "the Ray cluster has not answered yet"
@@ -36,14 +39,14 @@ AGAIN_S = 5.0
 class RayStarter:
     """An ``AgentStarter``. Raises OSError if the helper cannot be started.
 
-    address  the cluster's address, as Ray takes it, or "auto" for the one that this machine belongs to
-    nodes    the machines of the cluster; empty until it has answered
-    trouble  why the cluster cannot be used, for people; "" if it can, or has not answered yet
+    address   the cluster's address, as Ray takes it, or "auto" for the one that this machine belongs to
+    machines  the machines of the cluster
+    trouble   why the cluster cannot be used, for people; "" if it can, or has not answered yet
     """
 
     def __init__(self, address: str, log: logging.Logger) -> None:
         self._address, self._log = address, log
-        self.nodes: list[Node] = []
+        self.machines = Machines()
         self.trouble = ""
         self._started: dict[int, tuple[str, int]] = {}
         """The machine and the GPUs of each agent that was started, and has not ended yet."""
@@ -82,6 +85,11 @@ class RayStarter:
     @property
     def descriptor(self) -> int:
         return self._epoll.fileno()
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The machines of the cluster; empty until it has answered."""
+        return self.machines.nodes
 
     def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
         return self._choose(wanted, gpus, beside, without).name
@@ -149,22 +157,24 @@ class RayStarter:
                 return
             if isinstance(message, Nodes):
                 self._adopt(message.read())
+            elif isinstance(message, Looked):
+                self.machines.confirm(time.monotonic())
             elif isinstance(message, AgentLeft):
                 if message.number in self._started:
                     del self._started[message.number]
                     self._ends.append(AgentEnd(message.number, message.why))
             elif isinstance(message, Unusable):
                 if message.why != self.trouble:
-                    self._log.error("cluster: %s", message.why)
+                    self._log.error("cluster: %s", message.why, extra=noted(EventKind.CLUSTER))
                 self.trouble = message.why
 
     def _adopt(self, nodes: list[Node]) -> None:
-        before, after = ({node.name for node in some} for some in (self.nodes, nodes))
-        for name in sorted(after - before):
-            self._log.info("cluster: machine %s is there", name)
-        for name in sorted(before - after):
-            self._log.warning("cluster: machine %s is gone", name)
-        self.nodes, self.trouble = nodes, ""
+        came, went = self.machines.adopt(nodes, time.monotonic())
+        for name in came:
+            self._log.info("cluster: machine %s is there", name, extra=noted(EventKind.CLUSTER))
+        for name in went:
+            self._log.warning("cluster: machine %s is gone", name, extra=noted(EventKind.CLUSTER))
+        self.trouble = ""
 
     def _lose(self, why: str) -> None:
         """Note that the helper is gone. Ray ends all its actors, and so all agents end."""
@@ -176,7 +186,7 @@ class RayStarter:
         self._process.wait()
         self._ends += [AgentEnd(number, "the connection to the Ray cluster was lost") for number in self._started]
         self._started.clear()
-        self.nodes = []
+        self.machines.lose()
         self.trouble = self.trouble or f"the helper that talks to Ray: {why}"
 
     def _send(self, message: ToDriver) -> None:

@@ -24,6 +24,7 @@ from protocol.process.worker_spec import LinkKeys, WorkerSpec
 from supervisor.cluster.agent_messages import (
     Admitted,
     Beat,
+    Copying,
     Ended,
     Gpus,
     Heard,
@@ -39,6 +40,8 @@ from supervisor.cluster.agent_messages import (
 from supervisor.cluster.choice import NoMachineError
 from supervisor.cluster.remote_worker import SILENT_S, RemoteWorker
 from supervisor.cluster.starting import AgentStarter
+from supervisor.cluster.store_keeper import ModelStore
+from supervisor.cluster.store_places import directories_of
 from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_shares import needs_text
@@ -60,6 +63,7 @@ class RemoteLauncher:
     server    the public key of that port
     lease_s   seconds after which a machine counts as lost, for both ends
     send      sends a frame to a routing id of that port, and returns whether it could
+    store     the model store; None if the directories of models are on the machines
     """
 
     def __init__(
@@ -70,9 +74,10 @@ class RemoteLauncher:
         lease_s: float,
         send: Callable[[bytes, bytes], bool],
         log: logging.Logger,
+        store: ModelStore | None = None,
     ) -> None:
         self._starter, self._endpoint, self.server = starter, endpoint, server
-        self._lease_s, self._send, self._log = lease_s, send, log
+        self._lease_s, self._send, self._log, self._store = lease_s, send, log, store
         self._leaving: set[int] = set()
         """The numbers of agents whose workers have ended. The lease of each is given back when it has left."""
         self._workers: dict[bytes, RemoteWorker] = {}
@@ -82,6 +87,8 @@ class RemoteLauncher:
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.keys: set[str] = set()
         """The public keys of the workers that run, for ZAP."""
+        self.versions: dict[str, str] = {}
+        """By machine, the version of modelctl that an agent there has told."""
 
     @property
     def descriptor(self) -> int:
@@ -127,7 +134,8 @@ class RemoteLauncher:
             others = (other for other in self._workers.values() if other is not worker and not other.waits)
             beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
             node = self._starter.choose(node, spec.leased_gpus, beside, worker.refusals)
-            order = Order(spec, worker.agent_id, self._lease_s, __version__)
+            store = self._store.access if self._store else None
+            order = Order(spec, worker.agent_id, self._lease_s, __version__, store)
             self._starter.start(worker.number, node, spec.leased_gpus, order.packed())
         except NoMachineError as e:
             if str(e) != worker.waits:
@@ -138,6 +146,8 @@ class RemoteLauncher:
             self._log.info("%s: starts on %s", spec.name, node, extra=about(spec.name))
         worker.node, worker.waits = node, ""
         self.keys.add(spec.keys.public)
+        if self._store is not None:
+            self._store.admit(spec.keys.public, directories_of(spec.engine))
 
     def knows(self, routing_id: bytes) -> bool:
         """Return whether a frame with this routing id is of an agent."""
@@ -157,7 +167,13 @@ class RemoteLauncher:
             return
         worker.silent_s, worker.up = 0.0, True
         if isinstance(message, Beat):
-            worker.beat = message
+            worker.beat, worker.progress = message, None
+            self.tell(worker, Heard())
+        elif isinstance(message, Copying):
+            worker.progress = {
+                "phase": message.phase, "done": message.done, "total": message.total, "unit": "bytes",
+                "per_s": message.rate,
+            }  # fmt: skip
             self.tell(worker, Heard())
         elif isinstance(message, Log):
             _append(worker.spec.log_path, message.text)
@@ -167,8 +183,10 @@ class RemoteLauncher:
         elif isinstance(message, Gpus):
             worker.gpus = message
         elif isinstance(message, Up):
+            self.versions[worker.node] = message.build
             worker.started(message.pid)
         elif isinstance(message, Refused):
+            self.versions[worker.node] = message.build
             self._refused(worker, message)
         else:
             assert isinstance(message, Ended)
@@ -204,8 +222,14 @@ class RemoteLauncher:
         self._starter.end(worker.number)
         self._leaving.add(worker.number)
         del self._workers[worker.agent_id]
+        self._revoke(worker)
+
+    def _revoke(self, worker: RemoteWorker) -> None:
+        """Take a worker's key off the lists."""
         assert worker.spec.keys is not None
         self.keys.discard(worker.spec.keys.public)
+        if self._store is not None:
+            self._store.revoke(worker.spec.keys.public)
 
     def _say_admitted(self, worker: RemoteWorker, told: Admitted) -> None:
         if not worker.spec.leased_gpus:
@@ -240,6 +264,14 @@ class RemoteLauncher:
             if worker.silent_s > self._lease_s:
                 self._give_up(worker, f"nothing was heard of {worker.node} for {self._lease_s:g} s")
 
+    def heard(self) -> dict[str, float]:
+        """Return, by machine, the seconds since one of its agents was heard. Machines without an agent are left out."""
+        silent: dict[str, float] = {}
+        for worker in self._workers.values():
+            if worker.up and not worker.is_gone:
+                silent[worker.node] = min(worker.silent_s, silent.get(worker.node, worker.silent_s))
+        return silent
+
     def _give_up(self, worker: RemoteWorker, why: str, *, has_left: bool = False) -> None:
         self._starter.end(worker.number)
         self._end(worker, LOST, why, has_left=has_left)
@@ -248,8 +280,7 @@ class RemoteLauncher:
         worker.code, worker.lost = code, lost
         if not has_left and not worker.waits:
             self._leaving.add(worker.number)
-        assert worker.spec.keys is not None
-        self.keys.discard(worker.spec.keys.public)
+        self._revoke(worker)
         os.eventfd_write(self._readable, 1)
 
     def _kill(self, worker: RemoteWorker) -> None:
@@ -284,6 +315,8 @@ class RemoteLauncher:
 
     def close(self) -> None:
         self._starter.close()
+        if self._store is not None:
+            self._store.close()
         os.close(self._readable)
 
 

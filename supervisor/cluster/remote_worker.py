@@ -22,6 +22,7 @@ class RemoteWorker:
     node      the name of the machine
     pid       the process's pid there; 0 until the agent has started it
     waits     why no agent could be started yet; "" once one was
+    progress  how far its directories are copied; None at other times
     lost      why the worker counts as ended although nobody has seen its end; "" otherwise
     refusals  machine → why the worker was not started there, by this start
     """
@@ -47,6 +48,7 @@ class RemoteWorker:
         self.number, self.agent_id, self.spec = number, agent_id, spec
         self.node = spec.node if is_name(spec.node) else ""
         self.pid = 0
+        self.progress: dict[str, Any] | None = None
         self.up = False
         self.silent_s = 0.0
         """Seconds counted since the last message of the agent."""
@@ -54,7 +56,7 @@ class RemoteWorker:
 
     def started(self, pid: int) -> None:
         """Take note that the agent has started the process."""
-        self.pid = pid
+        self.pid, self.progress = pid, None
         self.beat = Beat(_first_word(self.spec.leases.start_s), None, "it was just started")
 
     @property
@@ -72,7 +74,7 @@ class RemoteWorker:
 
     def read_lease(self) -> Reading | None:
         # A worker does not hang because its network is cut. ``RemoteLauncher.check`` counts how long it is silent. One
-        # that waits for a machine, or whose machine sees whether it fits, has not begun.
+        # that waits for a machine, or for its directories, or whose machine sees whether it fits, has not begun.
         if self.waits or self.silent_s > SILENT_S or (self.up and not self.pid):
             return None
         return read_word(self.beat.word)

@@ -227,6 +227,10 @@ class Replica:
             return None
         return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")
 
+    def how_far(self) -> dict[str, Any] | None:
+        """Return how far the load is, or what comes before it; None at other times."""
+        return self.progress or (self.process.progress if self.process is not None else None) or None
+
     def refusal(self) -> WireError:
         """Return the error for new requests if no worker of the model takes any."""
         name = self.model
@@ -282,12 +286,12 @@ class Replica:
             "wake_s": self.wake_s,
             "unloaded": self.life.unload_cause,
             "pid": self.process.pid if self.process else None,
-            "node": (self.process.node if self.process else config.node) or None,
+            "node": (self.process.node if self.process else "") or config.node,
             **(self.detector.describe() if self.process and self.detector else {"phase": None, "beat_s": None}),
             "generation": self.generation,
             "restarts": self.restarts,
             "load_seconds": self.info.get("load_seconds"),
-            "progress": self.progress or None,
+            "progress": self.how_far(),
             "engine_stats": self.stats,
             "totals": scheduler.totals(self.model),
             "last_exit": asdict(self.last_exit) if self.last_exit else None,

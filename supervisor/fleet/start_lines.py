@@ -33,7 +33,7 @@ class StartLines:
             if replica.state not in (WorkerState.STARTING, WorkerState.LOADING):
                 self._lines.forget(replica.name)
                 continue
-            progress = replica.progress or None
+            progress = replica.how_far()
             phase = phase_of(replica.state, progress)
             starts[replica.shown] = phase, progress
             line = self._lines.due(replica.name, phase, now, percentage=percentage_of(progress))

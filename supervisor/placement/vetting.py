@@ -19,9 +19,10 @@ from supervisor.yaml_source import Problem
 def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str, Estimated]:
     """Return the faults of each model, or else the memory that it needs. Raises OSError if no process can be started.
 
-    installed  whether it is a fault that an engine's packages are not installed on this machine
+    installed  whether it is a fault that the packages of an engine that may run on this machine are not installed here
     """
-    questions = {name: question_of(spec, installed=installed) for name, spec in models.items()}
+    may_run_here = {name for name, spec in models.items() if spec.config.node in (None, "auto")}
+    questions = {name: question_of(spec, installed=installed and name in may_run_here) for name, spec in models.items()}
     asked = {name: question for name, question in questions.items() if question is not None}
     answers = dict(zip(asked, ask_now([*asked.values()]), strict=True)) if asked else {}
     return {name: answer_with(spec, answers.get(name)) for name, spec in models.items()}

@@ -27,6 +27,11 @@ class Launched(Protocol):
         """Return why the process was not started yet; "" once it was."""
 
     @property
+    def progress(self) -> dict[str, Any] | None:
+        """Return how far the machine is that prepares the start, as ``status`` shows it; None if there is nothing to
+        prepare, or nothing left."""
+
+    @property
     def lost(self) -> str:
         """Return why the process counts as ended although nobody has seen its end; "" if that is not so."""
 

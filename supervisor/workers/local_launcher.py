@@ -90,7 +90,7 @@ class WorkerProcess:
             raise
 
     node = waits = lost = placed_on = ""  # it runs on this machine, where every end is seen
-    refused = None
+    refused = progress = None
 
     def gpu_memory(self) -> None:
         """Return nothing: NVML of this machine tells."""

@@ -71,6 +71,12 @@ def test_no_figure_is_lost() -> None:
         ("vram_returned_ms", 95.3, "vram returned after", ["95.3 ms"]),
         ("vram_by_gpu", {"0": 12 << 30, "1": None}, "vram_by_gpu", ["GPU 0: 12.0 GiB", "GPU 1: -"]),
         ("progress", {"phase": "loading", "done": 1, "total": 4}, "progress", ["loading: 25 %"]),
+        (
+            "progress",
+            {"phase": "copying model", "done": 3 << 30, "total": 6 << 30, "unit": "bytes", "per_s": 7 << 20},
+            "progress",
+            ["copying model: 50 %, 3.0 GiB of 6.0 GiB, 7 MiB/s"],
+        ),
         ("engine_stats", {}, "engine_stats", ["-"]),
         ("totals", {"tokens": 20, "errors": 1}, "totals", ["tokens generated: 20", "requests ended with an error: 1"]),
         (

@@ -44,6 +44,28 @@ def test_a_plan_shows_every_gpu_and_part(tmp_path: Path) -> None:
     assert "all 6 workers would start" in done.stdout
 
 
+def test_models_on_other_machines_are_listed_with_their_machine(tmp_path: Path) -> None:
+    models: dict[str, dict[str, object]] = {
+        "near": {"gpu": 0, "vram": "20GiB"},
+        "far": {"gpu": "auto", "node": "big-box", "replicas": 2},
+        "anywhere": {"node": "auto", "lazy": True},
+    }
+    file = write(tmp_path, models)
+    file.write_text(file.read_text() + "cluster: {advertise: 'tcp://192.168.1.5:5571'}\n")
+    command = ("plan", file, "--gpus", "24G", "--runtime-dir", tmp_path)
+    done = modelctl(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "GPU 0: 24.0 GiB; 4.0 left" in lines
+    for worker in ("far:1", "far:2"):
+        assert f"{worker}: on machine big-box, with a GPU that Ray chooses when it starts" in lines
+    assert "anywhere: lazy; on another machine, on the CPU" in lines
+    workers = json.loads(modelctl(*command, "--json").stdout)["workers"]
+    assert {each["name"]: each["node"] for each in workers} == {
+        "near": None, "far:1": "big-box", "far:2": "big-box", "anywhere": "auto",
+    }  # fmt: skip
+
+
 def test_a_plan_counts_the_host_memory_of_models_that_sleep(tmp_path: Path) -> None:
     lazy: dict[str, object] = {"lazy": True, "engine": "exllamav2", "gpu": 0}
     models: dict[str, dict[str, object]] = {

@@ -152,6 +152,24 @@ def test_a_wide_terminal_shows_more() -> None:
     assert unstyle(ps(NAMES[2:], 250)).splitlines()[0].split()[-1] == "REASON"
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"placed": None, "node": "big-box"}, "exllamav2 on machine big-box, GPU auto (NVIDIA RTX A6000)"),
+        (
+            {"gpu": "cpu", "device": "cpu (4 threads)", "node": "big-box"},
+            "exllamav2 on machine big-box, cpu (4 threads)",
+        ),
+        ({"node": None}, "exllamav2 on GPU 0, 1 (NVIDIA RTX A6000)"),
+    ],
+)
+def test_the_status_says_the_machine(fields: dict[str, Any], says: str) -> None:
+    shown = views.status_text({"models": [model("a", **fields)]}, None, verbose=False, of_supervisor=False)
+    assert says in shown
+    waiting = model("a", **(fields | {"pid": 0, "state": "starting", "reason": "no machine"}))
+    assert "pid" not in views.status_text({"models": [waiting]}, None, verbose=False, of_supervisor=False)
+
+
 def test_the_status_of_a_healthy_model_fits_a_screen() -> None:
     shown = views.status_text({"models": [model("a")]}, 80, verbose=False, of_supervisor=False)
     assert len(shown.splitlines()) <= 20, shown

@@ -44,6 +44,24 @@ def readings(models: int = 2, requests: int = 3, seconds: int = 1) -> Readings:
     return made
 
 
+def test_machines_are_shown_if_there_are_others() -> None:
+    made = readings()
+    heading = next(line for line in screen(made, View(), 200, 24, colours=False) if "NAME" in line)
+    assert "NODE" not in heading.split()
+    nodes = [{"name": "desk", "gpus": 0.0, "free": 0.0}, {"name": "big-box", "gpus": 4.0, "free": 1.0}]
+    cluster = {"trouble": None, "nodes": nodes, "gone": [{"name": "old-box"}]}
+    made.status["supervisor"]["cluster"] = cluster
+    made.status["models"][1]["node"] = "big-box"
+    lines = screen(made, View(), 200, 24, colours=False)
+    assert "cluster: 2 machines, 3 of 4 GPUs leased; gone: old-box" in [line.strip() for line in lines]
+    heading = next(line for line in lines if "NAME" in line)
+    assert heading.split()[:4] == ["NAME", "STATE", "NODE", "GPU"]
+    shown = [line.split()[2] for line in lines if "model-" in line]
+    assert shown == ["-", "big-box"]
+    cluster["trouble"] = "the package ray is not installed"
+    assert "cluster: the package ray is not installed" in screen(made, View(), 200, 24, colours=False)[2]
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 250])
 @pytest.mark.parametrize("height", [8, 24, 60])
 @pytest.mark.parametrize("rows", [0, 1, 5, 200])

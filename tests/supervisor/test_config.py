@@ -376,3 +376,19 @@ def test_what_is_for_lazy_models_only(tmp_path: Path) -> None:
     for keys, problem in reported:
         with pytest.raises(ConfigError, match=re.escape(problem)):
             load(tmp_path, model(**keys))
+
+
+def test_a_model_store_needs_a_port_and_a_place_of_its_own(tmp_path: Path) -> None:
+    def cluster(**store: Any) -> str:
+        return model() + yaml.safe_dump({"cluster": {"advertise": "tcp://192.168.1.5:5571", "model_store": store}})
+
+    store = load(tmp_path, cluster(listen="tcp://192.168.1.5:5572", size="1TiB")).cluster
+    assert store is not None
+    assert (store.model_store.size, store.model_store.directory) == (1 << 40, "~/.cache/modelctl/models")
+    assert load(tmp_path, cluster()).cluster.model_store.listen is None  # type: ignore[union-attr]
+    (taken,) = problems(tmp_path, cluster(listen="tcp://192.168.1.5:5571"))
+    assert taken.endswith("cluster.model_store.listen: is tcp://192.168.1.5:5571, as advertise is; choose another port")
+    (relative,) = problems(tmp_path, cluster(listen="tcp://192.168.1.5:5572", directory="copies"))
+    assert "cluster.model_store.directory: is 'copies': must be an absolute path, or begin with ~/" in relative
+    (size,) = problems(tmp_path, cluster(listen="tcp://192.168.1.5:5572", size="much"))
+    assert "cluster.model_store.size" in size

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import zmq
 
+from protocol import __version__
 from protocol.codec import decode, encode, pack_body, unpack_body
 from protocol.messages import WORKER_TO_SUPERVISOR, Hello, Ready, Shutdown
 from protocol.process.progress_lease import Leases, WorkerPhase
@@ -22,6 +23,7 @@ from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
 from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
+from supervisor.cluster.store_keeper import ModelStore
 from supervisor.ports.remote_port import open_remote_port
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
@@ -40,13 +42,14 @@ LOG = logging.getLogger("test")
 class Host:
     """What the supervisor's loop does for its workers, around one launcher."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, store: ModelStore | None = None) -> None:
         self.directory = directory
         self.context = zmq.Context()
         public, secret = zmq.curve_keypair()
         self.local = LocalLauncher(Timers(), Orphans(directory, LOG), LOG, directory / "spare.log")
         self.remote: RemoteLauncher | None = None
         self.starter = PlainStarter()
+        self.store = store
         self.launcher: Launcher = self.local
         self.endpoint = f"ipc://{directory}/back"
         self.told: dict[bytes, list[Any]] = {}
@@ -62,7 +65,7 @@ class Host:
             return
         self.port = open_remote_port(self.context, "tcp://127.0.0.1:*", secret, clients, lambda routing_id: None)
         self.endpoint = self.port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.remote = RemoteLauncher(self.starter, self.endpoint, public.decode(), LEASE_S, self.port.send, LOG)
+        self.remote = RemoteLauncher(self.starter, self.endpoint, public.decode(), LEASE_S, self.port.send, LOG, store)
         self.remote.keys = keys
         self.launcher = self.remote
 
@@ -99,6 +102,8 @@ class Host:
             if time.monotonic() > self._check_at:
                 self._check_at = time.monotonic() + CHECK_S
                 self.remote.check(time.monotonic())
+                if self.store is not None:
+                    self.store.check(time.monotonic())
 
     def until(self, reached: Callable[[], Any], what: str) -> Any:
         deadline = time.monotonic() + WITHIN
@@ -283,6 +288,17 @@ def test_the_worker_has_the_gpus_that_were_leased(far: Host) -> None:
     far.until(lambda: "devices '5,2'" in log_of(spec), "the log")
     worker.signal(signal.SIGKILL)
     assert far.end(worker) == -signal.SIGKILL
+
+
+def test_agents_tell_their_version_and_when_they_were_heard(far: Host) -> None:
+    worker = far.ready(far.spec())
+    assert far.remote is not None
+    assert far.remote.versions == {"far": __version__}
+    assert 0.0 <= far.remote.heard()["far"] < LEASE_S
+    agent_of(far).suspend()
+    far.until(lambda: far.remote is not None and far.remote.heard().get("far", 0.0) > LEASE_S / 2, "silence")
+    lost(far, worker)
+    assert far.remote.heard() == {}
 
 
 def test_an_agent_that_is_killed_takes_its_worker_along(far: Host) -> None:

@@ -262,8 +262,8 @@ function drawMemory(element, worker) {
 
 function drawFacts(element, worker) {
   const stats = worker.engine_stats || {};
-  const facts = [["on", worker.gpu === "cpu" ? "CPU" : worker.gpu && `GPU ${worker.gpu}`], ["context", worker.context],
-    ["running", worker.active], ["queued", worker.queued], ["restarts", worker.restarts || null],
+  const facts = [["machine", worker.node], ["on", worker.gpu === "cpu" ? "CPU" : worker.gpu && `GPU ${worker.gpu}`],
+    ["context", worker.context], ["running", worker.active], ["queued", worker.queued], ["restarts", worker.restarts || null],
     ["done", worker.totals?.finished], ["errors", worker.totals?.errors || null],
     ["from cache", stats.prompt_tokens ? `${Math.round(100 * (stats.cached_tokens || 0) / stats.prompt_tokens)} %` : null],
     ["pid", worker.pid]];

@@ -11,7 +11,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.colours import painted
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
-from supervisor.cli.doctor import gpus, machine, serving
+from supervisor.cli.doctor import cluster, gpus, machine, serving
 from supervisor.cli.doctor.findings import Finding, Verdict, bad, looking_at, warn, within
 from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, config_file, runtime_dir_option
@@ -29,7 +29,7 @@ INDENT: Final = 6
 @click.command(
     cls=Command,
     examples={
-        "modelctl doctor": "Look at drivers, GPUs, packages, disks, models.yaml and the supervisor",
+        "modelctl doctor": "Look at drivers, GPUs, packages, disks, models.yaml and the cluster",
         "modelctl doctor --json": "The same for a program",
     },
 )
@@ -39,8 +39,8 @@ INDENT: Final = 6
 def doctor(file: Path | None, as_json: bool, runtime_dir: Path) -> int:
     """Look at everything that serving a models.yaml (FILE) needs. Each line says ok, or what to do.
 
-    Nothing is changed, and nothing hangs: each look has a deadline. If a model is ready, it generates four tokens. Exit
-    code 1 if something is bad.
+    Nothing is changed, and nothing hangs: each look has a deadline. If a model is ready, it generates four tokens. With
+    a section cluster, a short task of Ray has a look at each other machine. Exit code 1 if something is bad.
     """
     found: list[Finding] = []
     for finding in _look(file, runtime_dir):
@@ -81,6 +81,8 @@ def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
     status = serving.status_of(runtime_dir)
     if examined is not None:
         yield from within("gateway", lambda: serving.port_of(seen.config, status))
+    if examined is not None and examined.config.cluster is not None:
+        yield from within("cluster", lambda: cluster.look(seen.config, status), cluster.LOOK_S + 20)
     yield from within("supervisor", lambda: serving.running_of(status))
     came = {"done": 0, "total": serving.TOKENS, "unit": "tokens"}
     yield from within(

@@ -1,0 +1,200 @@
+"""What a model store and the agents that copy from it tell each other.
+
+An agent sends one frame, a msgpack map, and gets one answer with the same ``number``: a map, and behind a ``Chunk`` a
+second frame with the bytes. Neither side trusts the other: every value is checked, and a name becomes part of a path
+only if it matches ``NAME``.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from protocol.codec import pack_body, unpack_body
+from protocol.errors import ErrorCode, FrameError
+
+CHUNK: Final = 2 << 20
+"""The most bytes of a file in one answer."""
+WINDOW: Final = 4
+"""Chunks that an agent may have asked for and not received yet."""
+MAX_REQUEST: Final = 16 << 10
+MAX_ANSWER: Final = 4 << 20
+MOST_FILES: Final = 2000
+"""Files of one directory, its subdirectories included."""
+DEEPEST: Final = 4
+"""Parts of a file's name: subdirectories, and the file."""
+NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}", re.ASCII)
+"""A part of a file's name. It cannot be hidden, and cannot lead to another directory."""
+_SUM: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+MOST_BYTES: Final = 1 << 50
+
+
+def is_safe(name: str) -> bool:
+    """Return whether a file's name may become part of a path."""
+    parts = name.split("/")
+    return len(parts) <= DEEPEST and all(NAME.fullmatch(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a directory that is copied.
+
+    name    its path in the directory, with "/" between the parts
+    size    bytes
+    sha256  checksum, in hex
+    """
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All files of a directory, in the order of their names."""
+
+    files: tuple[File, ...]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def key(self) -> str:
+        """A text of 32 characters that only a directory with the same content has."""
+        lines = "".join(f"{file.sha256} {file.size} {file.name}\n" for file in self.files)
+        return hashlib.sha256(lines.encode()).hexdigest()[:32]
+
+    def packed(self) -> list[list[Any]]:
+        """Return the manifest as a list for a message."""
+        return [[file.name, file.size, file.sha256] for file in self.files]
+
+    @staticmethod
+    def read(listed: Any) -> "Manifest":
+        """Return the manifest that ``packed`` has made. Raises FrameError for names that are not safe, and for all else
+        that cannot be."""
+        files = []
+        for entry in _checked(listed, list):
+            if not isinstance(entry, list) or len(entry) != 3:
+                raise _wrong("an entry of a manifest that is not [name, size, sum]")
+            name, size, digest = _checked(entry[0], str), _checked(entry[1], int), _checked(entry[2], str)
+            if not is_safe(name):
+                raise _wrong(f"a file with the name {name[:80]!r}")
+            if not 0 <= size <= MOST_BYTES or not _SUM.fullmatch(digest):
+                raise _wrong(f"a size or a checksum of {name} that cannot be")
+            files.append(File(name, size, digest))
+        names = [file.name for file in files]
+        if not files or len(files) > MOST_FILES or names != sorted(set(names)):
+            raise _wrong(f"a manifest of {len(files)} files, or with names that are not in order")
+        above = {name[:at] for name in names for at in range(len(name)) if name[at] == "/"}
+        if above & set(names):
+            raise _wrong("a manifest in which a name is a file and a directory")
+        return Manifest(tuple(files))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask for the manifest of a directory."""
+
+    number: int
+    directory: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """Ask for bytes of a file of the manifest ``key``."""
+
+    number: int
+    directory: str
+    key: str
+    name: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """The manifest is not ready: so many bytes of the directory were read for its checksums."""
+
+    number: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The manifest, packed."""
+
+    number: int
+    files: list[Any]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes of a file, in the frame behind this one."""
+
+    number: int
+    key: str
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A request cannot be fulfilled. ``why`` is one line for people."""
+
+    number: int
+    why: str
+
+
+Request = Ask | Read
+Answer = Preparing | Listing | Chunk | Problem
+_REQUESTS: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Ask, Read)}
+_ANSWERS: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Preparing, Listing, Chunk, Problem)}
+_TYPES: Final = {int: int, str: str, list[Any]: list}
+
+
+def pack(message: Request | Answer) -> bytes:
+    """Return the frame of a message."""
+    return pack_body({"kind": type(message).__name__, **vars(message)})
+
+
+def read_request(frame: bytes) -> Request:
+    """Return the message in a frame of an agent. Raises FrameError."""
+    message: Request = _read(frame, _REQUESTS)
+    if isinstance(message, Read) and not (0 <= message.offset <= MOST_BYTES and 0 < message.size <= CHUNK):
+        raise _wrong(f"a request for {message.size} bytes at {message.offset}")
+    return message
+
+
+def read_answer(frames: Sequence[bytes]) -> tuple[Answer, bytes]:
+    """Return the message in an answer of a store, and the bytes of a chunk. Raises FrameError."""
+    message: Answer = _read(frames[0], _ANSWERS)
+    if len(frames) != 1 + isinstance(message, Chunk):
+        raise _wrong(f"an answer of {len(frames)} frames")
+    return message, frames[1] if isinstance(message, Chunk) else b""
+
+
+def _read(frame: bytes, kinds: Mapping[str, type[Any]]) -> Any:
+    fields = unpack_body(frame)
+    kind = kinds.get(str(fields.pop("kind", None)))
+    if kind is None:
+        raise _wrong("a message of an unknown kind")
+    hints = kind.__annotations__
+    if fields.keys() != hints.keys():
+        raise _wrong(f"a message {kind.__name__} with other fields than {list(hints)}")
+    for name, hint in hints.items():
+        _checked(fields[name], _TYPES[hint])
+    return kind(**fields)
+
+
+def _checked(value: Any, kind: type[Any]) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _wrong(f"a value of the type {type(value).__name__} for {kind.__name__}")
+    return value
+
+
+def _wrong(what: str) -> FrameError:
+    return FrameError(ErrorCode.BAD_FRAME, f"between a model store and an agent: {what}")
