@@ -45,7 +45,7 @@ test-nightly: DRAWN := CHAOS_EPISODES=200 FUZZ_TIMES=16 SCHEDULER_EXAMPLES=300
 test-long: $(VENV)/.test ## what takes long: crowds, floods, whole vocabularies, and more random faults and frames
 	$(DRAWN) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "long or more" $(PYTEST_ARGS)
 
-test-nightly: $(VENV)/.test ## only what draws at random, four times as much of it as in test-long
+test-nightly: $(VENV)/.test ## only what draws its cases, three to five times as many as in test-long
 	$(DRAWN) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m more $(PYTEST_ARGS)
 
 test-install: $(VENV)/.test ## pip install . into empty environments, without the engines' packages: clients work from there
