@@ -49,11 +49,9 @@ def wait_until(condition: Callable[[], T | None], within: float = WITHIN, what: 
         value = condition()
         if value:
             return value
-        waited = time.monotonic() - begun
-        if waited > within:
+        if (waited := time.monotonic() - begun) > within:
             raise AssertionError(f"not within {within} s: {what or 'the condition'} (last value: {value!r})")
-        # Asking a supervisor every 5 ms takes a tenth of a core. So pauses grow, to 20 ms after a second.
-        time.sleep(min(max(0.005, waited / 50), 0.02))
+        time.sleep(min(max(0.005, waited / 50), 0.02))  # asking a supervisor every 5 ms takes a tenth of a core
 
 
 def marked_processes(mark: str, value: str | None = None) -> list[psutil.Process]:
