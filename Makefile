@@ -6,21 +6,21 @@
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
 #   PIP_INSTALL="..."    further options of pip install, such as --quiet
-#   TEST_JOBS=3          how many tests run beside one another (each waits a quarter of its time: three keep two cores
-#                        busy); 0: one after another, in one process
+#   TEST_JOBS=5          how many tests run beside one another (they wait for more than half of their time: five keep two
+#                        cores busy); 0: one after another, in one process
 #   PYTEST_ARGS="-k x"   handed to pytest
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PIP_INSTALL ?=
-TEST_JOBS ?= 3
+TEST_JOBS ?= 5
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-long test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
+.PHONY: demo test test-long test-nightly test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
 
 demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
 	$(BIN)/python examples/demo.py
@@ -38,9 +38,15 @@ serve: $(VENV)/.run ## leave a supervisor with the demo models running; `modelct
 test: $(VENV)/.test ## the test suite, but for what takes long
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST_ARGS)
 
-test-long: $(VENV)/.test ## what takes long: crowds, floods, whole vocabularies, and many more random faults and frames
-	CHAOS_EPISODES=200 FUZZ_TIMES=16 SCHEDULER_EXAMPLES=300 $(BIN)/python -m pytest -n $(TEST_JOBS) \
-		--dist loadfile --no-loadscope-reorder -m "long or more" $(PYTEST_ARGS)
+# How much test-long draws, and test-nightly: episodes of random faults in each half, times 130,000 frames, stories
+test-long: DRAWN := CHAOS_EPISODES=40 FUZZ_TIMES=4 SCHEDULER_EXAMPLES=100
+test-nightly: DRAWN := CHAOS_EPISODES=200 FUZZ_TIMES=16 SCHEDULER_EXAMPLES=300
+
+test-long: $(VENV)/.test ## what takes long: crowds, floods, whole vocabularies, and more random faults and frames
+	$(DRAWN) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "long or more" $(PYTEST_ARGS)
+
+test-nightly: $(VENV)/.test ## only what draws its cases, three to five times as many as in test-long
+	$(DRAWN) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m more $(PYTEST_ARGS)
 
 test-install: $(VENV)/.test ## pip install . into empty environments, without the engines' packages: clients work from there
 	$(BIN)/python -m pytest -s tests/plain_installation.py
@@ -53,12 +59,10 @@ test-claude-code: $(VENV)/.test ## Claude Code against the gateway, with no othe
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/claude @anthropic-ai/claude-code@2.1.330
 	$(BIN)/python -m pytest tests/claude_code.py
 
-test-fuzz-http: $(VENV)/.test ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt schemathesis
+test-fuzz-http: $(VENV)/.fuzz-http ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 	$(BIN)/python -m pytest -s tests/fuzz_http.py
 
-test-browser: $(VENV)/.test ## the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright
+test-browser: $(VENV)/.browser ## the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
 	$(BIN)/python -m pytest tests/page_in_browser.py
 
 test-prometheus: $(VENV)/.test ## a real Prometheus scrapes the gateway: Debian's prometheus, no GPU
@@ -70,8 +74,7 @@ test-nginx: $(VENV)/.test ## the gateway behind a real nginx: Debian's nginx-lig
 test-systemd: $(VENV)/.test ## the service under a real systemd in namespaces of its own; root only, no GPU
 	$(BIN)/python -m pytest tests/under_systemd.py
 
-test-ray: $(VENV)/.test ## workers on three nodes of a Ray cluster, each in a network namespace; root only, no GPU
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt 'ray>=2.50,<3'
+test-ray: $(VENV)/.ray ## workers on three nodes of a Ray cluster, each in a network namespace; root only, no GPU
 	$(BIN)/python -m pytest tests/on_ray.py
 
 lint: $(VENV)/.test ## ruff, strict types
@@ -108,6 +111,18 @@ $(VENV)/.test: $(VENV)/.run
 	$(PIP) -r $(VENV)/test.txt
 	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled
 	@sed -i -E '/^Requires-Dist: (fastparquet|ninja|pandas)$$/d' $(VENV)/lib/python3*/site-packages/exllamav2-*/METADATA
+	touch $@
+
+$(VENV)/.fuzz-http: $(VENV)/.test
+	$(PIP) --quiet schemathesis
+	touch $@
+
+$(VENV)/.browser: $(VENV)/.test
+	$(PIP) --quiet playwright
+	touch $@
+
+$(VENV)/.ray: $(VENV)/.test
+	$(PIP) --quiet 'ray>=2.50,<3'
 	touch $@
 
 # The same environment as for the tests, since the generators of pages import the project. They need no torch.

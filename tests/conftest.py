@@ -33,22 +33,37 @@ Serve = Callable[..., Serving]
 LONGEST = (
     "system/test_chaos.py",
     "system/test_chaos_on.py",
-    "fuzzing/test_what_the_supervisor_reads.py",
-    "gateway/test_forced_calls.py",
-    "system/test_spare_workers.py",
-    "engines/test_resume.py",
-    "system/test_busy_machine.py",
-    "engines/test_constrained_answers.py",
-    "system/test_flooding.py",
-    "served/test_resuming_served.py",
     "engines/test_gpu_draws.py",
+    "served/test_resuming_served.py",
+    "system/test_spare_workers.py",
+    "system/test_busy_machine.py",
+    "engines/test_resume.py",
+    "engines/test_constrained_answers.py",
+    "gateway/test_forced_calls.py",
     "served/test_demo_models_served.py",
-    "engines/test_engine_options.py",
-    "system/test_resuming.py",
+    "engines/test_exllamav2_load_extension.py",
+    "benchmarks/test_compared_usage.py",
+    "supervisor/test_scheduler_machine.py",
+    "fuzzing/test_what_the_supervisor_reads.py",
     "fuzzing/test_what_the_others_read.py",
+    "cli/test_check.py",
+    "cli/test_compiling.py",
+    "test_packaging.py",
+    "benchmarks/test_results_and_models.py",
+    "system/test_flooding.py",
+    "cli/test_against_a_supervisor.py",
+    "cli/test_init.py",
+    "engines/test_engine_suite.py",
+    "gateway/test_openai_clients.py",
+    "served/test_agent_served.py",
+    "exporter/test_metrics.py",
+    "test_imports.py",
+    "tools/test_demo_models.py",
+    "protocol/test_liveness.py",
 )
-"""Files whose tests take half a minute or more together. They run first, since a long file at the end would keep the
-other test processes waiting. (pytest-xdist by itself begins with the files that have the most tests.)"""
+"""Files whose tests take ten seconds of a core or more together, in ``make test`` or ``make test-long``, and those that
+would come last and take nearly as much. They run first, since a long file at the end would keep the other test
+processes waiting. (pytest-xdist by itself begins with the files that have the most tests.)"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ import time
 from tests.serving import ROOT
 
 EPISODES = int(os.environ.get("CHAOS_EPISODES", 8))
-"""Number of episodes of each half. ``make test-long`` has more."""
+"""Number of episodes of each half. ``make test-long`` and ``make test-nightly`` have more."""
 LANES = 3
 """Lanes of each half. While one lane waits, the others go on."""
 

@@ -70,6 +70,6 @@ def test_a_watched_file_is_followed_and_a_faulty_one_changes_nothing(serve: Serv
     wait_until(
         lambda: "models.yaml has changed: nothing is changed:" in serving.log(), 30, "the word that it is faulty"
     )
-    assert serving.status("b")["state"] == "ready"
+    serving.wait_state("b", "ready")
     serving.write_models({"a": engine(), "c": engine()})
     wait_until(lambda: names() == ["a", "c"], 30, "the other model")

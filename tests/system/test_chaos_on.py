@@ -10,6 +10,7 @@ QUICK = ("repeat tokens", "tell prompts")
 
 
 @pytest.mark.long
+@pytest.mark.more
 @pytest.mark.timeout(900)
 def test_the_invariants_hold_whatever_happens_then() -> None:
     code, out = run_half(first=EPISODES)
