@@ -6,14 +6,14 @@
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
 #   PIP_INSTALL="..."    further options of pip install, such as --quiet
-#   TEST_JOBS=5          how many tests run beside one another (they wait for more than half of their time: five keep two
+#   TEST_JOBS=4          how many tests run beside one another (they wait for nearly half of their time: four keep two
 #                        cores busy); 0: one after another, in one process
 #   PYTEST_ARGS="-k x"   handed to pytest
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PIP_INSTALL ?=
-TEST_JOBS ?= 5
+TEST_JOBS ?= 4
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin

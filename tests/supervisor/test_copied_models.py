@@ -114,7 +114,10 @@ def test_a_directory_that_cannot_be_copied_is_a_reason(far: Host) -> None:
     (model / "link").symlink_to("/etc/passwd")
     wanted = spec(far, model)
     worker = far.launcher.start(wanted)
-    why = lost(far, worker)
+    assert lost(far, worker) == ""
+    assert worker.refused is not None
+    reason, why, retry = worker.refused
+    assert (reason, retry) == ("spawn", True)
     assert "is a link, and the model store sends none" in why
     assert why in log_of(wanted)
 
