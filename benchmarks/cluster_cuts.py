@@ -18,6 +18,8 @@ are looked for on all nodes.
 
 import argparse
 import asyncio
+import logging
+import os
 import signal
 import statistics
 import subprocess
@@ -37,6 +39,7 @@ from benchmarks.report import RESULTS, Result, write
 from benchmarks.stamped_engine import Token, tokens_of
 from modelctl import AsyncClient
 from protocol.errors import ConnectionLost, WireError
+from supervisor.cluster.ray_starter import RayStarter
 from tests.deterministic_engine import answer
 from tests.ray_cluster import RayCluster, can_make_namespaces
 from tests.serving import Serving, engine, is_alive, wait_until
@@ -222,7 +225,6 @@ def measure(cluster: RayCluster, case: Case, streams: int) -> Found:
         redirect_stdout(sys.stderr),
         Serving({"a": entry}, cluster=section, environment=cluster.environment) as serving,
     ):
-        wait_until(lambda: [n["name"] for n in _nodes(serving)] == ["head", "one", "two"], COMES_BACK_S, "the nodes")
         if sorted(m["node"] for m in serving.overview()["models"]) != ["one", "two"]:
             raise RuntimeError("the workers are not spread over the nodes")
         answers = [Answer(f"stream {number}", wanted) for number in range(streams)]
@@ -250,9 +252,16 @@ def measure(cluster: RayCluster, case: Case, streams: int) -> Found:
     return found
 
 
-def _nodes(serving: Serving) -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = serving.overview()["supervisor"]["cluster"]["nodes"]
-    return sorted(nodes, key=lambda node: str(node["name"]))
+def wait_for_nodes(cluster: RayCluster) -> None:
+    """Wait until the cluster knows all its nodes. Before, both workers would start on the first one."""
+    os.environ.update(cluster.environment)
+    starter = RayStarter(cluster.address, logging.getLogger())
+    try:
+        wait_until(
+            lambda: starter.ended() == [] and len(starter.nodes) == 1 + len(cluster.nodes), COMES_BACK_S, "nodes"
+        )
+    finally:
+        starter.close()
 
 
 def results_of(found: Sequence[Found], streams: int) -> list[Result]:
@@ -299,6 +308,7 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch,
             RayCluster(Path(scratch), {"one": 1, "two": 1}) as cluster,
         ):
+            wait_for_nodes(cluster)
             found.append(measure(cluster, case, streams))
         print(found[-1], file=sys.stderr, flush=True)
     if not arguments.quick:
