@@ -22,7 +22,6 @@ import logging
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -54,6 +53,8 @@ AFTER_S = 25.0
 SLACK_S = 5.0
 """Seconds beyond the lease within which every process must be gone. Agents look four times a second."""
 COMES_BACK_S = 120.0
+OURS = ("modelctl: ", "-m supervisor.cluster", "from multiprocessing")
+"""Parts of the command lines of agents and workers, and of no process of Ray."""
 STREAM_TIMEOUT_S = 300.0
 
 
@@ -131,25 +132,16 @@ class Found:
     killed_gone_s: float = 0.0
 
 
-class Nodes:
-    """The processes of modelctl on the nodes of a cluster."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def processes(self, *names: str) -> list[psutil.Process]:
-        """Return the living agents, workers and their helpers on these nodes, or on all."""
-        found = []
-        for name in names or self._names:
-            listed = subprocess.run(["ip", "netns", "pids", f"mctl-{name}"], capture_output=True, text=True).stdout
-            for pid in listed.split():
-                with suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(int(pid))
-                    line = " ".join(process.cmdline())
-                    ours = ("modelctl: ", "-m supervisor.cluster", "from multiprocessing")
-                    if is_alive(process) and any(word in line for word in ours):
-                        found.append(process)
-        return found
+def processes(cluster: RayCluster, *nodes: str) -> list[psutil.Process]:
+    """Return the living agents and workers, and their helpers, on these nodes, or on all."""
+    found = []
+    for pid in (pid for node in nodes or cluster.nodes for pid in cluster.pids(node)):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            line = " ".join(process.cmdline())
+            if is_alive(process) and any(word in line for word in OURS):
+                found.append(process)
+    return found
 
 
 async def one(client: AsyncClient, told: Answer) -> None:
@@ -167,7 +159,7 @@ async def one(client: AsyncClient, told: Answer) -> None:
 
 async def run(serving: Serving, cluster: RayCluster, case: Case, answers: list[Answer], found: Found) -> None:
     """Begin the streams, do what the case says, and read the streams to their ends."""
-    old = Nodes(cluster.nodes).processes("one")
+    old = processes(cluster, "one")
     if len(old) < 2:
         raise RuntimeError(f"an agent and a worker should run on the node: {old}")
     async with AsyncClient(runtime_dir=serving.runtime_dir) as client:
@@ -220,7 +212,6 @@ def measure(cluster: RayCluster, case: Case, streams: int) -> Found:
     made = engine(step_s=STEP_S, context=10 * wanted, max_batch_size=streams, replicas=2)
     entry = made | {"engine": "benchmarks.stamped_engine:StampedEngine", "node": "auto"}
     section: dict[str, Any] = {"ray": cluster.address, "advertise": cluster.advertise, "lease": f"{LEASE_S:g}s"}
-    nodes = Nodes(cluster.nodes)
     with (
         redirect_stdout(sys.stderr),
         Serving({"a": entry}, cluster=section, environment=cluster.environment) as serving,
@@ -242,7 +233,7 @@ def measure(cluster: RayCluster, case: Case, streams: int) -> Found:
         found.dropped = serving.counters()["worker_frames_dropped"]
         at = time.monotonic()
         serving.kill()
-        while (left := nodes.processes()) and time.monotonic() < at + LEASE_S + SLACK_S:
+        while (left := processes(cluster)) and time.monotonic() < at + LEASE_S + SLACK_S:
             time.sleep(0.02)
         found.killed_gone_s = time.monotonic() - at
         found.left += len(left)

@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-NETWORK = "10.213.77"
-BRIDGE = "mctlbr"
-HEAD = f"{NETWORK}.1"
-GCS_PORT = 6399
+PLACES = range(1, 250)
+"""Numbers of clusters that may run on this machine at the same time. Each has a network, a bridge and a port."""
 _OWN_FILES = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
 """Gives a node a /tmp/ray of its own. Nodes that start at once would otherwise choose the same names of sockets."""
 
@@ -19,8 +17,8 @@ def can_make_namespaces() -> bool:
     """Return whether this process may make network namespaces, with a bridge between them."""
     if os.getuid() != 0 or shutil.which("ip") is None:
         return False
-    done = subprocess.run(["ip", "netns", "add", "mctlprobe"], capture_output=True)
-    subprocess.run(["ip", "netns", "del", "mctlprobe"], capture_output=True)
+    done = subprocess.run(["ip", "netns", "add", f"mctlprobe{os.getpid()}"], capture_output=True)
+    subprocess.run(["ip", "netns", "del", f"mctlprobe{os.getpid()}"], capture_output=True)
     return done.returncode == 0
 
 
@@ -34,8 +32,6 @@ class RayCluster:
     def __init__(self, directory: Path, nodes: dict[str, int], *, token: bool = True) -> None:
         self.directory = directory
         self.nodes = list(nodes)
-        self.address = f"{HEAD}:{GCS_PORT}"
-        self.advertise = f"tcp://{HEAD}:5599"
         self._gpus = nodes
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {"RAY_AUTH_MODE": "disabled", "RAY_DISABLE_IMPORT_WARNING": "1"}
@@ -44,16 +40,16 @@ class RayCluster:
             self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(directory / "token")}
 
     def __enter__(self) -> "RayCluster":
+        self._take_place()
         try:
-            ip("link", "add", BRIDGE, "type", "bridge")
-            ip("addr", "add", f"{HEAD}/24", "dev", BRIDGE)
-            ip("link", "set", BRIDGE, "up")
+            ip("addr", "add", f"{self._network}.1/24", "dev", self._bridge)
+            ip("link", "set", self._bridge, "up")
             for number, name in enumerate(self.nodes):
-                space = f"mctl-{name}"
+                space, cable = self._space(name), self._cable(name)
                 ip("netns", "add", space)
-                ip("link", "add", f"mctlv{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
-                ip("link", "set", f"mctlv{number}", "master", BRIDGE, "up")
-                ip("-n", space, "addr", "add", f"{NETWORK}.{11 + number}/24", "dev", "eth0")
+                ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+                ip("link", "set", cable, "master", self._bridge, "up")
+                ip("-n", space, "addr", "add", f"{self._network}.{11 + number}/24", "dev", "eth0")
                 ip("-n", space, "link", "set", "eth0", "up")
                 ip("-n", space, "link", "set", "lo", "up")
             self._start(
@@ -61,8 +57,8 @@ class RayCluster:
                 [],
                 [
                     "--head",
-                    f"--port={GCS_PORT}",
-                    f"--node-ip-address={HEAD}",
+                    f"--port={self._port}",
+                    f"--node-ip-address={self._network}.1",
                     "--num-gpus=0",
                     "--include-dashboard=false",
                 ],
@@ -74,14 +70,34 @@ class RayCluster:
             raise
         return self
 
+    def _take_place(self) -> None:
+        """Make the bridge of the first number that is not taken."""
+        for place in PLACES:
+            self._network, self._bridge, self._port = f"10.213.{place}", f"mctl{place}", 6300 + place
+            done = subprocess.run(["ip", "link", "add", self._bridge, "type", "bridge"], capture_output=True)
+            if done.returncode == 0:
+                break
+        else:
+            raise RuntimeError(f"no bridge can be made: {done.stderr.decode()}")
+        self.address = f"{self._network}.1:{self._port}"
+        self.advertise = f"tcp://{self._network}.1:5599"
+
+    def _space(self, name: str) -> str:
+        """Return the network namespace of a node."""
+        return f"{self._bridge}-{name}"
+
+    def _cable(self, name: str) -> str:
+        """Return the head's end of the link to a node."""
+        return f"{self._bridge}v{self.nodes.index(name)}"
+
     def start_node(self, name: str) -> None:
         number = self.nodes.index(name)
         self._start(
             name,
-            ["ip", "netns", "exec", f"mctl-{name}", "sh", "-c", _OWN_FILES, "sh"],
+            ["ip", "netns", "exec", self._space(name), "sh", "-c", _OWN_FILES, "sh"],
             [
                 f"--address={self.address}",
-                f"--node-ip-address={NETWORK}.{11 + number}",
+                f"--node-ip-address={self._network}.{11 + number}",
                 f"--num-gpus={self._gpus[name]}",
             ],
         )
@@ -100,18 +116,23 @@ class RayCluster:
 
     def cut(self, name: str) -> None:
         """Cut the network of a node. No packet says goodbye."""
-        ip("link", "set", f"mctlv{self.nodes.index(name)}", "down")
+        ip("link", "set", self._cable(name), "down")
 
     def heal(self, name: str) -> None:
-        ip("link", "set", f"mctlv{self.nodes.index(name)}", "up")
+        ip("link", "set", self._cable(name), "up")
 
     def kill(self, name: str) -> None:
         """Kill everything that runs on a node."""
-        space = f"mctl-{name}"
+        space = self._space(name)
         pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True).stdout.split()
         for pid in pids:
             subprocess.run(["kill", "-9", pid], capture_output=True)
         self._processes.pop(name).wait()
+
+    def pids(self, name: str) -> list[int]:
+        """Return the pids of everything that runs on a node."""
+        command = ["ip", "netns", "pids", self._space(name)]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True).stdout.split()]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -124,10 +145,10 @@ class RayCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for number, name in enumerate(self.nodes):
-            done = subprocess.run(["ip", "netns", "pids", f"mctl-{name}"], capture_output=True, text=True)
+        for name in self.nodes:
+            done = subprocess.run(["ip", "netns", "pids", self._space(name)], capture_output=True, text=True)
             for pid in done.stdout.split():
                 subprocess.run(["kill", "-9", pid], capture_output=True)
-            subprocess.run(["ip", "netns", "del", f"mctl-{name}"], capture_output=True)
-            subprocess.run(["ip", "link", "del", f"mctlv{number}"], capture_output=True)
-        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+            subprocess.run(["ip", "netns", "del", self._space(name)], capture_output=True)
+            subprocess.run(["ip", "link", "del", self._cable(name)], capture_output=True)
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
