@@ -15,6 +15,9 @@ from tests.chaos import invariants, vitals
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
+from tests.chaos.machines import Machines
+from tests.chaos.node_faults import NodeFaults
+from tests.chaos.node_plan import LEASE_S
 from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
@@ -49,11 +52,18 @@ class Episode:
     """One run of an episode plan.
 
     before      the supervisor's vitals at rest, before the episode
+    machines    the machines on which workers run; None if all run on this one
     patience_s  how long to wait for the requests to end and the models to come back; usually a second or two is enough
     """
 
     def __init__(
-        self, serving: Serving, plan: EpisodePlan, block: BlockPlan, before: vitals.Vitals, patience_s: float
+        self,
+        serving: Serving,
+        plan: EpisodePlan,
+        block: BlockPlan,
+        before: vitals.Vitals,
+        patience_s: float,
+        machines: Machines | None = None,
     ) -> None:
         self._patience_s = patience_s
         self._serving, self._plan, self._block, self._before = serving, plan, block, before
@@ -64,7 +74,8 @@ class Episode:
         self._order = itertools.count()
         self._outcome = Outcome(plan)
         self._admin = ChaosClient(serving.runtime_dir / "admin", {}, admin=True)
-        self._faults = Faults(serving, plan, self._admin, self._connecting, self._later, self._note)
+        given = (serving, plan, self._admin, self._connecting, self._later, self._note)
+        self._faults = Faults(*given) if machines is None else NodeFaults(machines, *given)
         self._parties: list[Party] = [party(each, serving.runtime_dir, serving.directory) for each in plan.clients]
         self._happened = Happened(invariants.wounds_of(plan, block))
         self._generations: dict[str, int] = {}
@@ -262,7 +273,7 @@ class Episode:
             return ["nobody can connect"]
         overview = self._overview()
         self._bring_back(overview["models"])
-        parts, workers, lazy = [], [], 0
+        parts, workers, local, lazy = [], [], 0, 0
         for m in overview["models"]:
             engine = m["engine_stats"]
             if m["state"] not in (("ready", "asleep", "unloaded") if m["lazy"] else ("ready",)):
@@ -272,6 +283,7 @@ class Episode:
             if m["pid"]:
                 workers.append(m["pid"])
                 lazy += m["lazy"]
+                local += not m["node"]
         names = {m["name"] for m in overview["models"]}
         if names != set(self._generations):
             parts.append(f"workers {names}, {set(self._generations)} before")
@@ -283,7 +295,7 @@ class Episode:
             parts.append(f"{supervisor['connections']} connections, of which {mine + 2} are ours")
         if parts:
             return parts
-        parts += vitals.compare(self._before, vitals.take(self._serving), len(workers), lazy)
+        parts += vitals.compare(self._before, vitals.take(self._serving), local, lazy)
         if extra := vitals.strangers(self._serving, workers):
             parts.append(f"processes: {extra}")
         return parts
@@ -339,7 +351,8 @@ class Episode:
                 late_s += max(0.0, time.monotonic() - looked - CHECK_S)
             self._outcome.gone_s = time.monotonic() - began
             starved_s = max((max(waited) - waited[0] for waited in queues.values()), default=0.0)
-            if self._outcome.gone_s > GONE_S + late_s + starved_s or left:
+            gone_s = LEASE_S + GONE_S if getattr(self._faults, "cut_off", False) else GONE_S
+            if self._outcome.gone_s > gone_s + late_s + starved_s or left:
                 message = f"after {self._outcome.gone_s:.2f} s: {vitals.describe(left)}"
                 self._broken("no process outlives the supervisor", message)
             serving.process.wait(LEAVES_S)
