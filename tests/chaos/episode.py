@@ -17,7 +17,7 @@ from tests.chaos.invariants import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
 from tests.chaos.machines import Machines
 from tests.chaos.node_faults import NodeFaults
-from tests.chaos.node_plan import LEASE_S
+from tests.chaos.node_plan import AWAY, LEASE_S
 from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
@@ -336,7 +336,12 @@ class Episode:
             self._broken("the supervisor goes on", f"exit code {self._serving.process.returncode}")
 
     def _end_of_supervisor(self, patient: bool) -> None:
-        serving, began = self._serving, time.monotonic()
+        serving, gone_s = self._serving, GONE_S
+        if self._plan.nodes:
+            self._faults.undo()  # what is stopped cannot end itself
+            away = any(fault.kind in AWAY for fault in self._plan.faults)
+            gone_s += LEASE_S if away or getattr(self._faults, "cut_off", False) else 0.0
+        began = time.monotonic()
         if not patient:
             late_s = 0.0  # seconds for which this machine did not let the test itself run
             queues: dict[int, list[float]] = {}  # seconds that each process waited for a processor
@@ -351,7 +356,6 @@ class Episode:
                 late_s += max(0.0, time.monotonic() - looked - CHECK_S)
             self._outcome.gone_s = time.monotonic() - began
             starved_s = max((max(waited) - waited[0] for waited in queues.values()), default=0.0)
-            gone_s = LEASE_S + GONE_S if getattr(self._faults, "cut_off", False) else GONE_S
             if self._outcome.gone_s > gone_s + late_s + starved_s or left:
                 message = f"after {self._outcome.gone_s:.2f} s: {vitals.describe(left)}"
                 self._broken("no process outlives the supervisor", message)
@@ -370,6 +374,7 @@ class Episode:
             for answer in (answer for each in self._parties for answer in each.answers.values()):
                 if answer.accepted_at is not None and not answer.is_over:
                     self._outcome.violations.append(Violation("every request ends", "the supervisor left", answer))
+        deadline += gone_s - GONE_S
         while (left := serving.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)  # some processes leave when a pipe to the supervisor closes
         if left:

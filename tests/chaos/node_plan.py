@@ -17,6 +17,8 @@ OF_MACHINES = ("cut long", "reset link", "kill driver", "machine gone", "suspend
 OF_AGENTS = ("kill agent", "stop agent")
 HARMLESS = ("cut short", "pause driver")
 """Faults that must cost nobody anything but time."""
+AWAY = ("cut short", "cut long", "machine gone", "suspend machine")
+"""Faults during which a machine cannot hear that its supervisor has ended."""
 WEIGHTS = {
     "kill agent": 3, "stop agent": 1, "cut short": 6, "cut long": 1, "reset link": 2, "kill driver": 1,
     "pause driver": 3, "machine gone": 1, "suspend machine": 1,
@@ -51,7 +53,12 @@ def lasts_s(draw: random.Random, kind: str) -> float:
 
 
 def nodes_of_models(models: dict[str, dict[str, object]], at: int) -> None:
-    """Put models on other machines. Model b is on this machine in every third block: no fault elsewhere concerns it."""
+    """Put models on other machines.
+
+    Model b is on this machine in every third block: no fault elsewhere concerns it. It is also on this machine beside
+    model z, since the first worker of this machine takes descriptors that the supervisor keeps.
+    """
     models["a"]["node"] = "auto"
-    if (node := (None, "one", "auto")[at % 3]) is not None:
+    node = (None, "one", "auto")[at % 3]
+    if node is not None and "z" not in models:
         models["b"]["node"] = node
