@@ -8,9 +8,10 @@ HOST:PORT  the supervisor's port for workers. Agents and workers reach it throug
 MARK       the mark in the environment of all that a test starts
 
 The test cuts the network with one line on the control socket: ``cut``, ``heal``, ``reset`` (connections break, and the
-network is there), ``off`` (everything on the machine is killed, without goodbye) or ``on``. While the network is cut no
-byte passes, and no connection ends: both sides notice nothing. As with Ray, all agents of a driver are killed when the
-machine notices that the driver is gone.
+network is there), ``off`` (everything on the machine is killed, without goodbye), ``on``, or ``say``, which does
+nothing. The answer is a line with the pids of the agents that there were. While the network is cut no byte passes, and
+no connection ends: both sides notice nothing. As with Ray, all agents of a driver are killed when the machine notices
+that the driver is gone.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ class Machine:
         self._endpoint = ""
         self.up = asyncio.Event()
         self.up.set()
+        self._is_off = False
         self._memberships = 0
         self._connections: set[asyncio.StreamWriter] = set()
         self._drivers: set[asyncio.StreamWriter] = set()
@@ -156,18 +158,26 @@ class Machine:
 
     async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := (await reader.readline()).decode().strip():
-            if line in ("cut", "off"):
-                self.up.clear()
-            if line == "off":
-                for agent in list(self._agents):
-                    self._kill(agent)
-            if line in ("reset", "on"):
-                for each in (*self._connections, *(self._drivers if line == "on" else ())):
-                    each.transport.abort()
-            if line in ("heal", "on"):
-                self.up.set()
-            writer.write(b"done\n")
+            agents = list(self._agents)
+            self._do(line)
+            writer.write(" ".join(str(agent.pid) for agent in agents).encode() + b"\n")
             await writer.drain()
+
+    def _do(self, order: str) -> None:
+        if order == "on" and not self._is_off:
+            return
+        if order in ("on", "off"):
+            self._is_off = order == "off"
+        if order in ("cut", "off"):
+            self.up.clear()
+        if order == "off":
+            for agent in list(self._agents):
+                self._kill(agent)
+        if order in ("reset", "on"):
+            for each in (*self._connections, *(self._drivers if order == "on" else ())):
+                each.transport.abort()
+        if order in ("heal", "on") and not self._is_off:
+            self.up.set()
 
 
 def main() -> None:

@@ -51,10 +51,15 @@ class Machines:
         """Return the section ``cluster`` of models.yaml."""
         return {"ray": str(self._directory), "advertise": f"tcp://{self._port}", "lease": f"{LEASE_S:g}s"}
 
-    def tell(self, name: str, order: str) -> None:
-        """Give a machine an order, and wait until it is done. ``tests.chaos.machine`` has the orders."""
+    def tell(self, name: str, order: str) -> list[int]:
+        """Give a machine an order, and wait until it is done. ``tests.chaos.machine`` has the orders.
+
+        Returns the pids of the agents that the machine had.
+        """
         self._controls[name].sendall(f"{order}\n".encode())
-        assert self._controls[name].recv(100) == b"done\n"
+        answer = self._controls[name].recv(4096)
+        assert answer.endswith(b"\n"), f"the machine {name}: {answer!r}"
+        return [int(pid) for pid in answer.split()]
 
     def close(self) -> None:
         for control in self._controls.values():

@@ -44,23 +44,35 @@ class NodeFaults(Faults):
             found[0].signal(signal.SIGSTOP)
             self.doomed += found
 
-    def _cut(self, fault: FaultPlan) -> None:
+    def _cut_short(self, fault: FaultPlan) -> None:
         self._for_a_while(fault, "cut", "heal")
 
-    _cut_short = _cut_long = _cut
+    def _cut_long(self, fault: FaultPlan) -> None:
+        self._doom(self._for_a_while(fault, "cut", "heal"))
 
     def _machine_gone(self, fault: FaultPlan) -> None:
-        self._for_a_while(fault, "off", "on")
+        self._doom(self._for_a_while(fault, "off", "on"))
 
-    def _for_a_while(self, fault: FaultPlan, begin: str, end: str) -> None:
+    def _doom(self, agents: list[int]) -> None:
+        """Wait for the ends of these agents before the episode ends, or the next episode would see them."""
+        for pid in agents:
+            try:
+                target = Target(f"the agent {pid}", pid)
+            except ProcessLookupError:
+                continue
+            self._targets.append(target)
+            self.doomed.append(target)
+
+    def _for_a_while(self, fault: FaultPlan, begin: str, end: str) -> list[int]:
         name = MACHINES[fault.place]
         self._log(f"  machine {name}: {begin}, {end} after {fault.lasts_s:.2f} s")
-        self._machines.tell(name, begin)
-        self._later(fault.lasts_s, lambda: self._machines.tell(name, end))
-        self._undo.append(lambda: self._machines.tell(name, end))
+        agents = self._machines.tell(name, begin)
+        self._later(fault.lasts_s, lambda: self._machines.tell(name, end) and None)
+        self._undo.append(lambda: self._machines.tell(name, end) and None)
+        return agents
 
     def _reset_link(self, fault: FaultPlan) -> None:
-        self._machines.tell(MACHINES[fault.place], "reset")
+        self._doom(self._machines.tell(MACHINES[fault.place], "reset"))
 
     def _suspend_machine(self, fault: FaultPlan) -> None:
         """Stop an agent and its worker, and cut their machine off. Both come back, and have noticed nothing."""
@@ -71,15 +83,17 @@ class NodeFaults(Faults):
             self._undo.append(lambda target=target: target.signal(signal.SIGCONT))
             self.doomed.append(target)
         for name in MACHINES if found is None else (self._node_of(found[1]),):
-            self._machines.tell(name, "cut")
-            self._later(fault.lasts_s, lambda name=name: self._machines.tell(name, "heal"))
-            self._undo.append(lambda name=name: self._machines.tell(name, "heal"))
+            self._doom(self._machines.tell(name, "cut"))
+            self._later(fault.lasts_s, lambda name=name: self._machines.tell(name, "heal") and None)
+            self._undo.append(lambda name=name: self._machines.tell(name, "heal") and None)
 
     def _node_of(self, worker: Target) -> str:
         return next((m["node"] for m in self._serving.overview()["models"] if m["name"] == worker.name), MACHINES[0])
 
     def _kill_driver(self, fault: FaultPlan) -> None:
         if driver := driver_of(self._serving.pid):
+            for name in MACHINES:
+                self._doom(self._machines.tell(name, "say"))
             with contextlib.suppress(psutil.NoSuchProcess):
                 driver.kill()
 
@@ -101,7 +115,7 @@ class NodeFaults(Faults):
         self.cut_off = True
         for name in MACHINES:
             self._machines.tell(name, "cut")
-            self._at_end.append(lambda name=name: self._machines.tell(name, "heal"))
+            self._at_end.append(lambda name=name: self._machines.tell(name, "heal") and None)
         self._serving._killed = True
         os.kill(self._serving.pid, signal.SIGKILL)
         return False
