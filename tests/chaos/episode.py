@@ -17,7 +17,7 @@ from tests.chaos.invariants import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
 from tests.chaos.machines import Machines
 from tests.chaos.node_faults import NodeFaults
-from tests.chaos.node_plan import AWAY, LEASE_S
+from tests.chaos.node_plan import AWAY, LEASE_S, MAY_BE_SILENT
 from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
@@ -29,6 +29,9 @@ TICK_S = 0.02
 POLL_S = 0.04
 """Seconds between two status queries. Each query costs the supervisor and the test a few milliseconds."""
 LEAVES_S = 20.0
+SHOWN_S = 1.5
+"""Seconds after which the status surely shows that a worker on another machine is silent. The supervisor shows the last
+figures for a second."""
 
 
 @dataclass
@@ -192,6 +195,10 @@ class Episode:
             self._tell_unended()
             return
         self._faults.undo()
+        if any(fault.kind in MAY_BE_SILENT for fault in self._plan.faults):
+            # then the status shows which workers are not heard any more, and _unrest waits for their ends
+            at = time.monotonic() + SHOWN_S
+            self._turn_until(lambda: time.monotonic() > at, 2 * SHOWN_S)
         if self._await_models() and self._await_rest():
             self._barrier()
 
@@ -284,6 +291,8 @@ class Episode:
                 workers.append(m["pid"])
                 lazy += m["lazy"]
                 local += not m["node"]
+                if m["node"] and m["phase"] is None:
+                    parts.append(f"{m['name']} is not heard")
         names = {m["name"] for m in overview["models"]}
         if names != set(self._generations):
             parts.append(f"workers {names}, {set(self._generations)} before")

@@ -8,10 +8,9 @@ HOST:PORT  the supervisor's port for workers. Agents and workers reach it throug
 MARK       the mark in the environment of all that a test starts
 
 The test cuts the network with one line on the control socket: ``cut``, ``heal``, ``reset`` (connections break, and the
-network is there), ``off`` (everything on the machine is killed, without goodbye), ``on``, or ``say``, which does
-nothing. The answer is a line with the pids of the agents that there were. While the network is cut no byte passes, and
-no connection ends: both sides notice nothing. As with Ray, all agents of a driver are killed when the machine notices
-that the driver is gone.
+network is there), ``off`` (everything on the machine is killed, without goodbye) or ``on``. While the network is cut no
+byte passes, and no connection ends: both sides notice nothing. As with Ray, all agents of a driver are killed when the
+machine notices that the driver is gone.
 """
 
 import asyncio
@@ -158,9 +157,8 @@ class Machine:
 
     async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := (await reader.readline()).decode().strip():
-            agents = list(self._agents)
             self._do(line)
-            writer.write(" ".join(str(agent.pid) for agent in agents).encode() + b"\n")
+            writer.write(b"done\n")
             await writer.drain()
 
     def _do(self, order: str) -> None:

@@ -48,31 +48,20 @@ class NodeFaults(Faults):
         self._for_a_while(fault, "cut", "heal")
 
     def _cut_long(self, fault: FaultPlan) -> None:
-        self._doom(self._for_a_while(fault, "cut", "heal"))
+        self._for_a_while(fault, "cut", "heal")
 
     def _machine_gone(self, fault: FaultPlan) -> None:
-        self._doom(self._for_a_while(fault, "off", "on"))
+        self._for_a_while(fault, "off", "on")
 
-    def _doom(self, agents: list[int]) -> None:
-        """Wait for the ends of these agents before the episode ends, or the next episode would see them."""
-        for pid in agents:
-            try:
-                target = Target(f"the agent {pid}", pid)
-            except ProcessLookupError:
-                continue
-            self._targets.append(target)
-            self.doomed.append(target)
-
-    def _for_a_while(self, fault: FaultPlan, begin: str, end: str) -> list[int]:
+    def _for_a_while(self, fault: FaultPlan, begin: str, end: str) -> None:
         name = MACHINES[fault.place]
         self._log(f"  machine {name}: {begin}, {end} after {fault.lasts_s:.2f} s")
-        agents = self._machines.tell(name, begin)
-        self._later(fault.lasts_s, lambda: self._machines.tell(name, end) and None)
-        self._undo.append(lambda: self._machines.tell(name, end) and None)
-        return agents
+        self._machines.tell(name, begin)
+        self._later(fault.lasts_s, lambda: self._machines.tell(name, end))
+        self._undo.append(lambda: self._machines.tell(name, end))
 
     def _reset_link(self, fault: FaultPlan) -> None:
-        self._doom(self._machines.tell(MACHINES[fault.place], "reset"))
+        self._machines.tell(MACHINES[fault.place], "reset")
 
     def _suspend_machine(self, fault: FaultPlan) -> None:
         """Stop an agent and its worker, and cut their machine off. Both come back, and have noticed nothing."""
@@ -81,19 +70,16 @@ class NodeFaults(Faults):
             target.signal(signal.SIGSTOP)
             self._later(fault.lasts_s, lambda target=target: target.signal(signal.SIGCONT))
             self._undo.append(lambda target=target: target.signal(signal.SIGCONT))
-            self.doomed.append(target)
         for name in MACHINES if found is None else (self._node_of(found[1]),):
-            self._doom(self._machines.tell(name, "cut"))
-            self._later(fault.lasts_s, lambda name=name: self._machines.tell(name, "heal") and None)
-            self._undo.append(lambda name=name: self._machines.tell(name, "heal") and None)
+            self._machines.tell(name, "cut")
+            self._later(fault.lasts_s, lambda name=name: self._machines.tell(name, "heal"))
+            self._undo.append(lambda name=name: self._machines.tell(name, "heal"))
 
     def _node_of(self, worker: Target) -> str:
         return next((m["node"] for m in self._serving.overview()["models"] if m["name"] == worker.name), MACHINES[0])
 
     def _kill_driver(self, fault: FaultPlan) -> None:
         if driver := driver_of(self._serving.pid):
-            for name in MACHINES:
-                self._doom(self._machines.tell(name, "say"))
             with contextlib.suppress(psutil.NoSuchProcess):
                 driver.kill()
 
@@ -115,7 +101,9 @@ class NodeFaults(Faults):
         self.cut_off = True
         for name in MACHINES:
             self._machines.tell(name, "cut")
-            self._at_end.append(lambda name=name: self._machines.tell(name, "heal") and None)
+            self._at_end.append(lambda name=name: self._machines.tell(name, "heal"))
+        for target in self.doomed:
+            target.signal(signal.SIGCONT)  # an agent that is stopped cannot end its worker
         self._serving._killed = True
         os.kill(self._serving.pid, signal.SIGKILL)
         return False

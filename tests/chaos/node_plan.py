@@ -20,6 +20,8 @@ HARMLESS = ("cut short", "pause driver")
 """Faults that must cost nobody anything but time."""
 AWAY = ("cut short", "cut long", "machine gone", "suspend machine")
 """Faults during which a machine cannot hear that its supervisor has ended."""
+MAY_BE_SILENT = (*OF_MACHINES, *OF_AGENTS)
+"""Faults of which the supervisor learns only when a lease is over."""
 WEIGHTS = {
     "kill agent": 3, "stop agent": 1, "cut short": 6, "cut long": 1, "reset link": 2, "kill driver": 1,
     "pause driver": 3, "machine gone": 1, "suspend machine": 1,
