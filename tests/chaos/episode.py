@@ -17,12 +17,12 @@ from tests.chaos.invariants import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
 from tests.chaos.machines import Machines
 from tests.chaos.node_faults import NodeFaults
-from tests.chaos.node_plan import AWAY, LEASE_S, MAY_BE_SILENT
+from tests.chaos.node_plan import LEASE_S, MAY_BE_SILENT
 from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
 GONE_S = 0.5
-"""Seconds after which no process of a killed supervisor may be left."""
+"""Seconds after which no process of a killed supervisor may be left on its machine. On others it is their lease."""
 CHECK_S = 0.03
 """Seconds that one look at all processes may take, with the pause before it."""
 TICK_S = 0.02
@@ -348,8 +348,7 @@ class Episode:
         serving, gone_s = self._serving, GONE_S
         if self._plan.nodes:
             self._faults.undo()  # what is stopped cannot end itself
-            away = any(fault.kind in AWAY for fault in self._plan.faults)
-            gone_s += LEASE_S if away or getattr(self._faults, "cut_off", False) else 0.0
+            gone_s += LEASE_S
         began = time.monotonic()
         if not patient:
             late_s = 0.0  # seconds for which this machine did not let the test itself run

@@ -19,8 +19,6 @@ class NodeFaults(Faults):
     def __init__(self, machines: Machines, *rest: Any) -> None:
         super().__init__(*rest)
         self._machines = machines
-        self.cut_off = False
-        """Whether the supervisor was killed while a machine was cut off."""
 
     def _agent(self, fault: FaultPlan) -> tuple[Target, Target] | None:
         """Return the agent and the worker at which a fault aims; None if there is none now."""
@@ -98,7 +96,6 @@ class NodeFaults(Faults):
         if "cut off" not in how:
             return super().end(how)
         self._log(f"the supervisor's end: {how}")
-        self.cut_off = True
         for name in MACHINES:
             self._machines.tell(name, "cut")
             self._at_end.append(lambda name=name: self._machines.tell(name, "heal"))

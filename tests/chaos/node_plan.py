@@ -18,8 +18,6 @@ OF_MACHINES = ("cut long", "reset link", "kill driver", "machine gone", "suspend
 OF_AGENTS = ("kill agent", "stop agent")
 HARMLESS = ("cut short", "pause driver")
 """Faults that must cost nobody anything but time."""
-AWAY = ("cut short", "cut long", "machine gone", "suspend machine")
-"""Faults during which a machine cannot hear that its supervisor has ended."""
 MAY_BE_SILENT = (*OF_MACHINES, *OF_AGENTS)
 """Faults of which the supervisor learns only when a lease is over."""
 WEIGHTS = {
