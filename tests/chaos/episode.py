@@ -11,6 +11,7 @@ import psutil
 import zmq
 
 from protocol.errors import ConnectionLost
+from supervisor.cluster.agent_messages import BEAT_S
 from tests.chaos import invariants, vitals
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import Happened, Violation
@@ -348,7 +349,7 @@ class Episode:
         serving, gone_s = self._serving, GONE_S
         if self._plan.nodes:
             self._faults.undo()  # what is stopped cannot end itself
-            gone_s += LEASE_S
+            gone_s += LEASE_S + 2 * BEAT_S  # the agents look at their lease once a beat
         began = time.monotonic()
         if not patient:
             late_s = 0.0  # seconds for which this machine did not let the test itself run
