@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ PLAN = "plan.json"
 """The file in the driver's directory: peers (number of processes), nodes (number of machines), rate (steps per second
 of a worker) and batch (jobs of a worker at once)."""
 STATS_S = 1.0
+START_S = 0.01
+"""Seconds between the starts of two simulated workers. Real agents and workers take longer to come up."""
 MARK = 10_000
 _IDLE_WORD, _LEASE_MS = 2 << 28, 60_000
 
@@ -67,12 +69,17 @@ class Peers:
         self._peers: dict[int, Peer] = {}
         self._writer = EventWriter()
         self._started = 0
+        self._orders: deque[StartAgent] = deque()
+        self._start_at = 0.0
         driver.setblocking(False)
 
     def run(self) -> None:
         while True:
             self._hear()
             now = time.monotonic()
+            if self._orders and now >= self._start_at:
+                self._start_at = now + START_S
+                self._start(self._orders.popleft())
             while self._due and self._due[0][0] <= now:
                 at, number = heapq.heappop(self._due)
                 if (peer := self._peers.get(number)) is None:
@@ -88,7 +95,7 @@ class Peers:
                     heapq.heappush(self._due, (max(at + self._period, now - self._period), number))
                 now = time.monotonic()
             wait = self._due[0][0] - now if self._due else 0.05
-            time.sleep(max(0.0, min(wait, 0.05)))
+            time.sleep(max(0.0, min(wait, START_S if self._orders else 0.05)))
 
     def _hear(self) -> None:
         while True:
@@ -100,7 +107,7 @@ class Peers:
                 os._exit(0)
             message = read(packet)
             if isinstance(message, StartAgent):
-                self._start(message)
+                self._orders.append(message)
             elif isinstance(message, EndAgent) and message.number in self._peers:
                 self._end(self._peers[message.number])
 
