@@ -47,7 +47,7 @@ PER_MACHINE = 8
 CALLS = 10
 READY_S = 150.0
 SERVED = 0.95
-"""Share of the offered tokens that must come. Else the machine is the limit, and nothing is extrapolated from a size."""
+"""Share of the offered tokens that must come. Else the machine is the limit, and nothing is extrapolated from it."""
 FULL = 0.7
 """Share of its core that a loop may use before latencies grow: the rest is for bursts and admin verbs."""
 
