@@ -222,13 +222,9 @@ def results_of(found: dict[int, list[Figures]]) -> list[Result]:
             Result(f"{name}: tokens that the workers would make", median(n, lambda f: f.offered), "tok/s"),
             Result(f"{name}: tokens that came", median(n, lambda f: f.rate), "tok/s"),
             Result(f"{name}: share of them that came", median(n, lambda f: f.rate / f.offered), "ratio"),
-            Result(f"{name}: supervisor's CPU of a token", 1e6 * median(n, lambda f: f.token), "µs"),
-            Result(f"{name}: of this, on the loop's thread", 1e6 * median(n, lambda f: f.token_loop), "µs"),
             Result(f"{name}: supervisor without streams", median(n, lambda f: f.idle.all), "cores"),
             Result(f"{name}: supervisor with streams", median(n, lambda f: f.loaded.all), "cores"),
             Result(f"{name}: loop's thread with streams", median(n, lambda f: f.loaded.loop), "cores"),
-            Result(f"{name}: token on its way, median", 1e3 * median(n, lambda f: f.age), "ms"),
-            Result(f"{name}: token on its way, p99", 1e3 * median(n, lambda f: f.age_p99), "ms"),
             Result(f"{name}: loop's CPU of a status", 1e3 * median(n, lambda f: f.status_cpu), "ms"),
             Result(f"{name}: status", 1e3 * median(n, lambda f: f.status), "ms"),
             Result(f"{name}: size of the reply to status", median(n, lambda f: f.status_bytes) / 1024, "KiB"),
@@ -238,6 +234,13 @@ def results_of(found: dict[int, list[Figures]]) -> list[Result]:
             Result(f"{name}: supervisor's CPU until then", median(n, lambda f: f.start_cpu), "s"),
             Result(f"{name}: supervisor's memory", median(n, lambda f: f.rss) / (1 << 20), "MiB"),
         ]
+        if median(n, lambda f: f.rate / f.offered) >= SERVED:
+            results += [
+                Result(f"{name}: supervisor's CPU of a token", 1e6 * median(n, lambda f: f.token), "µs"),
+                Result(f"{name}: of this, on the loop's thread", 1e6 * median(n, lambda f: f.token_loop), "µs"),
+                Result(f"{name}: token on its way, median", 1e3 * median(n, lambda f: f.age), "ms"),
+                Result(f"{name}: token on its way, p99", 1e3 * median(n, lambda f: f.age_p99), "ms"),
+            ]
         if (loaded := median(n, lambda f: f.status_loaded)) < math.inf:  # else the client gave up after 5 s
             results.append(Result(f"{name}: status, while streams run", 1e3 * loaded, "ms"))
     served = [n for n in found if median(n, lambda f: f.rate / f.offered) >= SERVED]
