@@ -1,6 +1,9 @@
 """Run random faults against real processes for a long time (``tests.chaos``), and keep the report.
 
-    python -m benchmarks.chaos [--episodes 10000] [--minutes M] [--seed N] [--lanes 2]
+    python -m benchmarks.chaos [--episodes 10000] [--minutes M] [--seed N] [--lanes 2] [--nodes [--lease 3]]
+
+With ``--nodes`` most workers run on other machines, through agents, and the faults include those of machines, agents
+and networks (``tests.chaos.node_plan``). Processes of this machine stand in for the machines, and for Ray.
 
 The seed is printed. A violation is printed with all that is needed to replay it, and the run goes on. SIGTERM or SIGINT
 ends the run early. The report then covers the episodes so far.
@@ -22,6 +25,8 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--minutes", type=float, default=24 * 60.0)
     parser.add_argument("--lanes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--nodes", action="store_true", help="workers on other machines")
+    parser.add_argument("--lease", default="3", help="seconds: the lease of other machines; longer on a busy machine")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     arguments = parser.parse_args()
     given = {
@@ -32,8 +37,12 @@ def main() -> None:
     }
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "tests.chaos", *options, "--keep-going", "--json"]
+    command += ["--nodes"] if arguments.nodes else []
     # The last line of the output is the report. Progress is printed on stderr.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True) as run:
+    environment = {**os.environ, "CHAOS_LEASE_S": arguments.lease}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True, start_new_session=True
+    ) as run:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: run.terminate())
         output = run.communicate()[0].splitlines()
@@ -51,7 +60,7 @@ def main() -> None:
         *(Result(f"fault: {name}", count, "times") for name, count in sorted(report["faults"].items())),
         *(Result(f"ended as {name}", count, "requests") for name, count in sorted(report["ends"].items())),
     ]
-    write("chaos", results, arguments.out)
+    write("chaos-nodes" if arguments.nodes else "chaos", results, arguments.out)
     print("\n".join(output[:-1]), flush=True)  # at the end, where it is seen; violations were printed in full before
 
 

@@ -24,6 +24,8 @@ in which they were decided. The following cases depend on that order:
 
 import time
 
+from protocol.codec import decode
+from protocol.messages import SUPERVISOR_TO_WORKER, JobMessage
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
@@ -82,4 +84,7 @@ class EffectRunner:
         if not self._workers.send(replica.routing_id, effect.frame, remote=replica.spec.config.node is not None):
             # The worker is not connected any more. The loop is about to see its exit, which ends all its requests. Or
             # the worker is 10,000 frames behind, and would lose a request silently.
+            message = decode(effect.frame, SUPERVISOR_TO_WORKER)
+            if isinstance(message, JobMessage):
+                self._scheduler.not_sent(effect.worker, (message.channel, message.request))
             self._fleet.kill(replica, "it cannot be reached")

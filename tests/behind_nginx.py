@@ -1,4 +1,4 @@
-"""The gateway works behind nginx, with the configuration that docs/http-api.md shows.
+"""The gateway works behind nginx, with the configurations that docs/http-api.md and docs/several-supervisors.md show.
 
 ``make test-nginx`` runs this file. ``make test`` does not, because it needs nginx (``apt-get install nginx-light``).
 """
@@ -10,7 +10,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,32 @@ class Proxied:
         return connection
 
 
-def shown_server() -> str:
-    """Return the server that the documentation shows."""
-    (server,) = re.findall(r"^```nginx\n(.*?)^```$", (ROOT / "docs" / "http-api.md").read_text(), re.M | re.S)
+def shown_server(page: str, port: int, replacements: dict[str, object]) -> str:
+    """Return the server that a page of the documentation shows, with another port and other texts."""
+    (server,) = re.findall(r"^```nginx\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.M | re.S)
+    found = {
+        "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
+        f"/etc/ssl/certs/{NAME}.pem": TLS / "certificate.pem",
+        f"/etc/ssl/private/{NAME}.key": TLS / "key.pem",
+    }
+    for old, new in (found | replacements).items():
+        server = replaced(server, old, new)
     return str(server)
+
+
+@contextmanager
+def nginx(directory: Path, server: str, port: int) -> Iterator[None]:
+    """Run nginx with one server."""
+    assert NGINX is not None
+    configuration = directory / "nginx.conf"
+    configuration.write_text(MAIN.format(directory=directory, server=server))
+    with subprocess.Popen([NGINX, "-p", str(directory), "-c", str(configuration)]) as process:
+        try:
+            wait_until(lambda: listens(port), what=f"nginx: {directory / 'error.log'}")
+            yield
+        finally:
+            process.terminate()
+            process.wait(WITHIN)
 
 
 def replaced(text: str, old: str, new: object) -> str:
@@ -80,24 +102,12 @@ def replaced(text: str, old: str, new: object) -> str:
 
 @pytest.fixture(scope="module")
 def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
-    assert NGINX is not None
     directory, port = tmp_path_factory.mktemp("nginx"), free_port()
-    certificate = TLS / "certificate.pem"
     models = {"m": engine(context=100_000, max_batch_size=1)}
     with Serving(models) as serving, Gateway(serving, allowed_hosts=(NAME,), keepalive_s=0.2) as gateway:
-        server = replaced(shown_server(), "listen 443 ssl", f"listen 127.0.0.1:{port} ssl")
-        server = replaced(server, "http://127.0.0.1:8000", f"http://127.0.0.1:{gateway.port}")
-        server = replaced(server, f"/etc/ssl/certs/{NAME}.pem", certificate)
-        server = replaced(server, f"/etc/ssl/private/{NAME}.key", TLS / "key.pem")
-        configuration = directory / "nginx.conf"
-        configuration.write_text(MAIN.format(directory=directory, server=server))
-        with subprocess.Popen([NGINX, "-p", str(directory), "-c", str(configuration)]) as nginx:
-            try:
-                wait_until(lambda: listens(port), what=f"nginx: {directory / 'error.log'}")
-                yield Proxied(serving, port, certificate)
-            finally:
-                nginx.terminate()
-                nginx.wait(WITHIN)
+        server = shown_server("http-api.md", port, {"http://127.0.0.1:8000": f"http://127.0.0.1:{gateway.port}"})
+        with nginx(directory, server, port):
+            yield Proxied(serving, port, TLS / "certificate.pem")
 
 
 def listens(port: int) -> bool:
@@ -136,3 +146,23 @@ def test_a_name_that_is_not_allowed_is_refused(proxied: Proxied) -> None:
     with closing(proxied.post({"model": "m", "prompt": "x", "max_tokens": 5}, host="evil.example")) as connection:
         came = read_until(connection, b"unknown_host")
     assert came.startswith(b"HTTP/1.1 421 ")
+
+
+def test_two_supervisors_have_a_base_url_each(tmp_path: Path) -> None:
+    port, settings = free_port(), {"allowed_hosts": (NAME,)}
+    with (
+        Serving({"m": engine()}) as large,
+        Serving({"n": engine()}) as small,
+        Gateway(large, **settings) as first,
+        Gateway(small, **settings) as second,
+    ):
+        ports = {8000: first.port, 8001: second.port}
+        addresses: dict[str, object] = {f"127.0.0.1:{old}": f"127.0.0.1:{new}" for old, new in ports.items()}
+        with nginx(tmp_path, shown_server("several-supervisors.md", port, addresses), port):
+            proxied = Proxied(large, port, TLS / "certificate.pem")
+            for place, model, code in ("large", "m", 200), ("small", "n", 200), ("small", "m", 404):
+                body = {"model": model, "prompt": "x", "max_tokens": 5}
+                with closing(proxied.post(body, path=f"/{place}/v1/completions")) as connection:
+                    came = read_until(connection, b"}}")
+                assert came.startswith(f"HTTP/1.1 {code} ".encode())
+                assert (answer("x", 5).encode() in came) is (code == 200)

@@ -153,6 +153,11 @@ class RayCluster:
             subprocess.run(["kill", "-9", pid], capture_output=True)
         self._processes.pop(name).wait()
 
+    def pids(self, name: str) -> list[int]:
+        """Return the pids of everything that runs on a node."""
+        command = ["ip", "netns", "pids", self._space(name)]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True).stdout.split()]
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST = 400
 REASONS = {
     "model_worker/outbox.pyx": "one compiled class: its functions are inlined into one another, within one C file",
+    "tests/chaos/episode.py": "the course of one episode, from its beginning to its checks",
     "tests/engines/hostile_directories.py": "one table of cases, read from the top to the bottom",
     "tests/model_worker/test_outbox.py": "the compiled class and its Python twin are given the same examples",
     "tests/supervisor/test_probation.py": "one model of workers and suspects, which every test drives",

@@ -73,7 +73,7 @@ class Scheduler:
         self.parked = self._worker_events.parked
         self.compiled = self._worker_events.compiled
         worker_ends = WorkerEnds(self._table)
-        self.worker_gone = worker_ends.worker_gone
+        self.not_sent, self.worker_gone = worker_ends.not_sent, worker_ends.worker_gone
         self.finds_culprit = worker_ends.finds_culprit
         self.end_running = worker_ends.end_running
         self.end_waiting = worker_ends.end_waiting

@@ -12,6 +12,14 @@ class WorkerEnds:
     def __init__(self, table: RequestTable) -> None:
         self._table = table
 
+    def not_sent(self, worker: str, key: tuple[int, int]) -> None:
+        """Take note that a job could not be sent, because the worker is not connected any more. The worker's end, which
+        is about to be known, is not the request's fault.
+
+        key  channel and number of the request
+        """
+        self._table.slot_of(worker).unsent.add(key)
+
     def worker_gone(self, worker: str, error: WireError, now: float, *, struck: bool = True) -> list[Effect]:
         """Take note that a worker's process has ended. Its requests go on in another worker, now or after the restart.
 
@@ -20,15 +28,16 @@ class WorkerEnds:
         """
         table = self._table
         queue = table.queue_of_worker[worker]
+        computed = set(queue.worker_slots[worker].computed)
         running = queue.worker_slots[worker].close()
         if struck:  # also requests that were given up: the worker had yet to let them go, so it was computing them
-            table.poison.add_death(queue.name, running, now)
+            table.poison.add_death(queue.name, computed, now)
         effects: list[Effect] = []
         for request in running:
             request.settle()
             if request.phase is RequestPhase.RUNNING:
                 request.note(now, "worker_ended", worker=worker.partition("~")[0], reason=error.message)
-                effects += self._after_death(request, error, now, struck=struck)
+                effects += self._after_death(request, error, now, struck=struck and request in computed)
             else:
                 table.leave(request)
         queue.after_death()
@@ -58,7 +67,7 @@ class WorkerEnds:
         Call this before ``worker_gone``.
         """
         queue = self._table.queue_of_worker[worker]
-        return self._table.poison.finds_culprit(queue.name, queue.worker_slots[worker].running.values(), now)
+        return self._table.poison.finds_culprit(queue.name, queue.worker_slots[worker].computed, now)
 
     def end_running(self, worker: str, now: float) -> list[Effect]:
         """End the requests of a worker whose time to drain is over, unless they can go on in another worker."""

@@ -46,6 +46,8 @@ class WorkerSlot:
     running: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     tokens: int = 0
     """Tokens that the worker has generated since the supervisor's start."""
+    unsent: set[tuple[int, int]] = field(default_factory=set)
+    """Keys of running requests that could not be sent, because the worker was not connected any more."""
     unloaded: bool = False
     """True while the worker has no process until requests need it."""
     suspects: list[InFlight] = field(default_factory=list)
@@ -61,6 +63,7 @@ class WorkerSlot:
         self.generation = self.capacity = self.batch_size = 0
         self.running.clear()
         self.suspects.clear()
+        self.unsent.clear()
         return running
 
     def give(self, request: InFlight) -> None:
@@ -89,6 +92,11 @@ class WorkerSlot:
     def unsettled(self) -> int:
         """Return how many requests may be the reason if the worker dies now: new ones, and those on probation."""
         return sum(request.is_new or request.on_probation for request in self.running.values())
+
+    @property
+    def computed(self) -> list[InFlight]:
+        """Return the running requests that have been sent."""
+        return [request for key, request in self.running.items() if key not in self.unsent]
 
     @property
     def free_in_batch(self) -> int:

@@ -52,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=1, help="supervisors that are tried beside one another")
     parser.add_argument("--replay", metavar="SEED:EPISODE", help="one episode, or SEED:FIRST-LAST, on a new supervisor")
     parser.add_argument("--times", type=int, default=1, help="of a replay")
+    parser.add_argument("--nodes", action="store_true", help="workers on other machines, with faults of machines, too")
     parser.add_argument("--only", default="", help="kinds of faults to draw from, separated by commas")
     parser.add_argument("--patience", type=float, default=40.0, help="seconds until what does not happen is missed")
     parser.add_argument("--mutant", default="", help="break the supervisor in one of the ways of tests.chaos.mutants")
@@ -77,7 +78,10 @@ def _run(arguments: argparse.Namespace, episodes: Iterator[int]) -> Report:
     report = Report(arguments.seed)
     only = tuple(filter(None, arguments.only.split(",")))
     deadline = time.monotonic() + (arguments.minutes or 1e9) * 60
-    running = block.run(arguments.seed, episodes, only=only, mutant=arguments.mutant, patience_s=arguments.patience)
+    running = block.run(
+        arguments.seed, episodes, only=only, mutant=arguments.mutant, patience_s=arguments.patience,
+        nodes=arguments.nodes,
+    )  # fmt: skip
     try:
         for outcome in running:
             before = len(report.violations)

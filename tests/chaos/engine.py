@@ -201,7 +201,8 @@ def _cut_link() -> None:
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family == socket.AF_UNIX and str(one.getpeername()).endswith("/back"):
+                local = one.family == socket.AF_UNIX and str(one.getpeername()).endswith("/back")
+                if local or one.family == socket.AF_INET:  # the only connection over TCP that a worker has
                     one.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue  # no socket, or not connected

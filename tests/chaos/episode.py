@@ -11,21 +11,28 @@ import psutil
 import zmq
 
 from protocol.errors import ConnectionLost
+from supervisor.cluster.agent_messages import BEAT_S
 from tests.chaos import invariants, vitals
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import Happened, Violation
 from tests.chaos.load import Answer, ChaosClient, Party, party
+from tests.chaos.machines import Machines
+from tests.chaos.node_faults import NodeFaults
+from tests.chaos.node_plan import LEASE_S, MAY_BE_SILENT
 from tests.chaos.plan import RESTART_WINDOW_S, BlockPlan, EpisodePlan, FaultPlan
 from tests.serving import Serving
 
 GONE_S = 0.5
-"""Seconds after which no process of a killed supervisor may be left."""
+"""Seconds after which no process of a killed supervisor may be left on its machine. On others it is their lease."""
 CHECK_S = 0.03
 """Seconds that one look at all processes may take, with the pause before it."""
 TICK_S = 0.02
 POLL_S = 0.04
 """Seconds between two status queries. Each query costs the supervisor and the test a few milliseconds."""
 LEAVES_S = 20.0
+SHOWN_S = 1.5
+"""Seconds after which the status surely shows that a worker on another machine is silent. The supervisor shows the last
+figures for a second."""
 
 
 @dataclass
@@ -49,11 +56,18 @@ class Episode:
     """One run of an episode plan.
 
     before      the supervisor's vitals at rest, before the episode
+    machines    the machines on which workers run; None if all run on this one
     patience_s  how long to wait for the requests to end and the models to come back; usually a second or two is enough
     """
 
     def __init__(
-        self, serving: Serving, plan: EpisodePlan, block: BlockPlan, before: vitals.Vitals, patience_s: float
+        self,
+        serving: Serving,
+        plan: EpisodePlan,
+        block: BlockPlan,
+        before: vitals.Vitals,
+        patience_s: float,
+        machines: Machines | None = None,
     ) -> None:
         self._patience_s = patience_s
         self._serving, self._plan, self._block, self._before = serving, plan, block, before
@@ -64,7 +78,8 @@ class Episode:
         self._order = itertools.count()
         self._outcome = Outcome(plan)
         self._admin = ChaosClient(serving.runtime_dir / "admin", {}, admin=True)
-        self._faults = Faults(serving, plan, self._admin, self._connecting, self._later, self._note)
+        given = (serving, plan, self._admin, self._connecting, self._later, self._note)
+        self._faults = Faults(*given) if machines is None else NodeFaults(machines, *given)
         self._parties: list[Party] = [party(each, serving.runtime_dir, serving.directory) for each in plan.clients]
         self._happened = Happened(invariants.wounds_of(plan, block))
         self._generations: dict[str, int] = {}
@@ -181,6 +196,10 @@ class Episode:
             self._tell_unended()
             return
         self._faults.undo()
+        if any(fault.kind in MAY_BE_SILENT for fault in self._plan.faults):
+            # then the status shows which workers are not heard any more, and _unrest waits for their ends
+            at = time.monotonic() + SHOWN_S
+            self._turn_until(lambda: time.monotonic() > at, 2 * SHOWN_S)
         if self._await_models() and self._await_rest():
             self._barrier()
 
@@ -262,7 +281,7 @@ class Episode:
             return ["nobody can connect"]
         overview = self._overview()
         self._bring_back(overview["models"])
-        parts, workers, lazy = [], [], 0
+        parts, workers, local, lazy = [], [], 0, 0
         for m in overview["models"]:
             engine = m["engine_stats"]
             if m["state"] not in (("ready", "asleep", "unloaded") if m["lazy"] else ("ready",)):
@@ -272,6 +291,9 @@ class Episode:
             if m["pid"]:
                 workers.append(m["pid"])
                 lazy += m["lazy"]
+                local += not m["node"]
+                if m["node"] and m["phase"] is None:
+                    parts.append(f"{m['name']} is not heard")
         names = {m["name"] for m in overview["models"]}
         if names != set(self._generations):
             parts.append(f"workers {names}, {set(self._generations)} before")
@@ -283,7 +305,7 @@ class Episode:
             parts.append(f"{supervisor['connections']} connections, of which {mine + 2} are ours")
         if parts:
             return parts
-        parts += vitals.compare(self._before, vitals.take(self._serving), len(workers), lazy)
+        parts += vitals.compare(self._before, vitals.take(self._serving), local, lazy)
         if extra := vitals.strangers(self._serving, workers):
             parts.append(f"processes: {extra}")
         return parts
@@ -324,7 +346,11 @@ class Episode:
             self._broken("the supervisor goes on", f"exit code {self._serving.process.returncode}")
 
     def _end_of_supervisor(self, patient: bool) -> None:
-        serving, began = self._serving, time.monotonic()
+        serving, gone_s = self._serving, GONE_S
+        if self._plan.nodes:
+            self._faults.undo()  # what is stopped cannot end itself
+            gone_s += LEASE_S + 2 * BEAT_S  # the agents look at their lease once a beat
+        began = time.monotonic()
         if not patient:
             late_s = 0.0  # seconds for which this machine did not let the test itself run
             queues: dict[int, list[float]] = {}  # seconds that each process waited for a processor
@@ -339,7 +365,7 @@ class Episode:
                 late_s += max(0.0, time.monotonic() - looked - CHECK_S)
             self._outcome.gone_s = time.monotonic() - began
             starved_s = max((max(waited) - waited[0] for waited in queues.values()), default=0.0)
-            if self._outcome.gone_s > GONE_S + late_s + starved_s or left:
+            if self._outcome.gone_s > gone_s + late_s + starved_s or left:
                 message = f"after {self._outcome.gone_s:.2f} s: {vitals.describe(left)}"
                 self._broken("no process outlives the supervisor", message)
             serving.process.wait(LEAVES_S)
@@ -357,6 +383,7 @@ class Episode:
             for answer in (answer for each in self._parties for answer in each.answers.values()):
                 if answer.accepted_at is not None and not answer.is_over:
                     self._outcome.violations.append(Violation("every request ends", "the supervisor left", answer))
+        deadline += gone_s - GONE_S
         while (left := serving.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)  # some processes leave when a pipe to the supervisor closes
         if left:

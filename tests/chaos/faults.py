@@ -366,20 +366,26 @@ class Faults:
         return any(m["state"] == "starting" for m in models)
 
 
-def begin_limited(directory: Path, descriptors: int, mutant: str = "") -> Path | None:
+def begin_limited(directory: Path, descriptors: int, mutant: str = "", driver: str = "") -> Path | None:
     """Write a program that runs ``modelctl`` with few descriptors or with a fault of ``mutants``, and return its path.
 
-    Returns None if neither is wanted.
+    driver  the module that runs in the place of the helper that talks to Ray
+
+    Returns None if nothing of it is wanted.
     """
-    if not descriptors and not mutant:
+    if not descriptors and not mutant and not driver:
         return None
     script = directory / "limited.py"
     limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))\n" if descriptors else ""
     broken = f"from tests.chaos.mutants import MUTANTS\nMUTANTS[{mutant!r}]()\n" if mutant else ""
+    cluster = (
+        f"    import supervisor.cluster.ray_starter as starter\n"
+        f"    starter._COMMAND = (sys.executable, '-P', '-m', {driver!r})\n"
+    )
     script.write_text(
         f"import resource, runpy, sys\n{broken}"
         "if __name__ == '__main__':  # workers import this file again\n"
-        f"    {limit or 'pass'}\n"
+        f"    {limit or 'pass'}\n{cluster if driver else ''}"
         "    sys.argv[0] = 'supervisor'\n"
         "    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)\n"
     )

@@ -8,6 +8,7 @@ from datetime import datetime
 from protocol.errors import ErrorCode
 from supervisor.requests.scheduler import CONFIRM_S
 from tests.chaos import engine as engines
+from tests.chaos import node_plan
 from tests.chaos.load import Answer
 from tests.chaos.plan import GRANTS_EVERY_S, SECRET, SHORT_STALL, SHORT_STALL_S, WINDOW, BlockPlan, EpisodePlan
 from tests.deterministic_engine import answer as expected
@@ -66,7 +67,10 @@ def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
         wounds["a"].deaths += 1
     for fault in plan.faults:
         wound = wounds[fault.model]
-        if fault.kind in ("kill", "stop", "full disk", "descriptors", "pause worker"):
+        if fault.kind in node_plan.OF_MACHINES:
+            for model, entry in block.models.items():
+                wounds[model].deaths += entry.get("replicas", 1) if "node" in entry else 0
+        elif fault.kind in (*node_plan.OF_AGENTS, "kill", "stop", "full disk", "descriptors", "pause worker"):
             wound.deaths += 1
         elif fault.kind == "load trouble":
             wound.deaths += 1

@@ -180,6 +180,27 @@ def _give_up_soon() -> None:
     RestartHistory.failed = broken  # type: ignore[method-assign]
 
 
+def _keep_lost_machines() -> None:
+    """Never give up a worker whose machine is silent."""
+    from supervisor.cluster.remote_launcher import RemoteLauncher
+
+    original = RemoteLauncher.check
+
+    def broken(self: Any, now: float) -> None:
+        for worker in self._workers.values():
+            worker.silent_s = 0.0
+        original(self, now)
+
+    RemoteLauncher.check = broken  # type: ignore[method-assign]
+
+
+def _leave_agents() -> None:
+    """Never tell the cluster to end an agent."""
+    from supervisor.cluster.ray_starter import RayStarter
+
+    RayStarter.end = lambda self, number: None  # type: ignore[method-assign]
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "forget resume": _forget_resume,
     "repeat end": _repeat_end,
@@ -195,7 +216,11 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "wound others": _wound_others,
     "try for ever": _try_for_ever,
     "give up soon": _give_up_soon,
+    "keep lost machines": _keep_lost_machines,
+    "leave agents": _leave_agents,
 }
+WITH_NODES = ("keep lost machines", "leave agents")
+"""Mutants that concern workers on other machines."""
 CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "forget resume": ("kill", ("every request ends",)),
     "repeat end": ("kill guard", ("nothing follows the end", "every end has a reason")),
@@ -212,6 +237,8 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "wound others": ("kill", ("other models are unharmed",)),
     "try for ever": ("descriptors", ("a crash loop is given up",)),
     "give up soon": ("kill", ("a model fails for the stated reason",)),
+    "keep lost machines": ("stop agent", ("everything comes to rest",)),
+    "leave agents": ("stop agent", ("everything comes to rest",)),
 }
 """For each mutant the faults that show it, and the invariants of which at least one is then broken. The client library
 itself ends a stream with an error if an event is missing or follows the end."""
@@ -235,6 +262,7 @@ def main() -> int:
         faults, invariants = CAUGHT_BY[name]
         command = [sys.executable, "-m", "tests.chaos", "--episodes", "60", "--seed", str(PROOF_SEED)]
         command += ["--patience", str(PATIENCE_S)]
+        command += ["--nodes"] if name in WITH_NODES else []
         done = subprocess.run([*command, "--mutant", name, "--only", faults], cwd=ROOT, capture_output=True, text=True)
         found = [invariant for invariant in invariants if f"VIOLATION: {invariant}: " in done.stderr]
         missed += not found

@@ -10,6 +10,7 @@ from typing import Any
 
 from protocol import limits
 from tests.chaos import engine as engines
+from tests.chaos import node_plan
 from tests.serving import engine
 
 BLOCK = 30
@@ -107,6 +108,8 @@ class EpisodePlan:
     clients: tuple[ClientPlan, ...]
     faults: tuple[FaultPlan, ...]
     final: str | None
+    nodes: bool = False
+    """Whether workers run on other machines."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class BlockPlan:
     """The time for which a client may leave its stream unread."""
     compiled: bool
     """True to use the compiled fast path, False for the Python reference."""
+    noticed_s: float = 0.0
+    """Seconds after which the driver declares a silent machine dead; 0: no worker runs on another machine."""
 
     @property
     def poison_limit(self) -> int:
@@ -140,7 +145,7 @@ WATCH = {"start": 15, "load": 2, "idle": 1.5, "step": 1}
 STOP = {"drain": "2s", "shutdown": "500ms", "sigterm": "300ms"}
 
 
-def plan_block(seed: int, number: int) -> BlockPlan:
+def plan_block(seed: int, number: int, nodes: bool = False) -> BlockPlan:
     draw = random.Random(f"{seed} blocks {number // (DECK // BLOCK)}")  # drawn for a deck: each card suits a block
     limits = draw.sample([1000, 1000, 1000, 4, 4], 5)
     poison = draw.sample([2, 2, 2, 3, 100], 5)
@@ -153,6 +158,8 @@ def plan_block(seed: int, number: int) -> BlockPlan:
     models = {"a": entry | {"replicas": 2}, "b": dict(entry)}
     if at == lazy:
         models["z"] = entry | {"lazy": True, "sleep_after": "200ms", "ttl": "1500ms"}
+    if nodes:
+        node_plan.nodes_of_models(models, number)
     return BlockPlan(
         number,
         models,
@@ -161,6 +168,7 @@ def plan_block(seed: int, number: int) -> BlockPlan:
         descriptors=descriptors[at],
         stall=stalls[at],
         compiled=compiled[at],
+        noticed_s=node_plan.NOTICED_S[number % 2] if nodes else 0.0,
     )
 
 
@@ -176,10 +184,10 @@ def _suits(card: Card, block: BlockPlan) -> bool:
 
 
 @lru_cache(4)
-def _deal(seed: int, deck: int) -> tuple[Card, ...]:
+def _deal(seed: int, deck: int, nodes: bool) -> tuple[Card, ...]:
     """Return the cards of a deck's episodes, in order."""
-    cards = random.Random(f"{seed} deck {deck}").sample(CARDS, DECK)
-    blocks = [plan_block(seed, (deck * DECK + at) // BLOCK) for at in range(DECK)]
+    cards = random.Random(f"{seed} deck {deck}").sample(node_plan.CARDS if nodes else CARDS, DECK)
+    blocks = [plan_block(seed, (deck * DECK + at) // BLOCK, nodes) for at in range(DECK)]
     for at in range(DECK):
         if not _suits(cards[at], blocks[at]):
             other = next(i for i in range(DECK) if _suits(cards[at], blocks[i]) and _suits(cards[i], blocks[at]))
@@ -187,25 +195,31 @@ def _deal(seed: int, deck: int) -> tuple[Card, ...]:
     return tuple(cards)
 
 
-def _final(seed: int, block: int) -> str:
+def _final(seed: int, block: int, nodes: bool) -> str:
     """Return how a block's supervisor ends. Consecutive blocks end in different ways."""
-    way, at = divmod(block, len(FINALS))
-    return random.Random(f"{seed} ends {way}").sample(FINALS, len(FINALS))[at]
+    finals = FINALS + node_plan.FINALS if nodes else FINALS
+    way, at = divmod(block, len(finals))
+    return random.Random(f"{seed} ends {way}").sample(finals, len(finals))[at]
 
 
-def plan_episode(seed: int, number: int, only: tuple[str, ...] = ()) -> EpisodePlan:
-    """Return the plan of an episode. ``only``: kinds of faults to draw from, instead of those of the block."""
+def plan_episode(seed: int, number: int, only: tuple[str, ...] = (), nodes: bool = False) -> EpisodePlan:
+    """Return the plan of an episode.
+
+    only   kinds of faults to draw from, instead of those of the block
+    nodes  whether workers run on other machines
+    """
     draw = random.Random(f"{seed} episode {number}")
-    block = plan_block(seed, number // BLOCK)
+    block = plan_block(seed, number // BLOCK, nodes)
     lazy = "z" in block.models
-    final = _final(seed, number // BLOCK) if number % BLOCK == BLOCK - 1 else None
+    final = _final(seed, number // BLOCK, nodes) if number % BLOCK == BLOCK - 1 else None
     cards = []
     if only:
         cards += [(kind, "") for kind in draw.choices(only, k=draw.choice([1, 1, 2]))]
     else:
-        cards.append(_deal(seed, number // DECK)[number % DECK])
+        cards.append(_deal(seed, number // DECK, nodes)[number % DECK])
         if draw.random() < ON_TOP:
-            cards += [(kind, "") for kind in _several(draw, FAULTS, draw.choice([1, 1, 2]))]
+            on_top = FAULTS | node_plan.WEIGHTS if nodes else FAULTS
+            cards += [(kind, "") for kind in _several(draw, on_top, draw.choice([1, 1, 2]))]
     cards = [card for card in cards if _suits(card, block)]
     others = {kind: n for kind, n in CLIENTS.items() if _suits(("client", kind), block)}
     kinds = ["plain", *(detail for kind, detail in cards if kind == "client")]
@@ -220,7 +234,7 @@ def plan_episode(seed: int, number: int, only: tuple[str, ...] = ()) -> EpisodeP
         if kind == "trouble":
             clients.append(_trouble(draw, seed, number, len(clients), fault))
     faults.sort(key=lambda fault: fault.at)
-    return EpisodePlan(seed, number, tuple(clients), tuple(faults), final)
+    return EpisodePlan(seed, number, tuple(clients), tuple(faults), final, nodes)
 
 
 def _several(draw: random.Random, weights: dict[str, int], count: int) -> list[str]:
@@ -284,6 +298,8 @@ def _fault(draw: random.Random, kind: str, detail: str, block: BlockPlan) -> Fau
         lasts = draw.choice([0.02, 0.1, 0.3])
     elif kind == "descriptors":
         lasts = draw.choice([0.05, 0.2])
+    elif kind in node_plan.WEIGHTS:
+        model, lasts = "a", node_plan.lasts_s(draw, kind)
     elif kind == "flood":
         count = draw.choice([50, 700])
         lasts = 0.1

@@ -108,7 +108,7 @@ def _described(outcome: Outcome, violation: Violation) -> str:
     lines = [
         f"VIOLATION: {violation.invariant}: {violation.message}",
         f"seed {plan.seed}, episode {plan.number}: replay it with",
-        f"  python -m tests.chaos --replay {plan.seed}:{plan.number} --times 10",
+        f"  python -m tests.chaos --replay {plan.seed}:{plan.number} --times 10{' --nodes' if plan.nodes else ''}",
         "what was done, in seconds from the begin of the episode:",
         *(f"  {at:7.3f}  {reported}" for at, reported in outcome.done),
     ]

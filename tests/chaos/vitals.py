@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.invariants import Violation
+from tests.chaos.machines import agent_of, driver_of
 from tests.chaos.plan import SECRET
 from tests.serving import Serving, describe, is_helper, opened
 
@@ -63,9 +64,10 @@ def waited_s(pid: int) -> float:
 
 
 def strangers(serving: Serving, workers: list[int]) -> str:
-    """Describe the processes of a supervisor that are neither itself nor its guard, usage writer, resource tracker or
-    workers."""
-    known = {serving.pid, *workers}
+    """Describe the processes of a supervisor that are neither itself nor its guard, usage writer, resource tracker,
+    workers, or, with a cluster, its driver and the agents of its workers."""
+    helpers = [driver_of(serving.pid), *map(agent_of, workers)]
+    known = {serving.pid, *workers, *(process.pid for process in helpers if process is not None)}
     extra = []
     for process in serving.processes():
         try:
@@ -79,7 +81,11 @@ def strangers(serving: Serving, workers: list[int]) -> str:
 
 
 def compare(before: Vitals, now: Vitals, workers: int, lazy: int) -> list[str]:
-    """Return a line for each resource that has grown. ``lazy``: number of lazy models' workers that run now."""
+    """Return a line for each resource that has grown.
+
+    workers  number of workers of this machine
+    lazy     number of lazy models' workers that run now
+    """
     parts = []
     slack = LAZY_DESCRIPTORS * lazy + now.connections - before.connections
     if now.descriptors > before.descriptors + slack:

@@ -73,7 +73,10 @@ def test_the_index_names_each_promise_of_the_readme() -> None:
         assert "](#" in named.get(promise.rstrip(". "), ""), f"{promise!r}: name its invariants in docs/invariants.md"
 
 
-INDEXED = ("request-options", "requests", "operations", "placement", "security", "shell", "engines", "cluster")
+INDEXED = (
+    "request-options", "requests", "operations", "placement", "security", "shell", "engines", "cluster",
+    "several-supervisors",
+)  # fmt: skip
 """Pages with parts that the index of docs/testing.md must name."""
 
 

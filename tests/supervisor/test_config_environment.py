@@ -31,6 +31,7 @@ def test_each_section_can_be_changed(tmp_path: Path) -> None:
         SUPERVISOR__STALL="2m",
         SUPERVISOR__STOP__DRAIN="1s",
         GATEWAY__LISTEN="127.0.0.1:9000",
+        CLUSTER__ADVERTISE="tcp://10.1.2.3:5571",
         MODELS__LLAMA_3_1_8B__MAX_BATCH_SIZE="3",
         MODELS__B__SAMPLING__TEMPERATURE="0.25",
         MODELS__B__ALIASES="[x, y]",
@@ -41,6 +42,8 @@ def test_each_section_can_be_changed(tmp_path: Path) -> None:
     assert (config.supervisor.stall, config.supervisor.stop.drain, config.supervisor.stop.shutdown) == (120, 1, 5)
     assert config.gateway is not None
     assert config.gateway.listen == ("127.0.0.1", 9000) or "9000" in str(config.gateway.listen)
+    assert config.cluster is not None
+    assert config.cluster.advertise == "tcp://10.1.2.3:5571"
     assert config.models["llama-3.1-8b"].config.max_batch_size == 3
     assert config.models["b"].config.sampling == {"temperature": 0.25}
     assert config.models["b"].config.aliases == ["x", "y"]

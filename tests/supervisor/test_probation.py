@@ -542,3 +542,27 @@ def test_the_limit_is_of_deaths_that_are_blamed_on_a_request(limit: int) -> None
     assert box.ended[keys[3]] == "poisoned"
     assert box.deaths == limit + 1, "the first one makes it a suspect"
     assert {box.ended[key] for key in keys if key != keys[3]} == {"worker's own"}
+
+
+def test_a_request_that_could_not_be_sent_is_not_blamed() -> None:
+    """The connection of a dead worker ends before the supervisor learns of the death, most of all over a network."""
+    box = Box()
+    box.ask(1)
+    for _ in range(3):
+        box.scheduler.not_sent("m:1", (1, 1))
+        box.die()
+    assert box.strikes(1) == 0
+    box.run_until_all_ended()
+    assert box.ended == {(1, 1): "worker's own"}
+
+
+def test_the_culprit_is_blamed_although_another_request_could_not_be_sent() -> None:
+    box = Box()
+    box.kills[POISON] = 0
+    box.ask(POISON[1], 1)
+    for _ in range(3):
+        box.scheduler.not_sent("m:1", (1, 1))
+        box.step()
+    assert box.ended[POISON] == "poisoned"
+    box.run_until_all_ended()
+    assert box.ended[1, 1] == "worker's own"

@@ -56,6 +56,7 @@ change a value without another file:
 | `MODELCTL_SUPERVISOR__STALL=2m` | `supervisor.stall` |
 | `MODELCTL_SUPERVISOR__STOP__DRAIN=5m` | `supervisor.stop.drain` |
 | `MODELCTL_GATEWAY__LISTEN=0.0.0.0:8000` | `gateway.listen`, also where the file has no section `gateway` |
+| `MODELCTL_CLUSTER__ADVERTISE=tcp://10.0.0.7:5571` | `cluster.advertise`, where the start tells the address |
 | `MODELCTL_MODELS__LLAMA_3_1_8B__CACHE_MODE=Q8` | `cache_mode` of the model `llama-3.1-8b` |
 | `MODELCTL_DEFAULT_MODEL=llama-3.1-8b` | `default_model` |
 

@@ -19,13 +19,14 @@ GROUPS = {
     "Speed": (
         "decoding", "decoding-8b", "decoding-exl2", "first-use", "prompts-beside", "draws", "gpu-idle", "exact-answers",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
-        "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "start",
-        "spare", "spare-exllamav2", "desk", "constraints", "fairness-transformers", "attention", "mixture",
+        "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "cluster-scale",
+        "start", "spare", "spare-exllamav2", "desk", "constraints", "fairness-transformers", "attention", "mixture",
         "http-exllamav2", "http-path", "http-path-2-cores", "http-tools-exllamav2", "page-load",
     ),
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing", "sleeping", "napping"),
     "Faults": (
-        "chaos", "chaos-exllamav2", "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2",
+        "chaos", "chaos-nodes", "cluster-cuts", "chaos-exllamav2",
+        "survival", "survival-defaults", "deaths", "recovery", "recovery-exllamav2",
         "hangs", "visible-faults", "orphans", "stopping", "cancelling", "abandoned", "cycles", "reloads", "soak",
         "http-faults", "usage-ledger", "required-calls",
     ),
