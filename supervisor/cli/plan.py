@@ -18,6 +18,7 @@ from supervisor.cli.plan_host_memory import plan_host_memory
 from supervisor.cli.tables import GAP, Column, table, terminal_width
 from supervisor.cli.text_width import clean, wrapped
 from supervisor.cli.watch import show, watch
+from supervisor.workers.machines import AUTO, is_name, labels_of
 
 if TYPE_CHECKING:
     from supervisor.config import Examined
@@ -85,7 +86,8 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
 
     def read() -> "list[Gpu]":
         box = _this_box(candidates, runtime_dir) if gpus is None else _made_up(gpus)
-        latest[:] = fit(candidates, box, examined.config.supervisor.vram_limit, outer, shared)
+        outcomes = fit(candidates, box, examined.config.supervisor.vram_limit, outer, shared)
+        latest[:] = [replace(o, why_not=None, no_room=False) if _goes_elsewhere(o) else o for o in outcomes]
         return box
 
     show(
@@ -245,10 +247,9 @@ def _in_words(outcome: "Outcome") -> str | None:
     if outcome.why_not is not None:
         return f"{later}would not start: {outcome.why_not}"
     instead = f", when {', '.join(outcome.leaving)} has left its group" if outcome.leaving else ""
-    if (node := candidate.spec.config.node) is not None:
-        machine = "another machine" if node == "auto" else f"machine {node}"
+    if outcome.placed is None and (node := candidate.spec.config.node) is not None:
         gpu = "with a GPU that Ray chooses when it starts" if candidate.spec.visible_devices else "on the CPU"
-        return f"{later}on {machine}, {gpu}{instead}"
+        return f"{later}on {_machine(node)}, {gpu}{instead}"
     if outcome.placed is None:
         return f"{later}on the CPU{instead}"
     where = "GPU " + ", ".join(str(gpu.index) for gpu in outcome.placed.gpus)
@@ -261,6 +262,18 @@ def _in_words(outcome: "Outcome") -> str | None:
         if later
         else None
     )
+
+
+def _goes_elsewhere(outcome: "Outcome") -> bool:
+    """Return whether a worker that finds no room here is started on another machine, if one has GPUs to lease."""
+    return outcome.no_room and outcome.candidate.spec.config.node == AUTO
+
+
+def _machine(node: str) -> str:
+    """Return the machines that ``node`` means other than this one, for people."""
+    if is_name(node):
+        return f"machine {node}"
+    return f"another machine with {node}" if labels_of(node) else "another machine"
 
 
 def _as_data(outcomes: "Sequence[Outcome]", box: "Sequence[Gpu]") -> dict[str, Any]:

@@ -48,7 +48,10 @@ def test_models_on_other_machines_are_listed_with_their_machine(tmp_path: Path) 
     models: dict[str, dict[str, object]] = {
         "near": {"gpu": 0, "vram": "20GiB"},
         "far": {"gpu": "auto", "node": "big-box", "replicas": 2},
-        "anywhere": {"node": "auto", "lazy": True},
+        "anywhere": {"node": "others", "lazy": True},
+        "labelled": {"node": "zone=a", "lazy": True},
+        "here": {"gpu": "auto", "node": "auto", "vram": "3GiB"},
+        "there": {"gpu": "auto", "node": "auto", "vram": "22GiB"},
     }
     file = write(tmp_path, models)
     file.write_text(file.read_text() + "cluster: {advertise: 'tcp://192.168.1.5:5571'}\n")
@@ -56,13 +59,16 @@ def test_models_on_other_machines_are_listed_with_their_machine(tmp_path: Path) 
     done = modelctl(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert "GPU 0: 24.0 GiB; 4.0 left" in lines
+    assert "GPU 0: 24.0 GiB; 1.0 left" in lines
+    assert "there: on another machine, with a GPU that Ray chooses when it starts" in lines, "here is no room"
+    assert "labelled: lazy; on another machine with zone=a, on the CPU" in lines
     for worker in ("far:1", "far:2"):
         assert f"{worker}: on machine big-box, with a GPU that Ray chooses when it starts" in lines
     assert "anywhere: lazy; on another machine, on the CPU" in lines
     workers = json.loads(modelctl(*command, "--json").stdout)["workers"]
     assert {each["name"]: each["node"] for each in workers} == {
-        "near": None, "far:1": "big-box", "far:2": "big-box", "anywhere": "auto",
+        "near": None, "far:1": "big-box", "far:2": "big-box", "anywhere": "others",
+        "labelled": "zone=a", "here": "auto", "there": "auto",
     }  # fmt: skip
 
 

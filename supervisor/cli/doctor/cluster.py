@@ -18,6 +18,7 @@ from protocol.process.private_paths import NotPrivate, check_private
 from supervisor.cli.doctor.findings import Finding, bad, ok, warn
 from supervisor.cli.figures import counted
 from supervisor.packages import directory_of
+from supervisor.workers.machines import is_name
 
 if TYPE_CHECKING:
     from supervisor.config import Config
@@ -199,13 +200,17 @@ def cluster_of(
         says = f"{names.count(name)} machines have this name"
         yield bad(f"machine {name}", says, "start Ray on each with a --node-name of its own")
     for model, (node, _) in models.items():
-        if node != "auto" and node not in names:
+        if is_name(node) and node not in names:
             says = f"its machine {node} is not in the cluster, which has {', '.join(names) or 'no other machine'}"
             yield bad(
                 f"model {model}", says, f"start Ray there with --node-name={node}, or correct node in models.yaml"
             )
     for node in others:
-        wanted = {directory: where for where, directory in models.values() if where in ("auto", node["name"])}
+        wanted = {
+            directory: where
+            for where, directory in models.values()
+            if where == node["name"] or not is_name(where)  # its labels are Ray's to look at
+        }
         yield from machine_of(node, begins, wanted)
 
 
@@ -249,7 +254,7 @@ def machine_of(node: Facts, begins: Mapping[str, str | None], directories: Mappi
     for why in facts["packages"]:
         yield bad(what, f"there, {why}", "run that command there")
     for directory in sorted(set(directories) & set(facts["missing"])):
-        pinned = directories[directory] != "auto"
+        pinned = is_name(directories[directory])
         yield (bad if pinned else warn)(
             what, f"the directory {directory} is not there", "give each model's directory the same path on all machines"
         )
