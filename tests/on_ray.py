@@ -222,6 +222,12 @@ def test_the_own_machine_is_used_first(serve: Serve, tmp_path: Path) -> None:
     assert found == ["None", "one", "two", "two"]
     here = next(name for name, node in spread(serving).items() if node is None)
     assert serving.status(here)["placed"] == [0]
+    with serving.client() as client:  # at once, so that each worker gets some
+        streams = [client.generate("a", f"x {i}", max_tokens=5) for i in range(8)]
+        assert ["".join(delta.text for delta in stream) for stream in streams] == [
+            answer(f"x {i}", 5) for i in range(8)
+        ]
+    assert all(serving.status(worker)["restarts"] == 0 for worker in spread(serving))
     # one that is started when nothing has room waits, and takes the first GPU that becomes free
     there = next(name for name, node in spread(serving).items() if node == "one")
     box.holds(0, STRANGER, 10 * GIB)
