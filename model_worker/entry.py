@@ -201,6 +201,8 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         sys.stderr.write(f"{LOAD_ERROR_PREFIX}{' '.join(str(e).split())}\n")
         link.close()
         return EXIT_CONFIG
+    if engine.constraints is not None and spec.engine.device != "cpu":
+        engine.constraints.begin()  # not on the CPU: there the second of processor would be missed by the first requests
     lease.loading()
     format = AnswerFormat.of(engine.chat_template, spec)
     loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow, format)

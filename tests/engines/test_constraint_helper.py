@@ -41,6 +41,14 @@ def answered(constraints: Constraints, constraint: tuple[str, str]) -> Constrain
     return outcome(constraints, a_job(constraint))
 
 
+def test_the_helper_can_be_started_before_the_first_constraint(constraints: Constraints) -> None:
+    assert not helpers()
+    constraints.begin()
+    (helper,) = wait_until(helpers)
+    assert isinstance(answered(constraints, PHRASE), Constraint)
+    assert helpers() == [helper]
+
+
 def test_a_helper_that_is_stopped_costs_nobody_a_request(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,8 +26,7 @@ class Box:
         self.done: list[Any] = []
         self.then: dict[Any, Callable[[], object]] = {}
         self.gone: list[int] = []
-        here = SimpleNamespace(config=SimpleNamespace(node=None))
-        self.replica = SimpleNamespace(generation=1, routing_id=b"W1", spec=here)
+        self.replica = SimpleNamespace(generation=1, routing_id=b"W1", process=SimpleNamespace(node=""))
         self.is_connected = True
         self._acting = False
         everything: Any = SimpleNamespace(

@@ -5,7 +5,7 @@ from supervisor.cluster.listed_machines import GONE_S, MOST_GONE, Machines
 
 
 def nodes(*names: str) -> list[Node]:
-    return [Node(f"id-{name}", name, "10.0.0.1", 2.0, 1.0, own=name == "desk") for name in names]
+    return [Node(f"id-{name}", name, "10.0.0.1", 2.0, 1.0, 0.0, own=name == "desk") for name in names]
 
 
 def gone(machines: Machines, now: float) -> dict[str, float]:

@@ -122,7 +122,7 @@ def test_json_from_the_start_and_by_a_reload(serve: Serve) -> None:
     os.kill(serving.worker("a").pid, signal.SIGKILL)
     own = wait_until(lambda: [line for line in objects(log_of(serving, "supervisor")) if line.get("kind") == "death"])
     assert own[0].items() >= {"process": "supervisor", "level": "warning", "model": "a"}.items()
-    assert any(line.get("kind") == "death" for line in objects(log_of(serving, "a")))
+    wait_until(lambda: any(line.get("kind") == "death" for line in objects(log_of(serving, "a"))))
     console = serving.stderr().splitlines()
     assert json.loads(console[-1])["process"] == "supervisor"
     serving.wait_state("a", "ready")

@@ -96,8 +96,6 @@ class ExLlamaV2Engine:
         self._jobs = AnswerJobs(loaded, self._batch, self._generator.padded_vocab_size, self._drawable, eos_ids)
         self._healer = Healer(pieces) if pieces else None
         self._constraints = Constraints(pieces, self._drawable, eos_ids, self._tokenizer) if pieces else None
-        if self._constraints is not None:
-            self._constraints.begin()
         self._sleeper = Sleeper(self._generator, loaded, self._spec)
         self._loop, decoding = make_loop(loaded, self._generator, self._drawable, progress)
         self._capabilities = Capabilities(
