@@ -202,7 +202,7 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         link.close()
         return EXIT_CONFIG
     if engine.constraints is not None and spec.engine.device != "cpu":
-        engine.constraints.begin()  # not on the CPU: there the second of processor would be missed by the first requests
+        engine.constraints.begin()  # on the CPU the first requests need that second of processor themselves
     lease.loading()
     format = AnswerFormat.of(engine.chat_template, spec)
     loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow, format)
