@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
+from protocol.messages import JobMessage, Shutdown
 from supervisor.effect_runner import EffectRunner
 from supervisor.requests.effect_queue import EffectQueue, EndConnection, WorkerChanged
 from supervisor.requests.in_flight import ToClient, ToWorker, Wake
@@ -34,6 +36,7 @@ class Box:
             end=lambda channel, error: self._note(("end", channel, error)),
             take_gone=self._take_gone,
             gone=self._scheduler_gone,
+            not_sent=lambda worker, key: self._note(("not sent", worker, key)),
             registry=SimpleNamespace(replicas={"w": self.replica}),
             kill=lambda replica, why: self._note(("kill", why)),
             wake=lambda model: self._note(("wake", model)),
@@ -105,7 +108,15 @@ def test_a_frame_for_a_process_that_has_ended_does_not_reach_its_successor() -> 
 def test_a_worker_that_cannot_be_reached_is_killed() -> None:
     box = Box()
     box.is_connected = False
-    assert box.run(ToWorker("w", 1, b"JOB")) == [(b"W1", b"JOB"), ("kill", "it cannot be reached")]
+    order = encode(Shutdown())
+    assert box.run(ToWorker("w", 1, order)) == [(b"W1", order), ("kill", "it cannot be reached")]
+
+
+def test_a_job_that_cannot_be_sent_is_no_reason_for_the_end_of_its_worker() -> None:
+    box = Box()
+    box.is_connected = False
+    job = encode(JobMessage(5, 7, {}, b"body"))
+    assert box.run(ToWorker("w", 1, job)) == [(b"W1", job), ("not sent", "w", (5, 7)), ("kill", "it cannot be reached")]
 
 
 def test_a_connection_ends_after_its_requests() -> None:
