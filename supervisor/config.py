@@ -32,7 +32,7 @@ from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Flaw, Unfit, fit
 from supervisor.tabby_config import lay_beneath
 from supervisor.worker_modules import DEMO_DIR
-from supervisor.workers.machines import AUTO
+from supervisor.workers.machines import includes_own
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
@@ -86,7 +86,7 @@ class ModelSpec:
     def may_sleep(self) -> bool:
         """Return whether models.yaml lets the model sleep. Its engine may not be able to."""
         config = self.config
-        return config.lazy and not config.pinned and config.sleep == "ram" and config.node in (None, AUTO)
+        return config.lazy and not config.pinned and config.sleep == "ram" and includes_own(config.node)
 
     @property
     def process_key(self) -> tuple[object, ...]:
@@ -115,7 +115,7 @@ class ModelSpec:
             max_seq_len=config.max_seq_len,
             max_batch_size=config.max_batch_size,
             options={**options, **(config.options or {})},
-            sleep=config.lazy and config.sleep == "ram" and config.node in (None, AUTO),
+            sleep=config.lazy and config.sleep == "ram" and includes_own(config.node),
         )
 
 

@@ -36,7 +36,7 @@ from supervisor.placement.gpu_requests import answer_with, question_of
 from supervisor.placement.policy import Holding, Placed, PlacementRefused, place, place_unseen, rooms
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
-from supervisor.workers.machines import AUTO, OTHERS
+from supervisor.workers.machines import AUTO, OTHERS, includes_own
 
 if TYPE_CHECKING:
     from supervisor.fleet.starts import Starts
@@ -63,7 +63,7 @@ class Start(Admission):
     def begin(self) -> None:
         """Check that the engine's packages are there, and estimate what the model needs."""
         engine, node = self._spec.config.engine, self._spec.config.node
-        if node in (None, AUTO) and (missing := missing_for(engine)) is not None:
+        if includes_own(node) and (missing := missing_for(engine)) is not None:
             if node is None:
                 self._refuse_soon(not_admitted("config", LOAD_ERROR_PREFIX + missing, retry=False))
                 return
@@ -142,7 +142,7 @@ class Start(Admission):
         here  why it cannot be placed on this machine; None if it is not to be
         """
         starts, config = self._starts, self._spec.config
-        node = OTHERS if config.node in (None, AUTO) else config.node
+        node = OTHERS if config.node is None or config.node == AUTO else config.node
         if (no := starts.launcher.no_machine(node, config.gpu_count)) is None:
             self._launch("", None, node)
             return

@@ -7,7 +7,7 @@ from supervisor.placement.estimates import Estimated, Question
 from supervisor.placement.gpu_shares import Needs, split_of
 from supervisor.placement.gpus import EVERY
 from supervisor.placement.policy import GpuRequest
-from supervisor.workers.machines import AUTO
+from supervisor.workers.machines import includes_own
 
 VETTED = frozenset({"exllamav2", "transformers"})
 """Engines whose models the estimating process can check."""
@@ -16,7 +16,7 @@ VETTED = frozenset({"exllamav2", "transformers"})
 def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
     """Return the GPUs of this machine that a model asks for; None for a model on the CPU, or on other machines only."""
     config = spec.config
-    if not spec.visible_devices or config.node not in (None, AUTO):
+    if not spec.visible_devices or not includes_own(config.node):
         return None
     pins = None if config.gpu == "auto" else tuple(spec.visible_devices.split(","))
     split = split_of(config.engine, spec.engine_spec.options, config.gpu_count)

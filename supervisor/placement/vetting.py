@@ -13,6 +13,7 @@ from supervisor.placement.gpu_reader import read_once
 from supervisor.placement.gpu_requests import answer_with, gpu_request_of, question_of
 from supervisor.placement.gpus import Gpu, GpusUnknown
 from supervisor.placement.policy import PlacementRefused, place, rooms
+from supervisor.workers.machines import includes_own
 from supervisor.yaml_source import Problem
 
 
@@ -21,8 +22,9 @@ def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str,
 
     installed  whether it is a fault that the packages of an engine that may run on this machine are not installed here
     """
-    may_run_here = {name for name, spec in models.items() if spec.config.node in (None, "auto")}
-    questions = {name: question_of(spec, installed=installed and name in may_run_here) for name, spec in models.items()}
+    questions = {
+        name: question_of(spec, installed=installed and includes_own(spec.config.node)) for name, spec in models.items()
+    }
     asked = {name: question for name, question in questions.items() if question is not None}
     answers = dict(zip(asked, ask_now([*asked.values()]), strict=True)) if asked else {}
     return {name: answer_with(spec, answers.get(name)) for name, spec in models.items()}

@@ -33,6 +33,11 @@ def is_name(node: str) -> bool:
     return node not in (AUTO, OTHERS) and "=" not in node
 
 
+def includes_own(node: str | None) -> bool:
+    """Return whether workers may run on the supervisor's own machine. ``node`` is None if the model does not set it."""
+    return node is None or node == AUTO
+
+
 @dataclass(frozen=True)
 class NoMachine:
     """The reason why no other machine can take a worker now.
