@@ -171,6 +171,7 @@ def test_excluded_tokens_and_infinities() -> None:
     logits = np.array([1.0, -np.inf, 0.5, -np.inf], np.float32)
     assert kept(logits, SamplingParams(top_p=0.999999)) == 2
     assert kept(np.array([1.0, np.inf, 2.0], np.float32), SamplingParams(min_p=0.1)) == 1
+    assert cut(np.array([1.0, np.inf, 2.0], np.float32), SamplingParams(typical_p=0.5)) == 1
     with pytest.raises(RuntimeError, match="not numbers"):
         kept(np.array([1.0, np.nan], np.float32), SamplingParams(min_p=0.1))
     assert not is_cut(SamplingParams(top_k=40))

@@ -83,6 +83,8 @@ def cut(logits: Array, sampling: SamplingParams) -> int:
     Raises RuntimeError for a NaN.
     """
     count = kept(logits, sampling)
+    if count == 1:  # also where the largest logit is infinite, of which no mean can be taken
+        return 1
     if sampling.tfs < 1:
         count = _tail_free(logits, count, sampling)
     if sampling.typical_p < 1:
