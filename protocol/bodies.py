@@ -90,12 +90,17 @@ class ReportBody(TypedDict):
     queue_position: NotRequired[int]
     """With `queued`: the number of requests before this one. 0 means that this one is next."""
     part: NotRequired[str]
-    """With `loading`: the engine's name for the part of the load, such as `loading` or `warmup`."""
+    """With `loading`: the engine's name for the part of the load, such as `loading` or `warmup`. Before that,
+    `checking model` or `copying model`, while another machine copies the model's directories."""
     done: NotRequired[int]
     """With `loading` and `prefill`: the amount that is done. `prefill` counts tokens. `loading` counts in a unit that
     the engine chooses."""
     total: NotRequired[int]
     """With `loading` and `prefill`: the value of `done` at the end of this part."""
+    unit: NotRequired[str]
+    """With `loading`: the unit of `done` and `total`, such as `bytes`, if it is known."""
+    per_s: NotRequired[int]
+    """With `loading`, while directories are copied: bytes in a second."""
 
 
 class GoAwayBody(TypedDict):

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from modelctl import Client, Stream
+from modelctl import Client, Progress, Stream
 from protocol import __version__
 from protocol.errors import WireError
 from supervisor.cluster.ray_starter import RayStarter
@@ -338,7 +338,8 @@ def test_models_are_copied_to_the_machines(serve: Serve, cluster: RayCluster, tm
     listen = cluster.advertise.replace("5599", "5598")
     store = {"listen": listen, "directory": str(tmp_path / "copies"), "size": "1GiB"}
     entry = engine("TellsDirectories") | {"model_dir": str(model)}
-    serving = serve({"a": entry | {"node": "one"}, "b": entry | {"node": "two"}}, store=store)
+    lazy = entry | {"model_dir": str(write_model(tmp_path / "lazy", 50 * CHUNK, 2)), "node": "two", "lazy": True}
+    serving = serve({"a": entry | {"node": "one"}, "b": entry | {"node": "two"}, "c": lazy}, store=store)
     (of_store,) = [p for p in psutil.Process(serving.pid).children() if is_helper(p, "model store", "store_server")]
     seen: set[str] = set()
 
@@ -347,7 +348,7 @@ def test_models_are_copied_to_the_machines(serve: Serve, cluster: RayCluster, tm
             if worker["progress"] is not None and worker["state"] == "starting":
                 assert worker["progress"]["unit"] == "bytes"
                 seen.add(worker["progress"]["phase"])
-        return all(worker["state"] == "ready" for worker in serving.overview()["models"])
+        return all(serving.status(name)["state"] == "ready" for name in ("a", "b"))
 
     wait_until(ready, 120)
     assert "copying model" in seen
@@ -356,6 +357,13 @@ def test_models_are_copied_to_the_machines(serve: Serve, cluster: RayCluster, tm
     for name in "a", "b":
         log = Path(serving.status(name)["log"])
         wait_until(lambda log=log: f"directories {copy}/files" in log.read_text())
+    told: list[Progress] = []
+    with serving.client() as client:
+        assert client.complete("c", "x 1", max_tokens=5, on_progress=told.append).text == answer("x 1", 5)
+    copied = [one for one in told if one.part == "copying model"]
+    assert copied, f"its client was told nothing of the copying: {told}"
+    assert {(one.phase, one.unit) for one in copied} == {("loading", "bytes")}
+    assert copied[-1].total == sum(map(len, content(tmp_path / "lazy").values()))
     serving.order("stop", model="a")
     serving.wait_state("a", "stopped")
     of_store.kill()

@@ -51,7 +51,10 @@ class Progress:
     queue_position  number of requests before it in the queue, 0 is next; None unless queued
     done, total     prefill: tokens of the prompt that are computed, and all its tokens. loading: the progress of the
                     part, in a unit that the engine chooses. None while queued and compiling
-    part            part of the load: "loading", "warmup", or another name that the engine gives; None unless loading
+    part            part of the load: "loading", "warmup", or another name that the engine gives; before that,
+                    "copying model", while another machine copies its directories. None unless loading
+    unit            loading: the unit of done and total, such as "bytes"; None if it is not known
+    per_s           loading: bytes in a second while directories are copied; None at other times
     """
 
     phase: str
@@ -59,6 +62,8 @@ class Progress:
     done: int | None = None
     total: int | None = None
     part: str | None = None
+    unit: str | None = None
+    per_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,8 @@ _REPORTS: dict[str, dict[str, type]] = {
     "compiling": {},
     "prefill": {"done": int, "total": int},
 }
+_MAY_REPORT: dict[str, type] = {"unit": str, "per_s": int}
+"""Keys of REPORT that may be missing. Older supervisors do not send them."""
 
 
 def read_report(fields: dict[str, Any]) -> Progress | None:
@@ -173,7 +180,8 @@ def read_report(fields: dict[str, Any]) -> Progress | None:
     expected = _REPORTS.get(str(fields.get("phase")))
     if expected is None or any(type(fields.get(name)) is not kind for name, kind in expected.items()):
         return None
-    return Progress(str(fields["phase"]), **{name: fields[name] for name in expected})
+    more = {name for name, kind in _MAY_REPORT.items() if type(fields.get(name)) is kind}
+    return Progress(str(fields["phase"]), **{name: fields[name] for name in expected.keys() | more})
 
 
 def token_ids_in(result: dict[str, Any]) -> tuple[int, ...]:

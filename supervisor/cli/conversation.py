@@ -12,6 +12,7 @@ import click
 
 from protocol.client.async_client import AsyncClient, AsyncStream, Delta, Progress
 from protocol.errors import ErrorCode, WireError
+from supervisor.cli.figures import size
 from supervisor.cli.history import History
 from supervisor.cli.live_lines import bar
 from supervisor.cli.options import way_to
@@ -180,7 +181,8 @@ class _Waiting:
             before = progress.queue_position
             text = f"waiting, {before} before this one" if before else "waiting, next in turn"
         elif progress.phase == "loading":
-            text = f"{progress.part} {bar(progress.done or 0, progress.total or 0)}"
+            rate = f", {size(progress.per_s)}/s" if progress.per_s else ""
+            text = f"{progress.part} {bar(progress.done or 0, progress.total or 0)}{rate}"
         elif progress.phase == "compiling":
             text = "compiling the shape of the answer"
         else:

@@ -18,6 +18,7 @@ from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.hang_watch import HangWatch
+from supervisor.fleet.preparations import Preparations
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.fleet.sleepers import Sleepers
@@ -76,6 +77,7 @@ class Fleet:
         self._log = log
         self._hang_watch = HangWatch(self.kill, log)
         self._start_lines = StartLines(log)
+        self._preparations = Preparations()
 
     # --- orders -------------------------------------------------------------------------------------------------
 
@@ -153,11 +155,8 @@ class Fleet:
                 self._report(replica, Event.HELLO, "connected")
                 self._effects.add(self.registry.log_orders([replica]))
             case ProgressMessage(body):
-                replica.progress = progress = checked_progress(body)
-                effects = self._scheduler.report_loading(
-                    replica.model, progress["phase"], progress["done"], progress["total"]
-                )
-                self._effects.add(effects)
+                replica.progress = checked_progress(body)
+                self._effects.add(self._scheduler.report_loading(replica.model, replica.progress))
             case Ready(body):
                 replica.info = checked_ready(body)
                 replica.progress = {}
@@ -223,11 +222,13 @@ class Fleet:
         self._ended(replica, report, process.pid or None)
 
     def check_progress(self) -> None:
-        """End the workers that hang, and log how loads go on. The loop calls this every ``hang_detector.CHECK_S``
-        seconds."""
+        """End the workers that hang, log how loads go on, and tell waiting clients how far directories are copied. The
+        loop calls this every ``hang_detector.CHECK_S`` seconds."""
         now = time.monotonic()
         self._hang_watch.check(self.registry.replicas.values(), now)
         self._start_lines.check(self.registry.replicas.values(), now)
+        for model, progress in self._preparations.news(self.registry.replicas.values()):
+            self._effects.add(self._scheduler.report_loading(model, progress))
 
     def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
         """Kill a worker that hangs, sends nonsense or cannot be reached. Its requests go on after its end."""

@@ -1,7 +1,8 @@
 """Tell clients that wait how far their requests are. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 from protocol.codec import encode, pack_body
 from protocol.messages import Report
@@ -17,11 +18,12 @@ def report(request: InFlight, fields: dict[str, object]) -> ToClient:
     return ToClient(request.channel, encode(Report(request.request, pack_body(fields))))
 
 
-def loading(queue: ModelQueue, part: str, done: int, total: int) -> list[Effect]:
-    """Report how far the load of a model is to the clients that wait for it."""
+def loading(queue: ModelQueue, progress: Mapping[str, Any]) -> list[Effect]:
+    """Report how far the load of a model is to the clients that wait for it. ``progress`` is as ``status`` shows it."""
     if queue.is_ready:
         return []  # another worker is up: the clients wait for room there
-    fields = {"phase": "loading", "part": part, "done": done, "total": total}
+    fields = {"phase": "loading", "part": progress["phase"], "done": progress["done"], "total": progress["total"]}
+    fields |= {name: progress[name] for name in ("unit", "per_s") if progress.get(name)}
     return [report(request, fields) for request in _interested(queue)]
 
 

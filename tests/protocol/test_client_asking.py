@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_several_answers_are_not_a_field() -> None:
 # ---- progress
 
 QUEUED, PREFILL = {"phase": "queued", "queue_position": 3}, {"phase": "prefill", "done": 256, "total": 1000}
+COPY = {"phase": "loading", "part": "copying model", "done": 5, "total": 9, "unit": "bytes", "per_s": 2}
 
 
 def reporting(*reports: dict[str, Any]) -> Callable[[ScriptedPeer, bytes, Message], None]:
@@ -122,7 +124,7 @@ def reporting(*reports: dict[str, Any]) -> Callable[[ScriptedPeer, bytes, Messag
 def test_progress_is_told_until_the_first_token(runtime_dir: Path) -> None:
     heard: list[Progress] = []
     with (
-        ScriptedPeer(runtime_dir / "front", reporting(QUEUED, PREFILL)) as peer,
+        ScriptedPeer(runtime_dir / "front", reporting(QUEUED, COPY, COPY | {"unit": 7}, PREFILL)) as peer,
         Client(peer.endpoint) as client,
     ):
 
@@ -131,7 +133,9 @@ def test_progress_is_told_until_the_first_token(runtime_dir: Path) -> None:
             client.call("heard")  # the callback may use the client
 
         assert client.complete("letters", "x", on_progress=hear).text == "a"
-    assert heard == [Progress("queued", queue_position=3), Progress("prefill", done=256, total=1000)]
+    copied = Progress("loading", done=5, total=9, part="copying model", unit="bytes", per_s=2)
+    queued, prefill = Progress("queued", queue_position=3), Progress("prefill", done=256, total=1000)
+    assert heard == [queued, copied, replace(copied, unit=None), prefill]
 
 
 def test_progress_is_told_in_a_loop(runtime_dir: Path) -> None:

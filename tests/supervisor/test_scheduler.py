@@ -20,6 +20,7 @@ from protocol.messages import (
     JobMessage,
     Message,
     Ping,
+    Report,
 )
 from supervisor.requests.advance import MOST_UNREAD
 from supervisor.requests.credit_control import SendBufferLimits
@@ -492,6 +493,24 @@ def test_one_worker_is_kept_for_a_suspect_that_must_be_alone_and_the_other_goes_
     assert scheduler.worker_slot(kept) is not None
 
 
+def test_who_waits_is_told_how_far_a_load_is_with_unit_and_rate_if_they_are_known() -> None:
+    scheduler = Scheduler()
+    scheduler.add_model("m")
+    scheduler.add_worker("m", "m", DOWN)
+    scheduler.rest("m", 0.0)
+    scheduler.submit(1, Generate(1, "m", {"progress": True}, b""), 0.0)
+
+    def told(progress: dict[str, object]) -> dict[str, object]:
+        effects = scheduler.report_loading("m", {"phase": "copying model", "done": 1, "total": 2, **progress})
+        ((_, report),) = messages(effects)
+        assert isinstance(report, Report)
+        return unpack_body(report.body)
+
+    plain = {"phase": "loading", "part": "copying model", "done": 1, "total": 2}
+    assert told({}) == plain
+    assert told({"unit": "bytes", "per_s": 5}) == {**plain, "unit": "bytes", "per_s": 5}
+
+
 def test_a_sleeping_model_is_woken_for_what_waits() -> None:
     scheduler = Scheduler()
     scheduler.add_model("m")
@@ -502,7 +521,8 @@ def test_a_sleeping_model_is_woken_for_what_waits() -> None:
     assert wake[-1] == Wake("m")
     scheduler.accept_new("m:1")  # the worker is being started
     assert Wake("m") not in scheduler.submit(1, Generate(2, "m", {}, b""), 0.0)
-    assert scheduler.report_loading("m", "loading", 1, 2) == [], "nobody has asked for reports"
+    progress = {"phase": "loading", "done": 1, "total": 2}
+    assert scheduler.report_loading("m", progress) == [], "nobody has asked for reports"
     scheduler.rest("m:2", 0.0)
     assert [type(effect) for effect in scheduler.open("m:1", 1, 8, 1.0)] == [ToWorker, ToWorker]
     # the model is unloaded while a request is on its way
