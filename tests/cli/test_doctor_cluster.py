@@ -10,6 +10,7 @@ import pytest
 from protocol import __version__
 from supervisor.cli.doctor import cluster
 from supervisor.cli.doctor.findings import Finding, Verdict
+from supervisor.config import load_config
 from tests.cli.programs import modelctl
 from tests.cli.test_doctor import findings
 from tests.hidden_packages import Hidden
@@ -33,9 +34,12 @@ def node(name: str = "big-box", *, own: bool = False, **facts: Any) -> dict[str,
     return about | {"clock_s": 0.01, "clock_error_s": 0.002, "facts": told | facts}
 
 
-def judged(*nodes: dict[str, Any], models: dict[str, tuple[str, str]] | None = None, **facts: Any) -> list[Finding]:
+Models = dict[str, tuple[str, list[str]]]
+
+
+def judged(*nodes: dict[str, Any], models: Models | None = None, **facts: Any) -> list[Finding]:
     seen = {"open": None, "nodes": [node("desk", own=True), *nodes]} | facts
-    return list(cluster.cluster_of(seen, "auto", {ADVERTISE: MARK}, models or {"llama": ("big-box", DIRECTORY)}))
+    return list(cluster.cluster_of(seen, "auto", {ADVERTISE: MARK}, models or {"llama": ("big-box", [DIRECTORY])}))
 
 
 def wrong(found: list[Finding]) -> list[Finding]:
@@ -98,12 +102,36 @@ def test_a_machine_that_does_not_answer() -> None:
 
 
 def test_a_directory_that_one_of_several_machines_lacks_is_a_warning() -> None:
-    (found,) = wrong(judged(node(missing=[DIRECTORY]), models={"llama": ("auto", DIRECTORY)}))
+    (found,) = wrong(judged(node(missing=[DIRECTORY]), models={"llama": ("auto", [DIRECTORY])}))
     assert str(found.verdict) == "warn"
 
 
+def test_directories_of_draft_model_and_adapters_are_looked_at_too(tmp_path: Path) -> None:
+    for name in ("model", "draft", "adapter", "near"):
+        (tmp_path / name).mkdir()
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        "cluster: {advertise: 'tcp://127.0.0.1:5571'}\nmodels:\n"
+        "  far: {model_dir: model, gpu: auto, node: big-box, draft_model: draft, lora: [{dir: adapter}]}\n"
+        "  near: {model_dir: near, gpu: 0}\n"
+    )
+    directories = [str(tmp_path / name) for name in ("model", "draft", "adapter")]
+    assert cluster.models_away(load_config(file)) == {"far": ("big-box", directories)}
+    (found,) = wrong(judged(node(missing=directories[2:]), models={"far": ("big-box", directories)}))
+    assert found.says == f"the directory {tmp_path}/adapter is not there"
+
+
+def test_a_directory_of_two_models_is_needed_if_one_of_them_runs_nowhere_else() -> None:
+    models = {"llama": ("big-box", ["/a", "/draft"]), "qwen": ("auto", ["/b", "/draft"])}
+    found = wrong(judged(node(missing=["/b", "/draft"]), models=models))
+    assert [(str(each.verdict), each.says) for each in found] == [
+        ("warn", "the directory /b is not there"),
+        ("bad", "the directory /draft is not there"),
+    ]
+
+
 def test_a_model_on_a_machine_that_is_not_there_and_names_that_are_taken_twice() -> None:
-    twice, missing = wrong(judged(node(), node(), models={"llama": ("far", DIRECTORY)}))
+    twice, missing = wrong(judged(node(), node(), models={"llama": ("far", [DIRECTORY])}))
     assert (twice.what, twice.says) == ("machine big-box", "2 machines have this name")
     assert (missing.what, "far is not in the cluster, which has big-box" in missing.says) == ("model llama", True)
 
@@ -121,7 +149,7 @@ def test_a_cluster_that_cannot_be_used(facts: dict[str, Any], verdict: str, says
 
 
 def test_a_cluster_of_one_machine() -> None:
-    (found,) = wrong(judged(models={"llama": ("auto", DIRECTORY)}))
+    (found,) = wrong(judged(models={"llama": ("auto", [DIRECTORY])}))
     assert (str(found.verdict), "no machine but this one" in found.says) == ("warn", True)
 
 

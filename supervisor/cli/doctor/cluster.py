@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,7 @@ from protocol.process.helper_environment import helper_environment
 from protocol.process.private_paths import NotPrivate, check_private
 from supervisor.cli.doctor.findings import Finding, bad, ok, warn
 from supervisor.cli.figures import counted
+from supervisor.cluster.store_places import directories_of
 from supervisor.packages import directory_of
 from supervisor.workers.machines import is_name
 
@@ -152,6 +153,13 @@ def read_cluster(address: str, endpoints: Sequence[str], engines: Sequence[str],
     return found
 
 
+def models_away(config: "Config") -> dict[str, tuple[str, list[str]]]:
+    """Return, by name, the ``node`` of each model on another machine, and the directories that its engine reads: those
+    of the model, of the draft model and of the adapters."""
+    away = {name: spec for name, spec in config.models.items() if spec.config.node is not None}
+    return {name: (str(spec.config.node), directories_of(spec.engine_spec)) for name, spec in away.items()}
+
+
 def look(config: "Config", running: Facts | None) -> Iterator[Finding]:
     """Yield what is found about the cluster of models.yaml. It takes up to LOOK_S."""
     cluster = config.cluster
@@ -159,8 +167,8 @@ def look(config: "Config", running: Facts | None) -> Iterator[Finding]:
         return  # the finding about models.yaml says that advertise is missing
     yield (installed := ray_of(installed_ray()))
     yield from token_of(os.environ)
-    away = {name: spec for name, spec in config.models.items() if spec.config.node is not None}
-    engines = sorted({spec.config.engine for spec in away.values()})
+    away = models_away(config)
+    engines = sorted({config.models[name].config.engine for name in away})
     store = cluster.model_store.listen
     begins: dict[str, str | None] = {}
     with ExitStack() as open_ports:
@@ -170,20 +178,19 @@ def look(config: "Config", running: Facts | None) -> Iterator[Finding]:
                 yield finding
         if installed.verdict == "bad":
             return
-        paths = sorted({str(spec.model_dir) for spec in away.values()}) if store is None else []
+        paths = sorted({path for _, directories in away.values() for path in directories}) if store is None else []
         facts = read_cluster(cluster.ray, [*begins], engines, paths)
-    wanted = {name: (str(spec.config.node), str(spec.model_dir)) for name, spec in away.items()}
-    yield from cluster_of(facts, cluster.ray, begins, wanted)
+    yield from cluster_of(facts, cluster.ray, begins, away)
 
 
 def cluster_of(
-    facts: Facts, address: str, begins: Mapping[str, str | None], models: Mapping[str, tuple[str, str]]
+    facts: Facts, address: str, begins: Mapping[str, str | None], models: Mapping[str, tuple[str, list[str]]]
 ) -> Iterator[Finding]:
     """Judge the cluster, and each of its machines.
 
     facts   what ``ray_facts`` has printed
     begins  by endpoint, how what listens there begins, in hex; None if nothing does
-    models  by name, the ``node`` of each model on another machine, and its directory
+    models  see ``models_away``
     """
     if why := facts.get("absent"):
         yield bad("cluster", str(why), "see `ray status` on the first machine, and cluster.ray in models.yaml")
@@ -206,18 +213,23 @@ def cluster_of(
                 f"model {model}", says, f"start Ray there with --node-name={node}, or correct node in models.yaml"
             )
     for node in others:
-        wanted = {
-            directory: where
-            for where, directory in models.values()
-            if where == node["name"] or not is_name(where)  # its labels are Ray's to look at
-        }
-        yield from machine_of(node, begins, wanted)
+        needed: set[str] = set()
+        useful: set[str] = set()
+        for where, directories in models.values():
+            if where == node["name"]:
+                needed.update(directories)
+            elif not is_name(where):  # its labels are Ray's to look at
+                useful.update(directories)
+        yield from machine_of(node, begins, needed, useful)
 
 
-def machine_of(node: Facts, begins: Mapping[str, str | None], directories: Mapping[str, str]) -> Iterator[Finding]:
+def machine_of(
+    node: Facts, begins: Mapping[str, str | None], needed: Collection[str], useful: Collection[str]
+) -> Iterator[Finding]:
     """Judge a machine. Arguments as for ``cluster_of``.
 
-    directories  of models that may run there, each with the ``node`` of its model
+    needed  the directories of models that run on this machine alone
+    useful  the directories of models that may run on this machine, or on another one
     """
     what = f"machine {node['name']}"
     if why := node["error"]:
@@ -253,9 +265,8 @@ def machine_of(node: Facts, begins: Mapping[str, str | None], directories: Mappi
         yield warn(what, says, "let NTP set both, such as chrony: else lines of their logs cannot be compared")
     for why in facts["packages"]:
         yield bad(what, f"there, {why}", "run that command there")
-    for directory in sorted(set(directories) & set(facts["missing"])):
-        pinned = is_name(directories[directory])
-        yield (bad if pinned else warn)(
+    for directory in sorted({*needed, *useful} & set(facts["missing"])):
+        yield (bad if directory in needed else warn)(
             what, f"the directory {directory} is not there", "give each model's directory the same path on all machines"
         )
     kinds = ", ".join(sorted({str(gpu["name"]) for gpu in gpus.get("gpus", ())}))
