@@ -132,6 +132,28 @@ def test_every_query_can_be_read_and_names_metrics_that_exist(scraped: Scraped, 
             assert name.removesuffix("_bucket") in families, f"{name} in {query}"
 
 
+def test_ready_workers_are_counted_by_machine(tmp_path: Path) -> None:
+    (panel,) = (p for p in json.loads(DASHBOARD.read_text())["panels"] if p["title"] == "Workers that are ready")
+    others, own = (re.sub(r"\$(instance|model)", ".*", target["expr"]) for target in panel["targets"])
+    series, places = [], {"a 1": ("big-box", 1), "a 2": ("big-box", 1), "b 1": ("big-box", 0), "c 1": ("", 1)}
+    for worker, (machine, ready) in places.items():
+        model, replica = worker.split()
+        labels = f'instance="desk:8000", job="modelctl", model="{model}", replica="{replica}"'
+        for metric, value in (f'worker_node_info{{{labels}, node="{machine}"}}', 1), (
+            f'worker_state{{{labels}, state="ready"}}', ready
+        ):  # fmt: skip
+            series.append({"series": PREFIX + metric, "values": str(value)})
+    wanted = [(others, '{node="big-box"}', 2), (own, "{}", 1)]
+    cases = [
+        {"expr": expr, "eval_time": "0m", "exp_samples": [{"labels": labels, "value": value}]}
+        for expr, labels, value in wanted
+    ]
+    file = tmp_path / "counted.yml"
+    file.write_text(yaml.safe_dump({"tests": [{"input_series": series, "promql_expr_test": cases}]}))
+    checked = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 def test_the_dashboard_has_grafana_s_schema() -> None:
     """Read it with Grafana's own types, and write it again: nothing is lost and nothing is changed."""
     register_default_plugins()

@@ -34,6 +34,12 @@ def quantiles(metric: str) -> dict[str, str]:
     return {f"{{{{model}}}} p{q:g}": f"histogram_quantile({q / 100:g}, {rate})" for q in (50, 95, 99)}
 
 
+def ready_on(machines: str) -> str:
+    """Return a query for the workers that are ready, by machine. ``machines`` selects machines by the label node."""
+    where = f"on (instance, model, replica) group_left (node) modelctl_worker_node_info{{S, {machines}}}"
+    return f'sum by (node) (modelctl_worker_state{{S, state="ready"}} * {where})'
+
+
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Now": (
         Panel("Models ready", {"": 'sum(modelctl_worker_state{S, state="ready"})'}, kind="stat", width=4),
@@ -94,6 +100,19 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Host memory of models that sleep",
               {"{{model}} {{replica}}": "modelctl_worker_host_bytes{S}"}, "bytes", width=12, stacked=True),
         Panel("Time of the last wake", {"{{model}} {{replica}}": "modelctl_worker_wake_seconds{S}"}, "s", width=12),
+    ),
+    "Machines of the cluster": (
+        Panel("Machines there or gone",
+              {"{{node}} there": "modelctl_node_up{I} == 1", "{{node}} gone": "modelctl_node_up{I} == 0"},
+              kind="state-timeline"),
+        Panel("GPUs leased", {
+            "{{node}} leased": "modelctl_node_gpus_leased{I}",
+            "{{node}} all": "modelctl_node_gpus{I}",
+        }),
+        Panel("Workers that are ready", {
+            "{{node}}": ready_on('node!=""'),
+            "the supervisor's own machine": ready_on('node=""'),
+        }, stacked=True),
     ),
     "Faults and the supervisor": (
         Panel("Restarts in an hour", {"{{model}} {{replica}}": "increase(modelctl_worker_restarts_total{S}[1h])"}),
