@@ -23,6 +23,28 @@ RAY, SUPERVISOR = HEAD["containers"]
 WORKERS = [container for group in GROUPS for container in group["template"]["spec"]["containers"]]
 
 
+FIELDS: dict[str, dict[str, type]] = {
+    "RayClusterSpec": {
+        "headGroupSpec": dict, "workerGroupSpecs": list, "rayVersion": str, "headServiceAnnotations": dict,
+        "enableInTreeAutoscaling": bool, "autoscalerOptions": dict, "gcsFaultToleranceOptions": dict, "suspend": bool,
+        "managedBy": str,
+    },
+    "HeadGroupSpec": {
+        "rayStartParams": dict, "template": dict, "serviceType": str, "headService": dict, "enableIngress": bool,
+    },
+    "WorkerGroupSpec": {
+        "groupName": str, "minReplicas": int, "maxReplicas": int, "rayStartParams": dict, "template": dict,
+        "replicas": int, "numOfHosts": int, "idleTimeoutSeconds": int, "scaleStrategy": dict, "suspend": bool,
+    },
+}  # fmt: skip
+"""The fields of the operator's Go types (raycluster_types.go) that older and newer versions of KubeRay have in common."""
+REQUIRED = {
+    "RayClusterSpec": {"headGroupSpec"},
+    "HeadGroupSpec": {"rayStartParams", "template"},
+    "WorkerGroupSpec": {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"},
+}
+
+
 def environment(container: dict[str, Any]) -> dict[str, Any]:
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
 
@@ -50,6 +72,18 @@ def test_models_yaml_is_complete_with_the_address_of_the_pod(tmp_path: Path) -> 
 def _limits(group: dict[str, Any]) -> dict[str, Any]:
     limits: dict[str, Any] = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     return limits
+
+
+def test_the_cluster_has_fields_that_the_operator_knows_and_replicas_that_it_accepts() -> None:
+    parts = [("RayClusterSpec", CLUSTER), ("HeadGroupSpec", CLUSTER["headGroupSpec"])]
+    for kind, given in [*parts, *(("WorkerGroupSpec", group) for group in GROUPS)]:
+        assert {name: type(value) for name, value in given.items()}.items() <= FIELDS[kind].items()
+        assert REQUIRED[kind] <= given.keys()
+    assert named("RayCluster")["apiVersion"] == "ray.io/v1"
+    assert all(0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in GROUPS)
+    for group in (CLUSTER["headGroupSpec"], *GROUPS):
+        assert group["template"].keys() <= {"metadata", "spec"}
+        assert "labels" not in group["rayStartParams"], "newer operators refuse it here"
 
 
 def test_every_container_has_the_token_and_the_same_image() -> None:
