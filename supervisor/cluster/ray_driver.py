@@ -42,7 +42,8 @@ LOOK_S = 1.0
 LAG_S = 5.0
 """Seconds after which Ray's figures surely show that an actor has given its GPUs back."""
 READ_GPUS_S = 60.0
-"""Seconds between two readings of the GPUs of a machine on which no worker reports them. Each starts processes."""
+"""Seconds between two readings of the GPUs of a machine on which no worker reports them. Each starts a process, which
+takes 0.2 s of processor time. Ray's own process is kept from one task to the next, and takes as much in a minute."""
 STRANGER_S = 30.0
 """Seconds that the try without a token may take."""
 _STRANGER = """
