@@ -12,7 +12,6 @@ When a worker dies, its requests go back into their model's queue with the token
 worker that is free goes on with them.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from protocol import limits
@@ -392,7 +391,7 @@ class Scheduler:
         queue = self._table.queues[request.model]
         return self._table.give_up(request, error, now) + self._table.dispatch(queue, now)
 
-    def report_loading(self, model: str, progress: Mapping[str, Any]) -> list[Effect]:
+    def report_loading(self, model: str, progress: dict[str, Any]) -> list[Effect]:
         """Report how far the load of a model is to the clients that asked for it and wait."""
         return reports.loading(self._table.queues[model], progress)
 

@@ -37,7 +37,7 @@ FIELDS: dict[str, dict[str, type]] = {
         "replicas": int, "numOfHosts": int, "idleTimeoutSeconds": int, "scaleStrategy": dict, "suspend": bool,
     },
 }  # fmt: skip
-"""The fields of the operator's Go types (raycluster_types.go) that older and newer versions of KubeRay have in common."""
+"""The fields of the operator's Go types (raycluster_types.go) that older and newer versions have in common."""
 REQUIRED = {
     "RayClusterSpec": {"headGroupSpec"},
     "HeadGroupSpec": {"rayStartParams", "template"},

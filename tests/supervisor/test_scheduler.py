@@ -500,7 +500,7 @@ def test_who_waits_is_told_how_far_a_load_is_with_unit_and_rate_if_they_are_know
     scheduler.rest("m", 0.0)
     scheduler.submit(1, Generate(1, "m", {"progress": True}, b""), 0.0)
 
-    def told(progress: dict[str, object]) -> dict[str, object]:
+    def told(progress: dict[str, Any]) -> dict[str, Any]:
         effects = scheduler.report_loading("m", {"phase": "copying model", "done": 1, "total": 2, **progress})
         ((_, report),) = messages(effects)
         assert isinstance(report, Report)
