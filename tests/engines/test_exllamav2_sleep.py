@@ -105,6 +105,27 @@ def test_a_conversation_sleeps_along(mode: str) -> None:
         each.close()
 
 
+def test_no_garbage_is_collected_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a former engine has left may own memory of CUDA. Freeing it during a capture aborts the process."""
+    import torch
+
+    from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs
+
+    collected: list[bool] = []
+    run = DecodeGraphs._run
+
+    def recorded(*arguments: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            collected.append(gc.isenabled())
+        run(*arguments)
+
+    monkeypatch.setattr(DecodeGraphs, "_run", recorded)
+    assert gc.isenabled()
+    loaded().close()
+    assert collected and not any(collected)
+    assert gc.isenabled()
+
+
 def test_many_sleeps_leave_nothing_behind() -> None:
     import psutil
 

@@ -10,10 +10,14 @@ What has to hold for a capture:
 * The kernel that plans attention runs inside the capture, so the plan must be made anew (``attention.forget_step``).
   The plan's tensors must live as long as the graph.
 * Scratch memory that launches share keeps its address. ``capture`` begins with the largest size, so it does not grow.
+* No garbage is collected meanwhile. Objects that wait for the collector may own memory or graphs of CUDA, which cannot
+  be freed during a capture: PyTorch's destructors then abort the process.
 """
 
+import gc
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,11 +124,12 @@ class DecodeGraphs:
             torch.cuda.synchronize(device)
             attention.forget_step(device)
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self.pools[device], capture_error_mode="thread_local")
-            try:
-                self._run(number, rows, params)
-            finally:
-                graph.capture_end()
+            with _garbage_waits():
+                graph.capture_begin(pool=self.pools[device], capture_error_mode="thread_local")
+                try:
+                    self._run(number, rows, params)
+                finally:
+                    graph.capture_end()
             self._alive += [params, attention.forget_step(device)]
         return graph
 
@@ -181,6 +186,18 @@ class DecodeGraphs:
                 self._hidden[device][:rows].copy_(self._handed_on[before][:rows], non_blocking=True)
             graph.replay()
         return self.logits[: len(step)]
+
+
+@contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """Keep the garbage collector off in all threads."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _segments(modules: Sequence[Any]) -> list[tuple[int, list[Any]]]:
