@@ -81,6 +81,7 @@ class Server:
     settings  the ``supervisor`` section of models.yaml
     gateway   the ``gateway`` section; None for no gateway
     groups    the ``groups`` section; None for none
+    cluster   the ``cluster`` section; None for none
     """
 
     def __init__(
@@ -90,19 +91,18 @@ class Server:
         settings: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
         groups: dict[str, Any] | None = None,
+        cluster: dict[str, Any] | None = None,
     ) -> None:
         self._models, self._wait, self._settings = models, wait, settings or {}
-        self._gateway = {} if gateway is None else {"gateway": gateway}
-        self._groups = {} if groups is None else {"groups": groups}
+        sections = {"gateway": gateway, "groups": groups, "cluster": cluster}
+        self._sections = {name: section for name, section in sections.items() if section is not None}
         self._scratch = tempfile.TemporaryDirectory(prefix="modelctl-bench-")
         self.runtime_dir = Path(self._scratch.name) / "run"
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a supervisor behind
         config = Path(self._scratch.name) / "models.yaml"
-        config.write_text(
-            yaml.safe_dump({"models": self._models, "supervisor": self._settings, **self._gateway, **self._groups})
-        )
+        config.write_text(yaml.safe_dump({"models": self._models, "supervisor": self._settings, **self._sections}))
         try:
             self.modelctl("serve", "--detach", "-c", str(config))
             if self._wait:

@@ -1,4 +1,7 @@
-"""A Ray cluster on this machine: the head beside the tests, and each further node in a network namespace of its own."""
+"""A Ray cluster on this machine: the head beside the tests, and each further node in a network namespace of its own.
+
+Where no namespaces can be made, the nodes have addresses of the loopback interface. Then no network can be cut.
+"""
 
 import os
 import shutil
@@ -36,6 +39,8 @@ class RayCluster:
     token  whether strangers are refused
     boxes  name → file for the stand-in for NVML (``tests.nvml_box``) on that node
     labels  name → labels of that node
+    apart   False: no network namespaces
+    cpus    processors of each node, as Ray counts them. Ray keeps as many idle processes for actors
     """
 
     def __init__(
@@ -46,11 +51,14 @@ class RayCluster:
         token: bool = True,
         boxes: Mapping[str, Path] | None = None,
         labels: Mapping[str, str] | None = None,
+        apart: bool = True,
+        cpus: int = 1,
     ) -> None:
         self.directory = directory
         self.nodes = list(nodes)
         self._gpus = nodes
         self._boxes, self._labels = boxes or {}, labels or {}
+        self._apart, self._cpus = apart, cpus
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {"RAY_AUTH_MODE": "disabled", "RAY_DISABLE_IMPORT_WARNING": "1"}
         if token:
@@ -58,18 +66,13 @@ class RayCluster:
             self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(directory / "token")}
 
     def __enter__(self) -> "RayCluster":
-        self._take_place()
+        if self._apart:
+            self._take_place()
+        else:
+            self._use("127.0.0", 0)
         try:
-            ip("addr", "add", f"{self._network}.1/24", "dev", self._bridge)
-            ip("link", "set", self._bridge, "up")
-            for number, name in enumerate(self.nodes):
-                space, cable = self._space(name), self._cable(name)
-                ip("netns", "add", space)
-                ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-                ip("link", "set", cable, "master", self._bridge, "up")
-                ip("-n", space, "addr", "add", f"{self._network}.{11 + number}/24", "dev", "eth0")
-                ip("-n", space, "link", "set", "eth0", "up")
-                ip("-n", space, "link", "set", "lo", "up")
+            if self._apart:
+                self._make_networks()
             self._start(
                 "head",
                 [],
@@ -91,14 +94,31 @@ class RayCluster:
     def _take_place(self) -> None:
         """Make the bridge of the first number that is not taken."""
         for place in PLACES:
-            self._network, self._bridge, self._port = f"10.213.{place}", f"mctl{place}", 6300 + place
+            self._use(f"10.213.{place}", place)
             done = subprocess.run(["ip", "link", "add", self._bridge, "type", "bridge"], capture_output=True)
             if done.returncode == 0:
                 break
         else:
             raise RuntimeError(f"no bridge can be made: {done.stderr.decode()}")
-        self.address = f"{self._network}.1:{self._port}"
-        self.advertise = f"tcp://{self._network}.1:5599"
+
+    def _use(self, network: str, place: int) -> None:
+        """Take the addresses of a network, whose first one is the head's."""
+        self._network, self._bridge, self._port = network, f"mctl{place}", 6300 + place
+        self.address = f"{network}.1:{self._port}"
+        self.advertise = f"tcp://{network}.1:5599"
+
+    def _make_networks(self) -> None:
+        """Give each node a network namespace, and a link to the bridge."""
+        ip("addr", "add", f"{self._network}.1/24", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
+        for number, name in enumerate(self.nodes):
+            space, cable = self._space(name), self._cable(name)
+            ip("netns", "add", space)
+            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", cable, "master", self._bridge, "up")
+            ip("-n", space, "addr", "add", f"{self._network}.{11 + number}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
 
     def _space(self, name: str) -> str:
         """Return the network namespace of a node."""
@@ -112,7 +132,7 @@ class RayCluster:
         number = self.nodes.index(name)
         self._start(
             name,
-            ["ip", "netns", "exec", self._space(name), "sh", "-c", _OWN_FILES, "sh"],
+            ["ip", "netns", "exec", self._space(name), "sh", "-c", _OWN_FILES, "sh"] if self._apart else [],
             [
                 f"--address={self.address}",
                 f"--node-ip-address={self._network}.{11 + number}",
@@ -126,7 +146,7 @@ class RayCluster:
             self._processes[name] = subprocess.Popen(
                 [
                     *before, sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", *words,
-                    f"--node-name={name}", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=80000000",
+                    f"--node-name={name}", f"--num-cpus={self._cpus}", "--disable-usage-stats", "--object-store-memory=80000000",
                     "--block",
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -169,6 +189,8 @@ class RayCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if not self._apart:
+            return
         for name in self.nodes:
             done = subprocess.run(["ip", "netns", "pids", self._space(name)], capture_output=True, text=True)
             for pid in done.stdout.split():
