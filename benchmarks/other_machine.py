@@ -115,7 +115,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must not leave a cluster behind
     with (
         tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch,
-        RayCluster(Path(scratch), {NODE: gpus}, apart=can_make_namespaces(), cpus=CPUS) as cluster,
+        RayCluster(Path(scratch), {NODE: 1}, apart=can_make_namespaces(), cpus=CPUS) as cluster,
     ):
         os.environ.update(cluster.environment)
         wait_for_nodes(cluster)

@@ -349,9 +349,12 @@ class Supervisor:
     def _keep_spares(self) -> None:
         registry, now = self._fleet.registry, time.monotonic()
         wanted = not self._shutdown.begun and registry.config.supervisor.spare
-        engines = {spec.config.engine for spec in registry.config.models.values()} if wanted else set[str]()
+        models = [spec.config for spec in registry.config.models.values()] if wanted else []
         starting = any(replica.state in COMING_UP for replica in registry.replicas.values())
+        engines = {model.engine for model in models}
         self._launcher.keep_spares(engines, now, starting=starting, free=free_bytes)
+        if self._cluster is not None:
+            self._cluster.keep_spares(models, starting=starting)
 
     def _probe(self) -> None:
         """Send PING 0 to clients with unfinished requests. A send that fails tells of a client that has left.

@@ -42,18 +42,17 @@ class PlainStarter:
             return left[0]
         raise NoMachineError("no other machine")
 
-    def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
+    def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
         if node in self.lost_nodes:
             raise NoMachineError(f"no machine {node}")
-        leased = {"CUDA_VISIBLE_DEVICES": self.devices} if gpus else {}
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*self.path, ROOT]), **leased},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*self.path, ROOT])},
             start_new_session=True,
         )
         assert agent.stdin is not None
-        agent.stdin.write(order)
+        agent.stdin.write((self.devices if gpus else "").encode() + b"\n" + order)
         agent.stdin.close()
         self.agents[number] = agent
         pidfd = os.pidfd_open(agent.pid)

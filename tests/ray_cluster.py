@@ -146,8 +146,8 @@ class RayCluster:
             self._processes[name] = subprocess.Popen(
                 [
                     *before, sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", *words,
-                    f"--node-name={name}", f"--num-cpus={self._cpus}", "--disable-usage-stats", "--object-store-memory=80000000",
-                    "--block",
+                    f"--node-name={name}", f"--num-cpus={self._cpus}", "--disable-usage-stats",
+                    "--object-store-memory=80000000", "--block",
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, **self.environment, **self._box_of(name)},

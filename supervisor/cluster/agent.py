@@ -5,10 +5,14 @@ supervisor for a lease.
 The program reads one order (``agent_messages.Order``) from its standard input up to its end. It dies with the process
 that has started it, and the worker dies with the agent: the kernel sees to both. Its exit code is 0 if the supervisor
 knows how the worker ended.
+
+With the name of an engine as its argument it is a spare agent: it keeps a spare worker of this engine while it waits
+for its order.
 """
 
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -59,10 +63,37 @@ PREFIX = "modelctl-agent-"
 EXIT_KNOWN, EXIT_LOST, EXIT_REFUSED = 0, 1, 2
 
 
-class Agent:
-    """One worker, and the connection to its supervisor."""
+class Workshop:
+    """What starts processes on this machine."""
 
-    def __init__(self, order: Order, directory: Path) -> None:
+    def __init__(self, directory: Path) -> None:
+        self.timers, self.log = Timers(), logging.getLogger("supervisor.agent")
+        self.launcher = LocalLauncher(self.timers, Orphans(directory, self.log), self.log, directory / "spare.log")
+
+    def call_timers(self, now: float) -> None:
+        for timer in self.timers.due(now):
+            if not timer.cancelled:
+                timer.callback()
+
+    def wait_for_order(self, engine: str) -> bytes:
+        """Keep a spare worker of an engine, and return what standard input brings up to its end."""
+        self.launcher.keep_spares({engine}, time.monotonic(), starting=False)
+        poller = select.poll()
+        for descriptor in (stdin := sys.stdin.fileno(), self.launcher.descriptor):
+            poller.register(descriptor, select.POLLIN)
+        while stdin not in dict(poller.poll(1000)):
+            self.call_timers(time.monotonic())
+            self.launcher.ended()  # collects a spare that has ended. The worker then starts without
+        return sys.stdin.buffer.read()
+
+
+class Agent:
+    """One worker, and the connection to its supervisor.
+
+    devices  CUDA_VISIBLE_DEVICES of the lease
+    """
+
+    def __init__(self, order: Order, devices: str, directory: Path, workshop: "Workshop") -> None:
         self._order = order
         self._log_file = directory / "worker.log"
         self._log_sent = 0
@@ -82,10 +113,9 @@ class Agent:
         link.curve_serverkey = spec.keys.server.encode()
         link.curve_publickey, link.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
         link.connect(spec.endpoint)
-        self._timers = Timers()
-        log = self._log = logging.getLogger("supervisor.agent")
-        self._launcher = LocalLauncher(self._timers, Orphans(directory, log), log, directory / "spare.log")
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if spec.leased_gpus else spec.visible_devices
+        self._workshop = workshop
+        self._timers, self._launcher, self._log = workshop.timers, workshop.launcher, workshop.log
+        devices = devices if spec.leased_gpus else spec.visible_devices
         self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), visible_devices=devices)
         self._gpus: AgentGpus | None = None
         """What sees whether the worker fits; None until the model's directories are there."""
@@ -115,6 +145,7 @@ class Agent:
                 return verdict
             self._send(verdict.report)
             worker = self._launcher.start(replace(self._spec, cpus=verdict.cpus))
+            self._launcher.keep_spares((), time.monotonic(), starting=True)  # one that was not ready in time
         except OSError as e:
             why = f"cannot start a process on {socket.gethostname()}: {e.strerror or e}"
             return self._refuse("spawn", why, retry=True)
@@ -128,7 +159,7 @@ class Agent:
             if now >= beat_at:
                 self._send(Beat(0, None, "its machine sees whether it fits"))
                 beat_at = now + BEAT_S
-            self._call_timers(now)
+            self._workshop.call_timers(now)
             if self._poller.poll(50) and self._take(None):
                 heard = time.monotonic()
             if self._killed_by is not None:
@@ -136,11 +167,6 @@ class Agent:
             if time.monotonic() - heard > self._order.lease_s:
                 return EXIT_LOST
         return verdict
-
-    def _call_timers(self, now: float) -> None:
-        for timer in self._timers.due(now):
-            if not timer.cancelled:
-                timer.callback()
 
     def _watch(self, worker: Launched) -> int:
         """Stay with the worker until it has ended, or the supervisor is not heard any more. Return an exit code."""
@@ -156,7 +182,7 @@ class Agent:
                     if self._gpus is not None and (report := self._gpus.report(worker.pid)) is not None:
                         self._send(report)
                     report_at = now + REPORT_S
-            self._call_timers(now)
+            self._workshop.call_timers(now)
             wait = max(0.0, beat_at - time.monotonic())
             if self._poller.poll(round(1000 * wait)):
                 if self._take(worker):
@@ -276,7 +302,6 @@ class Agent:
         if self._fetching is not None:
             self._fetching.stop()
             self._fetching.join()
-        self._launcher.close()
         self._link.close(linger=0)
 
 
@@ -293,16 +318,31 @@ def main() -> int:
     parent = os.getppid()
     if not die_with(parent):
         return EXIT_LOST
-    order = Order.unpack(sys.stdin.buffer.read())
-    set_title(f"agent of worker {order.spec.name or order.spec.engine.model}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     clear_directories()
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     try:
-        agent = Agent(order, directory)
+        workshop = Workshop(directory)
         try:
-            return agent.run()
+            return _work(workshop, directory, *sys.argv[1:2])
         finally:
-            agent.close()
+            workshop.launcher.close()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _work(workshop: Workshop, directory: Path, engine: str = "") -> int:
+    """Get an order, as a spare agent if an engine is given, and run its agent."""
+    if engine:
+        set_title(f"spare agent ({engine})")
+    given = workshop.wait_for_order(engine) if engine else sys.stdin.buffer.read()
+    devices, _, packed = given.partition(b"\n")
+    if not packed:
+        return EXIT_LOST
+    order = Order.unpack(packed)
+    set_title(f"agent of worker {order.spec.name or order.spec.engine.model}")
+    agent = Agent(order, devices.decode(), directory, workshop)
+    try:
+        return agent.run()
+    finally:
+        agent.close()

@@ -40,7 +40,8 @@ class StoreAccess:
 
 @dataclass(frozen=True)
 class Order:
-    """What an agent is told when it is started, through its standard input.
+    """What an agent is told when it is started, through its standard input. The line before it is CUDA_VISIBLE_DEVICES
+    of its lease.
 
     spec      the specification of the worker. Its endpoint is also that of the agent, with the same keys. Its
               ``log_path`` and ``supervisor_pid`` are left to the agent

@@ -55,9 +55,16 @@ def choose(
     return min(roomy, key=lambda node: (of_model[node.name], (held or {}).get(node.name, 0), node.name))
 
 
-def _meant(nodes: Sequence[Node], wanted: str) -> list[Node]:
+def is_meant(node: Node, wanted: str) -> bool:
+    """Return whether ``wanted`` (``node`` of models.yaml) can be this machine."""
     if is_name(wanted):
-        found = [node for node in nodes if node.name == wanted]
+        return node.name == wanted
+    return not node.own and labels_of(wanted).items() <= node.labels.items()
+
+
+def _meant(nodes: Sequence[Node], wanted: str) -> list[Node]:
+    found = [node for node in nodes if is_meant(node, wanted)]
+    if is_name(wanted):
         if not found:
             names = ", ".join(sorted(node.name for node in nodes))
             raise NoMachineError(f"the Ray cluster has no machine {wanted}: it has {names}")
@@ -65,9 +72,7 @@ def _meant(nodes: Sequence[Node], wanted: str) -> list[Node]:
             raise NoMachineError(
                 f"the Ray cluster has {len(found)} machines called {wanted}: start each with a --node-name of its own"
             )
-        return found
-    labels = labels_of(wanted).items()
-    return [node for node in nodes if not node.own and labels <= node.labels.items()]
+    return found
 
 
 def _words(wanted: str) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import zmq
@@ -52,6 +52,11 @@ class Cluster:
 
     def _send(self, routing_id: bytes, frame: bytes) -> bool:
         return self._port is not None and self._port.send(routing_id, frame)
+
+    def keep_spares(self, models: Collection[ModelConfig], *, starting: bool) -> None:
+        """Have spare agents kept for those of these models that may run on other machines. Call this every second or
+        so. ``starting``: whether a worker starts, loads or wakes."""
+        self._starter.keep_spares({(model.node, model.engine) for model in models if model.node}, starting=starting)
 
     def check(self, now: float) -> None:
         """Give up silent machines, and start the helper again that has ended. Call this every

@@ -40,17 +40,33 @@ class Node:
 
 @dataclass(frozen=True)
 class StartAgent:
-    """Start an agent on a machine, with a lease of ``gpus`` GPUs, and give it the order."""
+    """Start an agent on a machine, with a lease of ``gpus`` GPUs, and give it the order.
+
+    engine  the worker's engine: a spare agent of it is used if there is one
+    """
 
     number: int
     node_id: str
     gpus: int
+    engine: str
     order: bytes
 
 
 @dataclass(frozen=True)
 class EndAgent:
     number: int
+
+
+@dataclass(frozen=True)
+class KeepSpares:
+    """Keep spare agents, see ``ray_spares``.
+
+    wanted    [``node`` of models.yaml, engine] of each model that may run on other machines; empty for no spares
+    starting  whether a worker starts, loads or wakes, whose processor time a spare would take
+    """
+
+    wanted: list[list[str]]
+    starting: bool
 
 
 @dataclass(frozen=True)
@@ -84,10 +100,10 @@ class Unusable:
     why: str
 
 
-ToDriver = StartAgent | EndAgent
+ToDriver = StartAgent | EndAgent | KeepSpares
 FromDriver = Nodes | Looked | AgentLeft | Unusable
 _KINDS: Final[dict[str, type[Any]]] = {
-    kind.__name__: kind for kind in (StartAgent, EndAgent, Nodes, Looked, AgentLeft, Unusable)
+    kind.__name__: kind for kind in (StartAgent, EndAgent, KeepSpares, Nodes, Looked, AgentLeft, Unusable)
 }
 
 

@@ -3,13 +3,19 @@
 The actor holds the lease of the worker's GPUs, and runs the worker's agent. The agent is a process of its own, without
 Ray's threads. It dies with the actor's process (PR_SET_PDEATHSIG), and the worker dies with the agent. Ray ends the
 actor's process when the driver ends.
+
+A spare agent (``ray_spares``) has no GPUs yet. When it is used, an actor of its own holds the lease.
 """
 
 import os
+import signal
 import subprocess
 import sys
 
+import psutil
 import ray
+
+from supervisor.workers.spares import LEAST_FREE
 
 PROBE_S = 45.0
 """Seconds that reading the GPUs of a machine may take. Opening the driver takes some."""
@@ -36,16 +42,53 @@ def read_gpus() -> bytes:
 class AgentActor:
     """One agent. Ray calls its methods on the process's main thread, to which the agent's life is bound."""
 
-    def run(self, order: bytes) -> int:
-        """Run an agent until it leaves. Return its exit code."""
-        agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "supervisor.cluster"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-            env=_environment(),
-        )
-        agent.communicate(order)
+    def __init__(self) -> None:
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, engine: str) -> None:
+        """Start an agent that gets its order later, with a spare worker of this engine. Raises MemoryError if the
+        machine has too little memory for that."""
+        if psutil.virtual_memory().available < LEAST_FREE:
+            raise MemoryError("too little memory for a spare worker")
+        self._agent = _agent(engine)
+
+    def is_there(self) -> bool:
+        """Return whether the agent that was prepared lives."""
+        return self._agent is not None and self._agent.poll() is None
+
+    def run(self, order: bytes, devices: str | None = None) -> int:
+        """Run the agent until it leaves. Return its exit code.
+
+        devices  CUDA_VISIBLE_DEVICES; None: this actor's own lease
+        """
+        agent = self._agent or _agent()
+        own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        agent.communicate((own if devices is None else devices).encode() + b"\n" + order)
         return agent.returncode
+
+
+def _agent(*engine: str) -> "subprocess.Popen[bytes]":
+    """Start an agent: a spare one, if an engine is given."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "supervisor.cluster", *engine],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+        env=_environment(),
+    )
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
+class Lease:
+    """The lease of the GPUs of a worker whose agent was a spare one."""
+
+    def devices(self) -> str:
+        """Return the GPUs, as CUDA_VISIBLE_DEVICES names them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def hold(self) -> None:
+        """Hold the lease until Ray ends this actor."""
+        while True:
+            signal.pause()

@@ -28,6 +28,7 @@ from supervisor.cluster.driver_messages import (
     AgentLeft,
     EndAgent,
     FromDriver,
+    KeepSpares,
     Looked,
     Node,
     Nodes,
@@ -36,6 +37,7 @@ from supervisor.cluster.driver_messages import (
     pack,
     read,
 )
+from supervisor.cluster.ray_spares import Spares
 
 LOOK_S = 1.0
 """Seconds between two looks at the machines of the cluster."""
@@ -66,15 +68,22 @@ class Driver:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from supervisor.cluster.ray_actor import AgentActor, read_gpus
+        from supervisor.cluster.ray_actor import AgentActor, Lease, read_gpus
 
         self._ray: Any = ray
         self._actor: Any = AgentActor
+        self._lease_actor: Any = Lease
         self._read_gpus: Any = read_gpus
         self._affinity = NodeAffinitySchedulingStrategy
         self._link = link
-        self._actors: dict[int, Any] = {}
+        self._actors: dict[int, list[Any]] = {}
+        """The actors of each agent: its own, and the one that holds the lease of an agent that was a spare one."""
+        self._spares = Spares(self._start_spare, self._kill)
         self._over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[StartAgent, Any, bool]] = queue.SimpleQueue()
+        """Spare agents that were asked whether they live: for which start, the actor, the answer."""
+        self._ending: set[int] = set()
+        """Agents that are to end before their spare has answered."""
         self._leases: dict[int, tuple[str, int]] = {}
         """The machine of each actor that holds GPUs, and how many."""
         self._returned: list[tuple[float, str, int]] = []
@@ -105,8 +114,13 @@ class Driver:
                     number, why = self._over.get()
                     if (lease := self._leases.pop(number, None)) is not None:
                         self._returned.append((time.monotonic(), *lease))
-                    if self._actors.pop(number, None) is not None:
+                    if (actors := self._actors.pop(number, None)) is not None:
+                        self._ending.discard(number)
+                        for actor in actors:  # if the lease was lost, the agent still runs
+                            self._kill(actor)
                         self._say(AgentLeft(number, why))
+                while not self._asked.empty():
+                    self._use_spare(*self._asked.get())
                 while not self._read.empty():
                     node_id, told = self._read.get()
                     self._devices[node_id] = _devices_of(told)
@@ -118,25 +132,75 @@ class Driver:
                 message = read(packet)
                 if isinstance(message, StartAgent):
                     self._start(message)
-                elif isinstance(message, EndAgent) and (actor := self._actors.get(message.number)) is not None:
-                    self._ray.kill(actor, no_restart=True)
+                elif isinstance(message, KeepSpares):
+                    self._spares.want(message)
+                elif isinstance(message, EndAgent):
+                    for actor in self._actors.get(message.number, ()):
+                        self._ending.add(message.number)
+                        self._kill(actor)
+
+    def _new(self, kind: Any, node_id: str, gpus: int, name: str) -> Any:
+        """Start an actor on a machine, with a lease of GPUs."""
+        where = self._affinity(node_id, soft=False)
+        return kind.options(num_gpus=gpus, scheduling_strategy=where, name=name).remote()
+
+    def _kill(self, actor: Any) -> None:
+        self._ray.kill(actor, no_restart=True)
+
+    def _start_spare(self, node_id: str, name: str, engine: str) -> tuple[Any, Any]:
+        actor = self._new(self._actor, node_id, 0, name)
+        return actor, actor.prepare.remote(engine).future()
 
     def _start(self, message: StartAgent) -> None:
+        """Start an agent. A spare one is asked first whether it lives."""
         number = message.number
+        if message.gpus:
+            self._leases[number] = message.node_id, message.gpus
+        if (spare := self._spares.take(message.node_id, message.engine)) is None:
+            self._start_new(message)
+            return
+        self._actors[number] = [spare]
+        lives = spare.is_there.remote().future()
+
+        def note(done: Any) -> None:  # Ray calls this on a thread of its own
+            self._asked.put((message, spare, done.exception() is None and done.result()))
+            os.eventfd_write(self._wake, 1)
+
+        lives.add_done_callback(note)
+
+    def _use_spare(self, message: StartAgent, spare: Any, lives: bool) -> None:
+        """Give a spare agent its order, and the GPUs that another actor leases. Start a new agent if it is dead."""
+        number = message.number
+        self._spares.used(message.node_id, message.engine, time.monotonic(), lived=lives)
+        if number in self._ending or not lives:
+            self._kill(spare)
+            if number in self._ending:
+                self._put_end(number, "")
+            else:
+                self._start_new(message)
+            return
         try:
-            actor = self._actor.options(
-                num_gpus=message.gpus,
-                scheduling_strategy=self._affinity(message.node_id, soft=False),
-                name=f"modelctl-{os.getpid()}-{number}",
-            ).remote()
-            self._actors[number] = actor
+            devices = None
             if message.gpus:
-                self._leases[number] = message.node_id, message.gpus
+                lease = self._new(self._lease_actor, message.node_id, message.gpus, _name_of(number))
+                self._actors[number].append(lease)
+                devices = lease.devices.remote()  # the agent's actor waits for it
+                lease.hold.remote().future().add_done_callback(lambda done: self._note_end(number, done))
+            future = spare.run.remote(message.order, devices).future()
+        except Exception as e:
+            self._put_end(number, line_of(e))
+            return
+        future.add_done_callback(lambda done: self._note_end(number, done))
+
+    def _start_new(self, message: StartAgent) -> None:
+        number = message.number
+        self._actors[number] = []
+        try:
+            actor = self._new(self._actor, message.node_id, message.gpus, _name_of(number))
+            self._actors[number].append(actor)
             future = actor.run.remote(message.order).future()
         except Exception as e:
-            self._actors.pop(number, None)
-            self._leases.pop(number, None)
-            self._say(AgentLeft(number, line_of(e)))
+            self._put_end(number, line_of(e))
             return
         future.add_done_callback(lambda done: self._note_end(number, done))
 
@@ -147,6 +211,9 @@ class Driver:
             why = f"its agent left with exit code {code}" if code else ""
         except Exception as e:
             why = line_of(e)
+        self._put_end(number, why)
+
+    def _put_end(self, number: int, why: str) -> None:
         self._over.put((number, why))
         os.eventfd_write(self._wake, 1)
 
@@ -202,11 +269,17 @@ class Driver:
             if node["Alive"]
         ]
         self._read_devices(nodes)
+        self._spares.keep([Node(**node) for node in nodes], time.monotonic())
         self._say(Looked() if nodes == self._said else Nodes(nodes))
         self._said = nodes
 
     def _say(self, message: FromDriver) -> None:
         self._link.send(pack(message))
+
+
+def _name_of(number: int) -> str:
+    """Return the name of the actor that holds the lease of an agent's GPUs."""
+    return f"modelctl-{os.getpid()}-{number}"
 
 
 def _devices_of(told: object) -> list[Any] | None:

@@ -17,6 +17,7 @@ from supervisor.cluster.driver_messages import (
     MAX_PACKET,
     AgentLeft,
     EndAgent,
+    KeepSpares,
     Looked,
     Node,
     Nodes,
@@ -55,6 +56,8 @@ class RayStarter:
         self._epoll = select.epoll()
         self._epoll.register(self._readable, select.EPOLLIN)
         self._link: socket.socket | None = None
+        self._spares: KeepSpares | None = None
+        """What the helper was told last."""
         self._begin()
 
     def _begin(self) -> None:
@@ -79,7 +82,7 @@ class RayStarter:
         finally:
             theirs.close()
         ours.setblocking(False)
-        self._link = ours
+        self._link, self._spares = ours, None
         self._epoll.register(ours, select.EPOLLIN)
 
     @property
@@ -106,14 +109,21 @@ class RayStarter:
         are counted here."""
         return node.gpus - node.others - sum(gpus for name, gpus in self._started.values() if name == node.name)
 
-    def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
+    def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
         node_id = self._choose(node, gpus).node_id
         self._started[number] = node, gpus
-        self._send(StartAgent(number, node_id, gpus, order))
+        self._send(StartAgent(number, node_id, gpus, engine, order))
 
     def end(self, number: int) -> None:
         if number in self._started:
             self._send(EndAgent(number))
+
+    def keep_spares(self, wanted: Collection[tuple[str, str]], *, starting: bool) -> None:
+        """Have spare agents kept, see ``driver_messages.KeepSpares``. The loop calls this again and again."""
+        told = KeepSpares([list(pair) for pair in sorted(wanted)], starting)
+        if self._link is not None and told != self._spares:
+            self._spares = told
+            self._send(told)
 
     def ended(self) -> list[AgentEnd]:
         self._receive()

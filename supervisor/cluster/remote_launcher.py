@@ -136,7 +136,7 @@ class RemoteLauncher:
             node = self._starter.choose(node, spec.leased_gpus, beside, worker.refusals)
             store = self._store.access if self._store else None
             order = Order(spec, worker.agent_id, self._lease_s, __version__, store)
-            self._starter.start(worker.number, node, spec.leased_gpus, order.packed())
+            self._starter.start(worker.number, node, spec.leased_gpus, spec.engine.engine, order.packed())
         except NoMachineError as e:
             if str(e) != worker.waits:
                 self._log.info("%s: waits: %s", spec.name, e, extra=about(spec.name))

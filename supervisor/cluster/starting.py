@@ -27,8 +27,9 @@ class AgentStarter(Protocol):
     def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
         """Return the name of a machine for a worker, see ``choice.choose``. Raises NoMachineError."""
 
-    def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
+    def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
         """Start an agent with a lease of ``gpus`` GPUs, and give it the order. Each start ends in exactly one AgentEnd.
+        ``engine`` is the worker's.
 
         Raises NoMachineError if no agent can be started there now.
         """

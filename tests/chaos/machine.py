@@ -131,7 +131,7 @@ class Machine:
         self._agents[agent] = agent.pid
         assert agent.stdin is not None
         with contextlib.suppress(OSError):  # it was killed meanwhile
-            agent.stdin.write(order.packed())
+            agent.stdin.write(b"\n" + order.packed())
             await agent.stdin.drain()
             agent.stdin.close()
         return agent

@@ -122,7 +122,8 @@ def test_no_garbage_is_collected_while_a_step_is_captured(monkeypatch: pytest.Mo
     monkeypatch.setattr(DecodeGraphs, "_run", recorded)
     assert gc.isenabled()
     loaded().close()
-    assert collected and not any(collected)
+    assert collected
+    assert not any(collected)
     assert gc.isenabled()
 
 
