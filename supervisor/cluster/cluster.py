@@ -47,7 +47,9 @@ class Cluster:
     def open(self, context: Context, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]) -> WorkerPort:
         """Bind the port, and return it. Raises ListenError. Arguments as for ``WorkerPort``."""
         assert self._config.advertise is not None
-        self._port = open_remote_port(context, self._config.advertise, self._secret, clients, slot_of)
+        self._port = open_remote_port(
+            context, self._config.advertise, self._secret, clients, slot_of, self._config.lease
+        )
         return self._port
 
     def _send(self, routing_id: bytes, frame: bytes) -> bool:
