@@ -86,7 +86,10 @@ class Agent:
         log = self._log = logging.getLogger("supervisor.agent")
         self._launcher = LocalLauncher(self._timers, Orphans(directory, log), log, directory / "spare.log")
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if spec.leased_gpus else spec.visible_devices
-        self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), visible_devices=devices)
+        self._spec = replace(
+            spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), visible_devices=devices,
+            link_lease_s=order.lease_s,
+        )  # fmt: skip
         self._gpus: AgentGpus | None = None
         """What sees whether the worker fits; None until the model's directories are there."""
         self._killed_by: int | None = None
