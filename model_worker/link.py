@@ -5,6 +5,7 @@ Sending never blocks a step of the engine. Messages that cannot be sent now wait
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -31,6 +32,7 @@ from protocol.messages import (
     Woke,
 )
 from protocol.process.peer_user import check_listener
+from protocol.process.silent_links import end_when_silent
 from protocol.process.socket_calls import has_input, monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_DISCONNECTED
 from protocol.process.worker_spec import WorkerSpec
@@ -67,6 +69,7 @@ class SupervisorLink:
             socket.curve_serverkey = spec.keys.server.encode()
             socket.curve_publickey, socket.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
             socket.setsockopt(zmq.IPV6, int("[" in spec.endpoint))
+            end_when_silent(socket, spec.link_lease_s)
         connected = zmq.EVENT_HANDSHAKE_SUCCEEDED if self._by_key else zmq.EVENT_CONNECTED
         self._monitor = socket.get_monitor_socket(connected | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(spec.endpoint)
@@ -75,6 +78,9 @@ class SupervisorLink:
         self.steps, self.take, self.queue, self.flush = outbox.steps, outbox.take, outbox.queue, outbox.flush
         """The outbox's own methods. The loop calls them for every step, so a wrapper would cost time."""
         self._last_progress = ("", 0.0)
+        self._watching: threading.Thread | None = None
+        self._closing = -1
+        """Descriptor of an event that ends ``_watching``."""
 
     def hello(self) -> None:
         """Send HELLO after it is certain that the supervisor listens. Call this before any other method.
@@ -93,6 +99,20 @@ class SupervisorLink:
             except OSError as e:
                 _leave(f"the supervisor's socket cannot be trusted: {e}")
         self._socket.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
+        if self._by_key:
+            self._closing = os.eventfd(0)
+            self._watching = threading.Thread(target=self._watch, name="connection", daemon=True)
+            self._watching.start()
+
+    def _watch(self) -> None:
+        """End the process when a connection over TCP is lost, whatever the engine does meanwhile.
+
+        The agent ends a worker that hangs, or whose network is cut. But the agent may be stopped. Only this thread
+        uses the monitor until ``close`` has joined it.
+        """
+        ready = zmq.zmq_poll([(self._monitor, zmq.POLLIN), (self._closing, zmq.POLLIN)])
+        if self._closing not in dict(ready):
+            _leave("the connection to the supervisor was lost")
 
     def progress(self, phase: str, done: int, total: int, unit: str = "") -> None:
         """Report progress of the load. An engine may call this often. A message is sent at most every 50 ms, and when a
@@ -201,11 +221,15 @@ class SupervisorLink:
         """
         if os.getppid() != self._supervisor_pid:
             os._exit(EXIT_ASKED)
-        if self._monitor.poll(0):
+        if self._watching is None and self._monitor.poll(0):
             _leave("the connection to the supervisor was lost")
 
     def close(self) -> None:
         """Hand the last frames to the kernel, within half a second, and close the connection."""
+        if self._watching is not None:
+            os.eventfd_write(self._closing, 1)
+            self._watching.join()
+            os.close(self._closing)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=500)

@@ -4,7 +4,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from supervisor.cluster.choice import NoMachineError
 from supervisor.cluster.starting import AgentEnd
@@ -34,7 +34,9 @@ class PlainStarter:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
+    def choose(
+        self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
+    ) -> str:
         left = [node for node in self.nodes if node not in without]
         if is_name(wanted):
             return wanted

@@ -81,6 +81,8 @@ class WorkerSpec:
     leased_gpus     on such a machine, the number of GPUs that the cluster chooses; then visible_devices is empty
     vram            on such a machine, the bytes that models.yaml says the worker takes: one size, or one for each GPU
     keys            for an endpoint over TCP
+    link_lease_s    for an endpoint over TCP: seconds without a sign of the supervisor's machine after which the worker
+                    ends, see ``silent_links``
     """
 
     engine: EngineSpec
@@ -102,6 +104,7 @@ class WorkerSpec:
     leased_gpus: int = 0
     vram: tuple[int, ...] | None = None
     keys: LinkKeys | None = None
+    link_lease_s: float = 0.0
 
 
 def pack_spec(spec: WorkerSpec) -> bytes:

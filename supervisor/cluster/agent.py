@@ -115,8 +115,10 @@ class Agent:
         link.connect(spec.endpoint)
         self._workshop = workshop
         self._timers, self._launcher, self._log = workshop.timers, workshop.launcher, workshop.log
-        devices = devices if spec.leased_gpus else spec.visible_devices
-        self._spec = replace(spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), visible_devices=devices)
+        self._spec = replace(
+            spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), link_lease_s=order.lease_s,
+            visible_devices=devices if spec.leased_gpus else spec.visible_devices,
+        )  # fmt: skip
         self._gpus: AgentGpus | None = None
         """What sees whether the worker fits; None until the model's directories are there."""
         self._killed_by: int | None = None

@@ -44,7 +44,7 @@ class Order:
     of its lease.
 
     spec      the specification of the worker. Its endpoint is also that of the agent, with the same keys. Its
-              ``log_path`` and ``supervisor_pid`` are left to the agent
+              ``log_path``, ``supervisor_pid`` and ``link_lease_s`` are left to the agent
     agent_id  the agent's routing id
     lease_s   seconds without a sign of the supervisor after which the agent ends the worker
     build     the supervisor's version

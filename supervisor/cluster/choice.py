@@ -1,6 +1,5 @@
 """Choose the machine for a worker from those of the cluster. Pure."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from supervisor.cluster.driver_messages import Node
@@ -23,7 +22,7 @@ def choose(
     free: Mapping[str, float],
     wanted: str,
     gpus: int,
-    beside: Collection[str] = (),
+    beside: Mapping[str, int] | None = None,
     held: Mapping[str, int] | None = None,
     without: Collection[str] = (),
 ) -> Node:
@@ -34,7 +33,7 @@ def choose(
     free     machine → GPUs that can be leased
     wanted   ``node`` of models.yaml
     gpus     GPUs that the worker needs
-    beside   the machines of the model's other workers
+    beside   machine → other workers of the same model
     held     machine → workers of all models
     without  machines that are not taken
     """
@@ -51,8 +50,8 @@ def choose(
                 f"{wanted} has {free[wanted]:g} of {there[0].gpus:g} GPUs free, and {gpus} are needed", large
             )
         raise NoMachineError(f"no {what} of the Ray cluster has {gpus} GPUs free: {names}", large)
-    of_model = Counter(beside)
-    return min(roomy, key=lambda node: (of_model[node.name], (held or {}).get(node.name, 0), node.name))
+    beside, held = beside or {}, held or {}
+    return min(roomy, key=lambda node: (beside.get(node.name, 0), held.get(node.name, 0), node.name))
 
 
 def is_meant(node: Node, wanted: str) -> bool:

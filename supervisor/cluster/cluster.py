@@ -11,6 +11,7 @@ from supervisor.cluster.launchers import Launchers
 from supervisor.cluster.ray_starter import RayStarter
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.store_keeper import ModelStore
+from supervisor.config_model import ModelConfig
 from supervisor.config_schema import ClusterConfig
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.remote_port import open_remote_port
@@ -47,7 +48,9 @@ class Cluster:
     def open(self, context: Context, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]) -> WorkerPort:
         """Bind the port, and return it. Raises ListenError. Arguments as for ``WorkerPort``."""
         assert self._config.advertise is not None
-        self._port = open_remote_port(context, self._config.advertise, self._secret, clients, slot_of)
+        self._port = open_remote_port(
+            context, self._config.advertise, self._secret, clients, slot_of, self._config.lease
+        )
         return self._port
 
     def _send(self, routing_id: bytes, frame: bytes) -> bool:

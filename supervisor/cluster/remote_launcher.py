@@ -9,6 +9,7 @@ another worker can take its requests at once. The agent ends the worker at the e
 import logging
 import os
 import signal
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -82,6 +83,9 @@ class RemoteLauncher:
         """The numbers of agents whose workers have ended. The lease of each is given back when it has left."""
         self._workers: dict[bytes, RemoteWorker] = {}
         """The workers that were not reaped yet, by the routing id of their agent."""
+        self._placed: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By model, the number of its workers in ``_workers`` on each machine. Those that wait for a machine are not
+        counted."""
         self._clock = CheckClock(CHECK_S)
         self._number = 0
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -131,9 +135,7 @@ class RemoteLauncher:
         spec, node = worker.spec, worker.spec.node
         assert spec.keys is not None
         try:
-            others = (other for other in self._workers.values() if other is not worker and not other.waits)
-            beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
-            node = self._starter.choose(node, spec.leased_gpus, beside, worker.refusals)
+            node = self._starter.choose(node, spec.leased_gpus, self._placed.get(spec.engine.model), worker.refusals)
             store = self._store.access if self._store else None
             order = Order(spec, worker.agent_id, self._lease_s, __version__, store)
             self._starter.start(worker.number, node, spec.leased_gpus, spec.engine.engine, order.packed())
@@ -145,6 +147,7 @@ class RemoteLauncher:
         if worker.waits:
             self._log.info("%s: starts on %s", spec.name, node, extra=about(spec.name))
         worker.node, worker.waits = node, ""
+        self._placed[spec.engine.model][node] += 1
         self.keys.add(spec.keys.public)
         if self._store is not None:
             self._store.admit(spec.keys.public, directories_of(spec.engine))
@@ -200,7 +203,7 @@ class RemoteLauncher:
         worker.refusals[worker.node] = refused
         if not is_name(worker.spec.node):
             with suppress(NoMachineError):
-                node = self._starter.choose(worker.spec.node, worker.spec.leased_gpus, (), worker.refusals)
+                node = self._starter.choose(worker.spec.node, worker.spec.leased_gpus, without=worker.refusals)
                 self._log.info(
                     "%s: %s; tries %s", worker.spec.name, line, node,
                     extra=noted(EventKind.PLACEMENT, worker.spec.name),
@@ -221,8 +224,21 @@ class RemoteLauncher:
         """Forget the agent of a worker, and end it. What it still sends is dropped."""
         self._starter.end(worker.number)
         self._leaving.add(worker.number)
-        del self._workers[worker.agent_id]
+        self._remove(worker)
         self._revoke(worker)
+
+    def _remove(self, worker: RemoteWorker) -> None:
+        """Take a worker off the lists of workers."""
+        del self._workers[worker.agent_id]
+        if worker.waits:
+            return
+        model = worker.spec.engine.model
+        on = self._placed[model]
+        on[worker.node] -= 1
+        if not on[worker.node]:
+            del on[worker.node]
+        if not on:
+            del self._placed[model]
 
     def _revoke(self, worker: RemoteWorker) -> None:
         """Take a worker's key off the lists."""
@@ -307,7 +323,7 @@ class RemoteLauncher:
 
     def reap(self, process: Launched) -> int:
         assert isinstance(process, RemoteWorker)
-        del self._workers[process.agent_id]
+        self._remove(process)
         return LOST if process.code is None else process.code
 
     def sweep(self, holds: Mapping[int, str]) -> None:

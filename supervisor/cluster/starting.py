@@ -1,6 +1,6 @@
 """The interface between the launcher of workers on other machines and what starts their agents there."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,9 @@ class AgentStarter(Protocol):
     def descriptor(self) -> int:
         """A descriptor that is readable when ``ended`` has something to return."""
 
-    def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
+    def choose(
+        self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
+    ) -> str:
         """Return the name of a machine for a worker, see ``choice.choose``. Raises NoMachineError."""
 
     def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
+from protocol.process.silent_links import end_when_silent
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context
 from supervisor.ports.tcp_listener import ListenError
@@ -24,12 +25,14 @@ def open_remote_port(
     secret_key: bytes,
     clients: ClientPort,
     slot_of: Callable[[bytes], WorkerSlot | None],
+    lease_s: float,
 ) -> WorkerPort:
     """Bind the port. Raises ListenError.
 
     endpoint    tcp://IP:PORT, an address of this machine that the other machines can reach
     secret_key  the port's secret key for CURVE, as Z85 text
     clients, slot_of  as for ``WorkerPort``
+    lease_s     seconds after which a machine counts as lost. Connections to it end shortly after
     """
     socket = worker_router(context)
     socket.curve_server = True
@@ -37,6 +40,7 @@ def open_remote_port(
     socket.setsockopt(zmq.ZAP_DOMAIN, REMOTE_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+    end_when_silent(socket, lease_s)
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     try:
         socket.bind(endpoint)

@@ -29,11 +29,11 @@ def refused(*arguments: Any, **changes: Any) -> NoMachineError:
 
 def test_workers_of_a_model_are_spread() -> None:
     assert chosen() == "one"
-    assert chosen(beside=["one"]) == "two"
-    assert chosen(beside=["one", "two"]) == "one"
+    assert chosen(beside={"one": 1}) == "two"
+    assert chosen(beside={"one": 1, "two": 1}) == "one"
     assert chosen(held={"one": 2, "two": 1}) == "two"
-    assert chosen(beside=["two"], held={"one": 5}) == "one", "workers of the same model count first"
-    assert chosen(gpus=0, beside=["one", "two"]) == "three"
+    assert chosen(beside={"two": 1}, held={"one": 5}) == "one", "workers of the same model count first"
+    assert chosen(gpus=0, beside={"one": 1, "two": 1}) == "three"
 
 
 def test_only_machines_that_are_meant_are_chosen() -> None:
