@@ -25,6 +25,7 @@ from protocol import __version__
 from protocol.errors import FrameError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
+from protocol.process.progress_lease import WorkerPhase
 from supervisor.cluster.agent_gpus import REPORT_S, AgentGpus, Fits
 from supervisor.cluster.agent_messages import (
     BEAT_S,
@@ -153,7 +154,8 @@ class Agent:
                 self._send(Beat(0 if reading is None else reading.word, worker.memory(), worker.condition()))
                 beat_at = now + BEAT_S
                 if now >= report_at:  # the answer to the question of the last time
-                    if self._gpus is not None and (report := self._gpus.report(worker.pid)) is not None:
+                    is_loaded = reading is not None and reading.phase in (WorkerPhase.IDLE, WorkerPhase.STEP)
+                    if self._gpus and (report := self._gpus.report(worker.pid, is_loaded=is_loaded)) is not None:
                         self._send(report)
                     report_at = now + REPORT_S
             self._call_timers(now)

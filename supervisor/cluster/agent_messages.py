@@ -87,24 +87,28 @@ class Admitted:
     parts    the memory that the worker needs in bytes, by name; empty if that is not known
     unknown  why it is not known, for people; None if it is, and on the CPU
     cpus     the CPUs next to these GPUs, to which the worker is kept; None for all
+    nodes    the NUMA nodes next to these GPUs, if the worker is kept to CPUs; else None
     """
 
     gpus: list[int]
     parts: dict[str, int]
     unknown: str | None
     cpus: str | None
+    nodes: str | None
 
 
 @dataclass(frozen=True)
 class Gpus:
     """All GPUs of the machine, whenever they have changed.
 
-    gpus  [index, UUID, total, used and free bytes] of each
-    held  [index, bytes that the worker holds there] of each GPU that lists the worker; None for bytes not known
+    gpus    [index, UUID, total, used and free bytes] of each
+    held    [index, bytes that the worker holds there] of each GPU that lists the worker; None for bytes not known
+    loaded  bytes that the worker held on all GPUs together right after its load; None before, and if that is not known
     """
 
     gpus: list[Any]
     held: list[Any]
+    loaded: int | None
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,7 @@ def read_from_agent(frame: bytes) -> FromAgent:
         sound = all(map(_is_index, message.gpus)) and all(map(_is_part, message.parts.items()))
     elif isinstance(message, Gpus):
         sound = all(map(is_gpu, message.gpus)) and all(map(_is_held, message.held))
+        sound = sound and (message.loaded is None or _is_size(message.loaded))
     else:
         sound = not isinstance(message, Refused) or message.reason in REASONS
     if not sound:

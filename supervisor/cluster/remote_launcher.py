@@ -45,6 +45,7 @@ from supervisor.cluster.store_places import directories_of
 from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_shares import needs_text
+from supervisor.placement.worker_memory import loaded_text
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
 from supervisor.workers.machines import NoMachine, is_name
@@ -181,7 +182,9 @@ class RemoteLauncher:
             worker.admitted = message
             self._say_admitted(worker, message)
         elif isinstance(message, Gpus):
-            worker.gpus = message
+            known, worker.gpus = worker.gpus, message
+            if message.loaded is not None and (known is None or known.loaded is None):
+                self._say_loaded(worker, message.loaded)
         elif isinstance(message, Up):
             self.versions[worker.node] = message.build
             worker.started(message.pid)
@@ -241,6 +244,11 @@ class RemoteLauncher:
         where = f"GPU {', '.join(map(str, told.gpus))} of {worker.node}" if told.gpus else worker.node
         name = worker.spec.name
         self._log.info("%s: placed on %s: %s", name, where, what, extra=noted(EventKind.PLACEMENT, name))
+
+    def _say_loaded(self, worker: RemoteWorker, measured: int) -> None:
+        if worker.admitted is not None and (expected := sum(worker.admitted.parts.values())):
+            name = worker.spec.name
+            self._log.info("%s: %s", name, loaded_text(measured, expected), extra=about(name))
 
     def agents_ended(self) -> None:
         """Take note of agents that are gone. Frames that they sent before have been handled."""

@@ -103,8 +103,10 @@ class RemoteWorker:
         return {
             "placed": told.gpus or None if told else None,
             "cpus": told.cpus if told else None,
+            "numa_nodes": told.nodes if told else None,
             "vram_estimate_bytes": sum(told.parts.values()) or None if told else None,
             "vram_estimate": told.parts or None if told else None,
+            "vram_loaded_bytes": self.gpus.loaded if self.gpus else None,
             "vram_bytes": sum(sizes) if sizes else None,
             "vram_by_gpu": held or None,
         }

@@ -1,6 +1,8 @@
 """Agents see whether workers fit on the GPUs of their machines, which a file describes, and report what these hold."""
 
 import json
+import logging
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -79,6 +81,34 @@ def test_a_worker_that_fits_starts_and_its_memory_is_reported(far: Host, box: Bo
     assert far.remote.devices_on("far") == worker.gpus.gpus
     kill(far, worker)
     assert far.remote.devices_on("far") is None
+
+
+def test_the_memory_after_the_load_is_reported(far: Host, box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    """What the worker holds while it loads, and what it holds later, does not count."""
+    caplog.set_level(logging.INFO)
+    engine = EngineSpec("m", "tests.deterministic_engine:SlowLoad", str(far.directory), options={"load_s": 5})
+    worker = start(far, engine=engine, name="m:1")
+    far.until(lambda: worker.pid, "the process")
+    box.holds(1, worker.pid, 33 * GIB)
+    far.until(lambda: worker.gpu_memory()["vram_bytes"], "its memory")
+    assert worker.gpu_memory()["vram_loaded_bytes"] is None
+    loaded = far.until(lambda: worker.gpu_memory()["vram_loaded_bytes"], "its memory after the load")
+    assert loaded == 33 * GIB
+    assert "m:1: holds 33.0 GiB, estimated were 30.0 (+10.0 %)" in caplog.text
+    box.holds(1, worker.pid, 40 * GIB)
+    far.until(lambda: worker.gpu_memory()["vram_bytes"] == 40 * GIB, "its memory")
+    assert worker.gpu_memory()["vram_loaded_bytes"] == 33 * GIB
+    kill(far, worker)
+
+
+def test_the_numa_nodes_next_to_its_gpus_are_reported(far: Host, box: Box) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    box.becomes((24, 48), cpus=[allowed, allowed[:1]], nodes=[[0], [1]])
+    worker = start(far)
+    far.until(lambda: worker.pid, "the process")
+    shown = (str(allowed[0]), "1") if len(allowed) > 1 else (None, None)
+    assert (worker.gpu_memory()["cpus"], worker.gpu_memory()["numa_nodes"]) == shown
+    kill(far, worker)
 
 
 def test_one_that_does_not_fit_is_refused_with_the_arithmetic(far: Host, box: Box) -> None:
@@ -200,15 +230,17 @@ def test_all_machines_may_refuse(far: Host) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Admitted([-1], {}, None, None),
-        Admitted([True], {}, None, None),
-        Admitted([0], {"weights": -1}, None, None),
-        Admitted([0], {"a b": 1}, None, None),
-        Gpus([[0, "GPU-1", 1, 1]], []),
-        Gpus([[0, "GPU\n", 1, 1, 0]], []),
-        Gpus([[0, 5, 1, 1, 0]], []),
-        Gpus([], [[0, -5]]),
-        Gpus([], [[0]]),
+        Admitted([-1], {}, None, None, None),
+        Admitted([True], {}, None, None, None),
+        Admitted([0], {"weights": -1}, None, None, None),
+        Admitted([0], {"a b": 1}, None, None, None),
+        Gpus([[0, "GPU-1", 1, 1]], [], None),
+        Gpus([[0, "GPU\n", 1, 1, 0]], [], None),
+        Gpus([[0, 5, 1, 1, 0]], [], None),
+        Gpus([], [[0, -5]], None),
+        Gpus([], [[0]], None),
+        Gpus([], [], -1),
+        Gpus([], [], True),
         Refused("because", "why", False),
         replace(Refused("config", "why", False), retry=1),  # type: ignore[arg-type]
     ],
@@ -220,9 +252,9 @@ def test_what_an_agent_cannot_have_said_is_refused(message: Any) -> None:
 
 def test_sound_messages_are_read() -> None:
     for message in (
-        Admitted([0, 1], {"weights": 5}, None, "0-3"),
-        Admitted([], {}, "no estimate", None),
-        Gpus([[0, "GPU-1", 5, 3, 2]], [[0, None], [1, 7]]),
+        Admitted([0, 1], {"weights": 5}, None, "0-3", "0"),
+        Admitted([], {}, "no estimate", None, None),
+        Gpus([[0, "GPU-1", 5, 3, 2]], [[0, None], [1, 7]], 7),
         Refused("no room", "why", True),
     ):
         assert read_from_agent(pack(message)) == message
