@@ -20,6 +20,7 @@ from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpu_shares import Needs, split_of
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.policy import GpuRequest, PlacementRefused, place, place_unseen, rooms
+from supervisor.placement.sizes import Limit
 from supervisor.timers import Timers
 
 ROOM_WAIT_S = 10.0
@@ -112,7 +113,9 @@ class AgentGpus:
         split = split_of(engine.engine, engine.options, count)
         request = GpuRequest(tuple(self._devices.split(",")), split, count)
         needs = {count: Needs(declared=self._spec.vram)} if self._spec.vram else estimated.needs
-        decision = place_unseen(request, None) if reading is None else place(request, needs, rooms(reading, []))
+        limits = {gpu: Limit(**fields) for gpu, fields in self._spec.vram_limits.items()}
+        there = rooms(reading or (), [], limits)
+        decision = place_unseen(request, None) if reading is None else place(request, needs, there)
         if isinstance(decision, PlacementRefused):
             if not decision.missing:
                 return Refused("config", decision.message, False)

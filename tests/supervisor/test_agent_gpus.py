@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec
 from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
 from supervisor.cluster.remote_worker import RemoteWorker
+from supervisor.placement.policy import limits_elsewhere
+from supervisor.placement.sizes import Limit
 from tests.hanging_files import hanging_file
 from tests.hidden_packages import Hidden
 from tests.nvml_box import GIB, STRANGER, Box
@@ -120,6 +122,14 @@ def test_one_that_does_not_fit_is_refused_with_the_arithmetic(far: Host, box: Bo
         False,
     )
     assert "GPU 1 has 28.0 of 48.0 free" in log_of(worker.spec)
+
+
+@pytest.mark.parametrize("limits", [Limit(share=0.5), {"GPU-1A2B3C4D": Limit(bytes=24 * GIB), "1": Limit(bytes=1)}])
+def test_vram_limit_holds_there(far: Host, limits: Any) -> None:
+    told = {gpu: asdict(limit) for gpu, limit in limits_elsewhere(limits).items()}
+    reason, why, retry = refused(far, start(far, vram_limits=told))
+    assert (reason, retry) == ("no room", False)
+    assert "needs 30.0 GiB (vram in models.yaml), GPU 1 has 24.0 left of its vram_limit, 24.0" in why
 
 
 def test_memory_that_comes_back_is_waited_for(far: Host, box: Box) -> None:
