@@ -27,6 +27,11 @@ class PlainStarter:
         """Directories in front of its PYTHONPATH."""
         self.devices = ""
         """The CUDA_VISIBLE_DEVICES that an agent gets with a lease of GPUs."""
+        self.gpus = 0
+        """The GPUs of each machine. An agent gets the free ones with the lowest indices, as of Ray. 0: all get
+        ``devices``."""
+        self.leases: dict[int, tuple[str, list[int]]] = {}
+        """The machine and the GPUs of each agent, while ``gpus`` counts."""
         self.lost_nodes: set[str] = set()
         """Machines on which no agent can be started."""
 
@@ -37,15 +42,26 @@ class PlainStarter:
     def choose(self, wanted: str, gpus: int, beside: Collection[str] = (), without: Collection[str] = ()) -> str:
         left = [node for node in self.nodes if node not in without]
         if is_name(wanted):
+            if self.gpus and (free := len(self.free(wanted))) < gpus:
+                raise NoMachineError(f"{wanted} has {free} of {self.gpus} GPUs free, and {gpus} are needed")
             return wanted
         if left:
             return left[0]
         raise NoMachineError("no other machine")
 
+    def free(self, node: str) -> list[int]:
+        """Return the GPUs of a machine that are not leased."""
+        leased = {gpu for name, gpus in self.leases.values() for gpu in gpus if name == node}
+        return [gpu for gpu in range(self.gpus) if gpu not in leased]
+
     def start(self, number: int, node: str, gpus: int, order: bytes) -> None:
         if node in self.lost_nodes:
             raise NoMachineError(f"no machine {node}")
-        leased = {"CUDA_VISIBLE_DEVICES": self.devices} if gpus else {}
+        devices = self.devices
+        if self.gpus:
+            self.leases[number] = node, self.free(node)[:gpus]
+            devices = ",".join(map(str, self.leases[number][1]))
+        leased = {"CUDA_VISIBLE_DEVICES": devices} if gpus else {}
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
@@ -71,6 +87,7 @@ class PlainStarter:
             self._epoll.unregister(pidfd)
             os.close(pidfd)
             code = self.agents.pop(number).wait()
+            self.leases.pop(number, None)
             ends.append(AgentEnd(number, f"its agent left with {code}" if code else ""))
         return ends
 

@@ -19,7 +19,7 @@ from supervisor.placement.estimates import ESTIMATED, Estimated, Estimator, Ques
 from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpu_shares import Needs, split_of
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
-from supervisor.placement.policy import GpuRequest, PlacementRefused, place, place_unseen, rooms
+from supervisor.placement.policy import GpuRequest, Placed, PlacementRefused, place, place_unseen, rooms
 from supervisor.placement.sizes import Limit
 from supervisor.timers import Timers
 
@@ -45,10 +45,13 @@ class AgentGpus:
     """Looks at the GPUs for one worker. A worker on the CPU has no GPUs, and always fits.
 
     devices  the CUDA_VISIBLE_DEVICES of the lease
+    passed   see ``Order``. A worker that has been refused before does not wait for room again
     """
 
-    def __init__(self, spec: WorkerSpec, devices: str, timers: Timers, log: logging.Logger) -> None:
-        self._spec, self._devices = spec, devices
+    def __init__(
+        self, spec: WorkerSpec, devices: str, passed: Sequence[int], timers: Timers, log: logging.Logger
+    ) -> None:
+        self._spec, self._devices, self._passed = spec, devices, passed
         self._count = spec.leased_gpus
         self._estimator = Estimator(timers)
         self._estimated: Estimated | None = None
@@ -110,8 +113,8 @@ class AgentGpus:
 
     def _place(self, estimated: Estimated, reading: Sequence[Gpu] | None, now: float) -> Fits | Refused | None:
         engine, count = self._spec.engine, self._count
-        split = split_of(engine.engine, engine.options, count)
-        request = GpuRequest(tuple(self._devices.split(",")), split, count)
+        split, pins = split_of(engine.engine, engine.options, count), tuple(self._devices.split(","))
+        request = GpuRequest(pins, split, count)
         needs = {count: Needs(declared=self._spec.vram)} if self._spec.vram else estimated.needs
         limits = {gpu: Limit(**fields) for gpu, fields in self._spec.vram_limits.items()}
         there = rooms(reading or (), [], limits)
@@ -119,7 +122,13 @@ class AgentGpus:
         if isinstance(decision, PlacementRefused):
             if not decision.missing:
                 return Refused("config", decision.message, False)
-            return Refused("no room", decision.message, False) if now - self._begun >= ROOM_WAIT_S else None
+            if not self._passed and now - self._begun < ROOM_WAIT_S:
+                return None
+            leased = [room for room in there if any(map(room.gpu.is_meant, pins))]
+            left = [room for room in there if room not in leased and room.gpu.index not in self._passed]
+            other = place(GpuRequest(None, split, count), needs, left)
+            indices = [room.gpu.index for room in leased]
+            return Refused("no room", decision.message, False, indices, isinstance(other, Placed))
         cpus = near_cpus(decision.gpus, os.sched_getaffinity(0))
         parts = needs[count].parts(count) if needs else {}
         unknown = None if needs else estimated.unknown

@@ -6,7 +6,7 @@ fields of the class.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
 from protocol import __version__
@@ -48,6 +48,7 @@ class Order:
     lease_s   seconds without a sign of the supervisor after which the agent ends the worker
     build     the supervisor's version
     store     the model store; None if the directories are on the machine
+    passed    GPUs of the machine on which the worker has found no room. Other agents hold their leases
     """
 
     spec: WorkerSpec
@@ -55,6 +56,7 @@ class Order:
     lease_s: float
     build: str
     store: StoreAccess | None = None
+    passed: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
         """Return the order as bytes."""
@@ -76,7 +78,8 @@ class Order:
             known = WorkerSpec(engine, 0, "", spec["endpoint"], b"", "", 0, keys=keys)
             return Order(known, fields["agent_id"], fields["lease_s"], fields["build"])
         store = None if fields["store"] is None else StoreAccess(**fields["store"])
-        return Order(**{**fields, "spec": unpack_spec(fields["spec"]), "store": store})
+        passed = tuple(fields["passed"])
+        return Order(**{**fields, "spec": unpack_spec(fields["spec"]), "store": store, "passed": passed})
 
 
 @dataclass(frozen=True)
@@ -173,16 +176,20 @@ class Ended:
 class Refused:
     """The agent cannot start the worker.
 
-
-    reason  one of REASONS, see ``exits.ExitReport``
-    why     one line for people
-    retry   whether another try may help
-    build   the version of modelctl on the machine
+    reason     one of REASONS, see ``exits.ExitReport``
+    why        one line for people
+    retry      whether another try may help
+    gpus       without room: the indices of the GPUs that were leased
+    elsewhere  whether there is room on GPUs of the machine that are neither these nor ``Order.passed``. Then the agent
+               holds its lease until it is ended, for ``agent.HOLD_S`` at most
+    build      the version of modelctl on the machine
     """
 
     reason: str
     why: str
     retry: bool
+    gpus: list[int] = field(default_factory=list)
+    elsewhere: bool = False
     build: str = __version__
 
 
@@ -234,8 +241,10 @@ def read_from_agent(frame: bytes) -> FromAgent:
     elif isinstance(message, Gpus):
         sound = all(map(is_gpu, message.gpus)) and all(map(_is_held, message.held))
         sound = sound and (message.loaded is None or _is_size(message.loaded))
+    elif isinstance(message, Refused):
+        sound = message.reason in REASONS and all(map(_is_index, message.gpus))
     else:
-        sound = not isinstance(message, Refused) or message.reason in REASONS
+        sound = True
     if not sound:
         raise FrameError(ErrorCode.BAD_FRAME, f"an agent's message {type(message).__name__} with wrong values")
     return message

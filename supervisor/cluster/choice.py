@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from supervisor.cluster.agent_messages import Refused
 from supervisor.cluster.driver_messages import Node
 from supervisor.workers.machines import is_name, labels_of
 
@@ -53,6 +54,16 @@ def choose(
         raise NoMachineError(f"no {what} of the Ray cluster has {gpus} GPUs free: {names}", large)
     of_model = Counter(beside)
     return min(roomy, key=lambda node: (of_model[node.name], (held or {}).get(node.name, 0), node.name))
+
+
+def is_worth_another_lease(passed: Collection[int], refused: Refused) -> bool:
+    """Return whether a worker that its machine has refused is tried on other GPUs of that machine.
+
+    There is an end: each try must have brought a GPU that the worker was not refused on before.
+
+    passed  the GPUs of the machine that the worker was refused on before
+    """
+    return refused.elsewhere and not set(refused.gpus) <= set(passed)
 
 
 def _meant(nodes: Sequence[Node], wanted: str) -> list[Node]:

@@ -37,7 +37,7 @@ from supervisor.cluster.agent_messages import (
     pack,
     read_from_agent,
 )
-from supervisor.cluster.choice import NoMachineError
+from supervisor.cluster.choice import NoMachineError, is_worth_another_lease
 from supervisor.cluster.remote_worker import SILENT_S, RemoteWorker
 from supervisor.cluster.starting import AgentStarter
 from supervisor.cluster.store_keeper import ModelStore
@@ -128,15 +128,17 @@ class RemoteLauncher:
         worker.begin(self._number, agent_id, replace(worker.spec, endpoint=self._endpoint, keys=keys))
         self._workers[agent_id] = worker
 
-    def _try(self, worker: RemoteWorker) -> None:
-        spec, node = worker.spec, worker.spec.node
+    def _try(self, worker: RemoteWorker, node: str = "") -> None:
+        """Start an agent for a worker. ``node`` is the machine, if it was chosen before."""
+        spec, node = worker.spec, node or worker.spec.node
         assert spec.keys is not None
         try:
             others = (other for other in self._workers.values() if other is not worker and not other.waits)
             beside = [other.node for other in others if other.spec.engine.model == spec.engine.model]
             node = self._starter.choose(node, spec.leased_gpus, beside, worker.refusals)
             store = self._store.access if self._store else None
-            order = Order(spec, worker.agent_id, self._lease_s, __version__, store)
+            passed = tuple(sorted(worker.passed))
+            order = Order(spec, worker.agent_id, self._lease_s, __version__, store, passed)
             self._starter.start(worker.number, node, spec.leased_gpus, order.packed())
         except NoMachineError as e:
             if str(e) != worker.waits:
@@ -180,6 +182,7 @@ class RemoteLauncher:
             _append(worker.spec.log_path, message.text)
         elif isinstance(message, Admitted):
             worker.admitted = message
+            self._release(worker)
             self._say_admitted(worker, message)
         elif isinstance(message, Gpus):
             known, worker.gpus = worker.gpus, message
@@ -197,9 +200,30 @@ class RemoteLauncher:
             self._end(worker, message.code)
 
     def _refused(self, worker: RemoteWorker, refused: Refused) -> None:
-        """Try the worker on another machine if any one will do. Else end it with the reason."""
+        """Try the worker on other GPUs of its machine if they have room, else on another machine if any one will do, or
+        end it with the reason."""
         line = f"{worker.node}: {refused.why}"
         _append(worker.spec.log_path, line.encode() + b"\n")
+        if is_worth_another_lease(worker.passed, refused):
+            node = worker.node
+            try:
+                self._starter.choose(node, worker.spec.leased_gpus)
+            except NoMachineError as e:
+                refused = replace(refused, why=f"{refused.why}; Ray cannot lease other GPUs there: {e}")
+            else:
+                self._log.info(
+                    "%s: %s; tries another GPU there", worker.spec.name, line,
+                    extra=noted(EventKind.PLACEMENT, worker.spec.name),
+                )  # fmt: skip
+                worker.passed |= set(refused.gpus)
+                worker.held.append(worker.number)
+                self._withdraw(worker)
+                self._begin(worker)
+                self._try(worker, node)
+                return
+        if refused.elsewhere:
+            self._starter.end(worker.number)  # it holds its lease
+        self._release(worker)
         worker.refusals[worker.node] = refused
         if not is_name(worker.spec.node):
             with suppress(NoMachineError):
@@ -221,11 +245,17 @@ class RemoteLauncher:
         self._end(worker, LOST)
 
     def _withdraw(self, worker: RemoteWorker) -> None:
-        """Forget the agent of a worker, and end it. What it still sends is dropped."""
-        self._starter.end(worker.number)
+        """Forget the agent of a worker. What it still sends is dropped."""
         self._leaving.add(worker.number)
         del self._workers[worker.agent_id]
         self._revoke(worker)
+
+    def _release(self, worker: RemoteWorker) -> None:
+        """Give back the leases of GPUs on which there was no room."""
+        for number in worker.held:
+            self._starter.end(number)
+        worker.held.clear()
+        worker.passed.clear()
 
     def _revoke(self, worker: RemoteWorker) -> None:
         """Take a worker's key off the lists."""
@@ -286,6 +316,7 @@ class RemoteLauncher:
 
     def _end(self, worker: RemoteWorker, code: int, lost: str = "", *, has_left: bool = False) -> None:
         worker.code, worker.lost = code, lost
+        self._release(worker)
         if not has_left and not worker.waits:
             self._leaving.add(worker.number)
         self._revoke(worker)

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec
+from supervisor.cluster.agent_gpus import ROOM_WAIT_S
 from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.placement.policy import limits_elsewhere
@@ -237,6 +239,67 @@ def test_all_machines_may_refuse(far: Host) -> None:
     assert why == f"one: {short}; two: {short}"
 
 
+def leased(far: Host) -> list[int]:
+    return [gpu for _, gpus in far.starter.leases.values() for gpu in gpus]
+
+
+def test_another_gpu_of_the_machine_is_leased_when_the_first_ones_are_full(far: Host, box: Box) -> None:
+    """They are full of what Ray does not know of. The refused leases are held until the worker has its GPU."""
+    box.becomes((24, 24, 48, 48))
+    for gpu in (0, 1):
+        box.holds(gpu, STRANGER, 20 * GIB)
+    far.starter.gpus = 4
+    begun = time.monotonic()
+    worker = start(far)
+    far.until(lambda: worker.passed == {0}, "another lease")
+    assert leased(far) == [0, 1]
+    far.until(lambda: worker.pid, "the process")
+    assert time.monotonic() - begun < 2 * ROOM_WAIT_S, "only the first one waits for room"
+    assert worker.gpu_memory()["placed"] == [2]
+    far.until(lambda: leased(far) == [2], "the end of the other leases")
+    assert far.remote is not None
+    assert far.remote.keys == {worker.spec.keys.public}  # type: ignore[union-attr]
+    kill(far, worker)
+    far.until(lambda: not leased(far), "the end of the lease")
+
+
+def test_several_other_gpus_are_leased_when_one_of_the_first_is_full(far: Host, box: Box) -> None:
+    box.becomes((24, 24, 24, 24))
+    box.holds(1, STRANGER, 20 * GIB)
+    far.starter.gpus = 4
+    worker = start(far, leased_gpus=2, vram=(20 * GIB, 20 * GIB))
+    far.until(lambda: worker.pid, "the process")
+    assert worker.gpu_memory()["placed"] == [2, 3]
+    kill(far, worker)
+
+
+def test_gpus_with_room_that_cannot_be_leased_are_named(far: Host, box: Box) -> None:
+    box.holds(0, STRANGER, 20 * GIB)
+    far.starter.gpus = 1
+    assert refused(far, start(far))[1] == (
+        "far: needs 30.0 GiB (vram in models.yaml), GPU 0 has 4.0 of 24.0 free: other processes 20.0; GPU 1 has room; "
+        "Ray cannot lease other GPUs there: far has 0 of 1 GPUs free, and 1 are needed"
+    )
+    far.until(lambda: not leased(far), "the end of the lease")
+
+
+def test_a_gpu_that_is_leased_again_ends_the_tries(far: Host, box: Box) -> None:
+    box.holds(0, STRANGER, 20 * GIB)
+    far.starter.devices = "0"
+    assert refused(far, start(far))[1].endswith("GPU 0 has 4.0 of 24.0 free: other processes 20.0; GPU 1 has room")
+    far.until(lambda: not far.starter.agents, "the end of the agents")
+
+
+def test_a_worker_that_is_ended_while_it_holds_a_lease_gives_it_back(far: Host, box: Box) -> None:
+    box.holds(0, STRANGER, 20 * GIB)
+    far.starter.gpus = 2
+    worker = start(far)
+    far.until(lambda: worker.held, "another lease")
+    worker.signal(signal.SIGKILL)
+    assert far.end(worker) == -signal.SIGKILL
+    far.until(lambda: not leased(far), "the end of the leases")
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -252,6 +315,7 @@ def test_all_machines_may_refuse(far: Host) -> None:
         Gpus([], [], -1),
         Gpus([], [], True),
         Refused("because", "why", False),
+        Refused("no room", "why", False, [-1]),
         replace(Refused("config", "why", False), retry=1),  # type: ignore[arg-type]
     ],
 )
@@ -266,6 +330,7 @@ def test_sound_messages_are_read() -> None:
         Admitted([], {}, "no estimate", None, None),
         Gpus([[0, "GPU-1", 5, 3, 2]], [[0, None], [1, 7]], 7),
         Refused("no room", "why", True),
+        Refused("no room", "why", False, [0], True),
     ):
         assert read_from_agent(pack(message)) == message
     with pytest.raises(FrameError):
