@@ -221,8 +221,6 @@ class RemoteLauncher:
                 self._begin(worker)
                 self._try(worker, node)
                 return
-        if refused.elsewhere:
-            self._starter.end(worker.number)  # it holds its lease
         self._release(worker)
         worker.refusals[worker.node] = refused
         if not is_name(worker.spec.node):
@@ -232,6 +230,7 @@ class RemoteLauncher:
                     "%s: %s; tries %s", worker.spec.name, line, node,
                     extra=noted(EventKind.PLACEMENT, worker.spec.name),
                 )  # fmt: skip
+                self._starter.end(worker.number)
                 self._withdraw(worker)
                 self._begin(worker)
                 self._try(worker)
@@ -242,6 +241,8 @@ class RemoteLauncher:
             "; ".join(f"{node}: {one.why}" for node, one in worker.refusals.items()),
             any(one.retry for one in worker.refusals.values()),
         )
+        if refused.elsewhere:
+            self._starter.end(worker.number)  # it holds its lease, and would not leave by itself
         self._end(worker, LOST)
 
     def _withdraw(self, worker: RemoteWorker) -> None:
