@@ -31,6 +31,7 @@ from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
 from supervisor.supervisor_status import SupervisorDescription
 from supervisor.usage_keeper import UsageKeeper
+from supervisor.workers.launcher import local_pid
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 from supervisor.workers.worker_life import Desired
 
@@ -166,7 +167,7 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
 
 
 def _described(context: AdminContext, replica: Replica) -> Result:
-    pid = replica.process.pid if replica.process else None
+    pid = local_pid(replica.process) if replica.process else None
     placed = {**replica.memory.describe(), **context.fleet.vram.describe(replica.name, pid)}
     if replica.process is not None:
         placed |= replica.process.gpu_memory() or {}

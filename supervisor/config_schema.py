@@ -231,6 +231,9 @@ class SupervisorConfig:
     vram_limit: VramLimit = None
     """Most memory of a GPU that all models together may take: one limit for every GPU, or a map from GPU to limit.
 
+    One limit for every GPU holds on all machines of a cluster. In a map, an index means a GPU of the supervisor's own
+    machine, and a UUID a GPU of any machine.
+
     Default: no limit
     Example: {0: 20GiB, 1: 90%}
     """

@@ -78,6 +78,7 @@ class SupervisorDescription:
 
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
+        limits = self._fleet.registry.config.supervisor.vram_limit
         return {
             "pid": os.getpid(),
             "session": self.session,
@@ -96,7 +97,7 @@ class SupervisorDescription:
             "tcp": self._authorizer.describe_tcp(),
             "http_keys": self._authorizer.describe_http(),
             "gateway": self._gateway.describe(),
-            "cluster": None if self._cluster is None else self._cluster.describe(),
+            "cluster": None if self._cluster is None else self._cluster.describe(limits),
             "usage": None if self._usage is None else self._usage.describe(),
             "request_log": self._request_log.describe(),
             "counters": self._counters(),

@@ -27,6 +27,11 @@ class PlainStarter:
         """Directories in front of its PYTHONPATH."""
         self.devices = ""
         """The CUDA_VISIBLE_DEVICES that an agent gets with a lease of GPUs."""
+        self.gpus = 0
+        """The GPUs of each machine. An agent gets the free ones with the lowest indices, as of Ray. 0: all get
+        ``devices``."""
+        self.leases: dict[int, tuple[str, list[int]]] = {}
+        """The machine and the GPUs of each agent, while ``gpus`` counts."""
         self.lost_nodes: set[str] = set()
         """Machines on which no agent can be started."""
 
@@ -39,6 +44,8 @@ class PlainStarter:
     ) -> str:
         left = [node for node in self.nodes if node not in without]
         if is_name(wanted):
+            if self.gpus and (free := len(self.free(wanted))) < gpus:
+                raise NoMachineError(f"{wanted} has {free} of {self.gpus} GPUs free, and {gpus} are needed")
             return wanted
         if left:
             return left[0]
@@ -47,6 +54,10 @@ class PlainStarter:
     def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
         if node in self.lost_nodes:
             raise NoMachineError(f"no machine {node}")
+        devices = self.devices
+        if self.gpus:
+            self.leases[number] = node, self.free(node)[:gpus]
+            devices = ",".join(map(str, self.leases[number][1]))
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
             stdin=subprocess.PIPE,
@@ -54,7 +65,7 @@ class PlainStarter:
             start_new_session=True,
         )
         assert agent.stdin is not None
-        agent.stdin.write((self.devices if gpus else "").encode() + b"\n" + order)
+        agent.stdin.write((devices if gpus else "").encode() + b"\n" + order)
         agent.stdin.close()
         self.agents[number] = agent
         pidfd = os.pidfd_open(agent.pid)
@@ -72,6 +83,7 @@ class PlainStarter:
             self._epoll.unregister(pidfd)
             os.close(pidfd)
             code = self.agents.pop(number).wait()
+            self.leases.pop(number, None)
             ends.append(AgentEnd(number, f"its agent left with {code}" if code else ""))
         return ends
 

@@ -59,12 +59,14 @@ def serve(cluster: RayCluster) -> Iterator[Serve]:
         models: dict[str, dict[str, Any]],
         of: RayCluster = cluster,
         store: dict[str, Any] | None = None,
+        vram_limit: Any = None,
         **environment: str,
     ) -> Serving:
         section = {"ray": of.address, "advertise": of.advertise, "lease": LEASE}
         if store is not None:
             section["model_store"] = store
-        serving = Serving(models, cluster=section, environment=of.environment | environment, wait=False)
+        environment = of.environment | environment
+        serving = Serving(models, cluster=section, environment=environment, vram_limit=vram_limit, wait=False)
         started.append(serving.__enter__())
         return serving
 
@@ -209,6 +211,34 @@ def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic(serve: Serve, 
     assert serving.status("b")["last_exit"]["reason"] == "no room"
 
 
+def test_a_gpu_that_is_full_is_passed_over_and_the_limits_hold(serve: Serve, cluster: RayCluster) -> None:
+    """Ray leases GPU 0 first, and knows nothing of the process that fills it."""
+    box = Box(cluster.directory / "box.json", (24, 48))
+    box.holds(0, STRANGER, 20 * GIB)
+    entry = engine(autostart=False) | {"node": "two", "gpu": "auto"}
+    models = {name: entry | {"vram": f"{size}GiB"} for name, size in (("a", 20), ("b", 20), ("c", 40))}
+    serving = serve(models, vram_limit={"GPU-1a2b3c4d": "30GiB"})
+    wait_until(lambda: nodes(serving) == ["head", "one", "two"], 60)
+
+    def machine() -> Any:
+        return next(n for n in serving.overview()["supervisor"]["cluster"]["nodes"] if n["name"] == "two")
+
+    serving.order("start", model="a")
+    serving.wait_state("a", "ready", 60)
+    assert serving.status("a")["placed"] == [1]
+    wait_until(lambda: machine()["free"] == 1, 20, "the end of the other lease")
+    assert [gpu["limit_bytes"] for gpu in machine()["devices"]] == [None, 30 * GIB]
+    serving.order("start", model="b")
+    message = serving.wait_state("b", "failed", 60)["last_exit"]["message"]
+    assert "GPU 0 has 4.0 of 24.0 free: other processes 20.0; GPU 1 has room; Ray cannot lease other GPUs" in message
+    serving.order("stop", model="a")
+    serving.wait_state("a", "stopped")
+    serving.order("start", model="c")
+    message = serving.wait_state("c", "failed", 60)["last_exit"]["message"]
+    assert message.endswith("GPU 0 has 4.0 of 24.0 free: other processes 20.0"), "the limit leaves no room on GPU 1"
+    box.gives_back(STRANGER)
+
+
 def test_the_own_machine_is_used_first(serve: Serve, tmp_path: Path) -> None:
     box = Box(tmp_path / "box.json", (24,))
     path = f"{ROOT}:{ROOT / 'tests' / 'stand_in_nvml'}"
@@ -222,6 +252,10 @@ def test_the_own_machine_is_used_first(serve: Serve, tmp_path: Path) -> None:
     assert found == ["None", "one", "two", "two"]
     here = next(name for name, node in spread(serving).items() if node is None)
     assert serving.status(here)["placed"] == [0]
+    pid = serving.status(here)["pid"]
+    box.holds(0, pid, 20 * GIB)
+    wait_until(lambda: serving.status(here)["vram_bytes"], 10, "what NVML lists")
+    box.gives_back(pid)
     with serving.client() as client:  # at once, so that each worker gets some
         streams = [client.generate("a", f"x {i}", max_tokens=5) for i in range(8)]
         assert ["".join(delta.text for delta in stream) for stream in streams] == [
@@ -239,6 +273,7 @@ def test_the_own_machine_is_used_first(serve: Serve, tmp_path: Path) -> None:
     assert reason.endswith("no other machine of the Ray cluster has 1 GPUs free: one 0 of 1, two 0 of 2")
     serving.order("stop", model=there)
     assert serving.wait_state(here, "ready", 60)["node"] == "one"
+    assert "NVML never listed" not in serving.log(), "the NVML of this machine does not list processes of others"
 
 
 def test_machines_are_chosen_by_labels(serve: Serve) -> None:

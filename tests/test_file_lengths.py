@@ -10,6 +10,7 @@ REASONS = {
     "tests/chaos/episode.py": "the course of one episode, from its beginning to its checks",
     "tests/engines/hostile_directories.py": "one table of cases, read from the top to the bottom",
     "tests/model_worker/test_outbox.py": "the compiled class and its Python twin are given the same examples",
+    "tests/on_ray.py": "one Ray cluster for all tests, which takes seconds to start",
     "tests/supervisor/test_probation.py": "one model of workers and suspects, which every test drives",
     "tests/supervisor/test_scheduler.py": "one harness around the scheduler, which every test drives",
     "tests/supervisor/test_scheduler_machine.py": "one state machine: hypothesis draws from all rules of a class",

@@ -80,6 +80,8 @@ class WorkerSpec:
     node            the machine of a cluster on which the worker runs; "" for the supervisor's own
     leased_gpus     on such a machine, the number of GPUs that the cluster chooses; then visible_devices is empty
     vram            on such a machine, the bytes that models.yaml says the worker takes: one size, or one for each GPU
+    vram_limits     on such a machine, GPU (UUID or its beginning) → fields of ``placement.sizes.Limit``: the most that
+                    models.yaml allows there
     keys            for an endpoint over TCP
     link_lease_s    for an endpoint over TCP: seconds without a sign of the supervisor's machine after which the worker
                     ends, see ``silent_links``
@@ -103,6 +105,7 @@ class WorkerSpec:
     node: str = ""
     leased_gpus: int = 0
     vram: tuple[int, ...] | None = None
+    vram_limits: dict[str, dict[str, Any]] = field(default_factory=dict)
     keys: LinkKeys | None = None
     link_lease_s: float = 0.0
 

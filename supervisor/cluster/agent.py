@@ -29,6 +29,7 @@ from protocol import __version__
 from protocol.errors import FrameError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
+from protocol.process.progress_lease import WorkerPhase
 from supervisor.cluster.agent_gpus import REPORT_S, AgentGpus, Fits
 from supervisor.cluster.agent_messages import (
     BEAT_S,
@@ -57,6 +58,9 @@ from supervisor.workers.orphans import Orphans
 
 SOCKET_MARK = 1000
 """Messages that may wait for the network in each direction."""
+HOLD_S = 120.0
+"""Seconds for which a refused lease is held at most. Ray leases the free GPUs with the lowest indices, so another lease
+gets other GPUs only while this one is held. There is no worker, so a lost supervisor does no harm meanwhile."""
 PREFIX = "modelctl-agent-"
 """The name of an agent's directory begins so. The agent's pid follows."""
 
@@ -130,19 +134,20 @@ class Agent:
     def run(self) -> int:
         """Start the worker, and stay with it until it has ended. Return this process's exit code."""
         if self._order.build != __version__:
-            return self._refuse(
-                "config",
+            why = (
                 f"modelctl {__version__} is installed on {socket.gethostname()}, and the supervisor is "
-                f"{self._order.build}: install the same version",
+                f"{self._order.build}: install the same version"
             )
+            return self._refuse(Refused("config", why, False))
         if self._order.store is not None and (code := self._copy(self._order.store)) is not None:
             return code
         try:
-            gpus = self._gpus = AgentGpus(self._spec, self._spec.visible_devices, self._timers, self._log)
+            spec, passed = self._spec, self._order.passed
+            gpus = self._gpus = AgentGpus(spec, spec.visible_devices, passed, self._timers, self._log)
             self._poller.register(gpus.descriptor, zmq.POLLIN)
             verdict = gpus.begin() or self._admit(gpus)
             if isinstance(verdict, Refused):
-                return self._refuse(verdict.reason, verdict.why, retry=verdict.retry)
+                return self._refuse(verdict)
             if not isinstance(verdict, Fits):
                 return verdict
             self._send(verdict.report)
@@ -150,7 +155,7 @@ class Agent:
             self._launcher.keep_spares((), time.monotonic(), starting=True)  # one that was not ready in time
         except OSError as e:
             why = f"cannot start a process on {socket.gethostname()}: {e.strerror or e}"
-            return self._refuse("spawn", why, retry=True)
+            return self._refuse(Refused("spawn", why, True))
         self._send(Up(worker.pid, __version__))
         return self._watch(worker)
 
@@ -181,7 +186,8 @@ class Agent:
                 self._send(Beat(0 if reading is None else reading.word, worker.memory(), worker.condition()))
                 beat_at = now + BEAT_S
                 if now >= report_at:  # the answer to the question of the last time
-                    if self._gpus is not None and (report := self._gpus.report(worker.pid)) is not None:
+                    is_loaded = reading is not None and reading.phase in (WorkerPhase.IDLE, WorkerPhase.STEP)
+                    if self._gpus and (report := self._gpus.report(worker.pid, is_loaded=is_loaded)) is not None:
                         self._send(report)
                     report_at = now + REPORT_S
             self._workshop.call_timers(now)
@@ -212,7 +218,7 @@ class Agent:
             if time.monotonic() - heard > self._order.lease_s:
                 return EXIT_LOST
         if fetching.problem:
-            return self._refuse("spawn", fetching.problem, retry=True)
+            return self._refuse(Refused("spawn", fetching.problem, True))
         self._spec = replace(self._spec, engine=moved(self._spec.engine, fetching.places))
         return None
 
@@ -272,8 +278,10 @@ class Agent:
         self._launcher.reap(ended[0])
         return EXIT_LOST
 
-    def _refuse(self, reason: str, why: str, *, retry: bool = False) -> int:
-        self._send(Refused(reason, why, retry))
+    def _refuse(self, refused: Refused) -> int:
+        self._send(refused)
+        if refused.elsewhere:
+            time.sleep(HOLD_S)  # usually the end of this process: the supervisor ends it
         self._link.close(linger=1000)
         return EXIT_REFUSED
 

@@ -14,12 +14,13 @@ from protocol.process.engine_packages import missing_for
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.cluster.agent_messages import Admitted, Gpus, Refused
-from supervisor.placement.affinity import near_cpus, ranges
+from supervisor.placement.affinity import near_cpus, nodes_of, ranges
 from supervisor.placement.estimates import ESTIMATED, Estimated, Estimator, Question
 from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpu_shares import Needs, split_of
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
-from supervisor.placement.policy import GpuRequest, PlacementRefused, place, place_unseen, rooms
+from supervisor.placement.policy import GpuRequest, Placed, PlacementRefused, place, place_unseen, rooms
+from supervisor.placement.sizes import Limit
 from supervisor.timers import Timers
 
 ROOM_WAIT_S = 10.0
@@ -44,16 +45,24 @@ class AgentGpus:
     """Looks at the GPUs for one worker. A worker on the CPU has no GPUs, and always fits.
 
     devices  the CUDA_VISIBLE_DEVICES of the lease
+    passed   see ``Order``. A worker that has been refused before does not wait for room again
     """
 
-    def __init__(self, spec: WorkerSpec, devices: str, timers: Timers, log: logging.Logger) -> None:
-        self._spec, self._devices = spec, devices
+    def __init__(
+        self, spec: WorkerSpec, devices: str, passed: Sequence[int], timers: Timers, log: logging.Logger
+    ) -> None:
+        self._spec, self._devices, self._passed = spec, devices, passed
         self._count = spec.leased_gpus
         self._estimator = Estimator(timers)
         self._estimated: Estimated | None = None
         self._reader = GpuReader(log, start_s=0.0) if self._count else None
         self._begun = self._again_at = time.monotonic()
         self._said: Gpus | None = None
+        self._ready_at: float | None = None
+        """Since when the worker is known to be loaded."""
+        self._is_measured = False
+        self._loaded: int | None = None
+        """The bytes that the worker held when it was loaded, by the first reading after that."""
 
     @property
     def descriptor(self) -> int:
@@ -91,7 +100,7 @@ class AgentGpus:
             reason = "unreadable" if estimated.retry else "config"
             return Refused(reason, LOAD_ERROR_PREFIX + estimated.error, estimated.retry)
         if self._reader is None:
-            return Fits(Admitted([], {}, None, None))
+            return Fits(Admitted([], {}, None, None, None))
         reading: Sequence[Gpu] | None = None
         try:
             reading = self._reader.read()
@@ -104,26 +113,39 @@ class AgentGpus:
 
     def _place(self, estimated: Estimated, reading: Sequence[Gpu] | None, now: float) -> Fits | Refused | None:
         engine, count = self._spec.engine, self._count
-        split = split_of(engine.engine, engine.options, count)
-        request = GpuRequest(tuple(self._devices.split(",")), split, count)
+        split, pins = split_of(engine.engine, engine.options, count), tuple(self._devices.split(","))
+        request = GpuRequest(pins, split, count)
         needs = {count: Needs(declared=self._spec.vram)} if self._spec.vram else estimated.needs
-        decision = place_unseen(request, None) if reading is None else place(request, needs, rooms(reading, []))
+        limits = {gpu: Limit(**fields) for gpu, fields in self._spec.vram_limits.items()}
+        there = rooms(reading or (), [], limits)
+        decision = place_unseen(request, None) if reading is None else place(request, needs, there)
         if isinstance(decision, PlacementRefused):
             if not decision.missing:
                 return Refused("config", decision.message, False)
-            return Refused("no room", decision.message, False) if now - self._begun >= ROOM_WAIT_S else None
+            if not self._passed and now - self._begun < ROOM_WAIT_S:
+                return None
+            leased = [room for room in there if any(map(room.gpu.is_meant, pins))]
+            left = [room for room in there if room not in leased and room.gpu.index not in self._passed]
+            other = place(GpuRequest(None, split, count), needs, left)
+            indices = [room.gpu.index for room in leased]
+            return Refused("no room", decision.message, False, indices, isinstance(other, Placed))
         cpus = near_cpus(decision.gpus, os.sched_getaffinity(0))
         parts = needs[count].parts(count) if needs else {}
         unknown = None if needs else estimated.unknown
-        return Fits(Admitted([gpu.index for gpu in decision.gpus], parts, unknown, ranges(cpus) or None), cpus)
+        nodes = ranges(nodes_of(decision.gpus, cpus)) or None
+        indices = [gpu.index for gpu in decision.gpus]
+        return Fits(Admitted(indices, parts, unknown, ranges(cpus) or None, nodes), cpus)
 
-    def report(self, pid: int) -> Gpus | None:
+    def report(self, pid: int, *, is_loaded: bool) -> Gpus | None:
         """Return what the GPUs hold now, if that has changed. Never waits. Call this every ``REPORT_S``.
 
-        pid  the worker
+        pid        the worker
+        is_loaded  whether the worker has loaded its model
         """
         if self._reader is None:
             return None
+        if is_loaded and self._ready_at is None:
+            self._ready_at = time.monotonic()
         try:
             answer = self._reader.read_ahead()
         except GpusAbsent:
@@ -133,11 +155,13 @@ class AgentGpus:
             return None
         if answer is None:
             return None
-        _, gpus = answer
-        told = Gpus(
-            [[gpu.index, gpu.uuid, gpu.total, gpu.used, gpu.free] for gpu in gpus],
-            [[gpu.index, gpu.processes[pid]] for gpu in gpus if pid in gpu.processes],
-        )
+        asked_at, gpus = answer
+        held = [[gpu.index, gpu.processes[pid]] for gpu in gpus if pid in gpu.processes]
+        # An answer to a question of before shows a part of the model.
+        if not self._is_measured and self._ready_at is not None and asked_at >= self._ready_at:
+            self._is_measured = True
+            self._loaded = sum(size for _, size in held if size is not None) or None
+        told = Gpus([[gpu.index, gpu.uuid, gpu.total, gpu.used, gpu.free] for gpu in gpus], held, self._loaded)
         if told == self._said:
             return None
         self._said = told

@@ -6,7 +6,7 @@ fields of the class.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
 from protocol import __version__
@@ -49,6 +49,7 @@ class Order:
     lease_s   seconds without a sign of the supervisor after which the agent ends the worker
     build     the supervisor's version
     store     the model store; None if the directories are on the machine
+    passed    GPUs of the machine on which the worker has found no room. Other agents hold their leases
     """
 
     spec: WorkerSpec
@@ -56,6 +57,7 @@ class Order:
     lease_s: float
     build: str
     store: StoreAccess | None = None
+    passed: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
         """Return the order as bytes."""
@@ -77,7 +79,8 @@ class Order:
             known = WorkerSpec(engine, 0, "", spec["endpoint"], b"", "", 0, keys=keys)
             return Order(known, fields["agent_id"], fields["lease_s"], fields["build"])
         store = None if fields["store"] is None else StoreAccess(**fields["store"])
-        return Order(**{**fields, "spec": unpack_spec(fields["spec"]), "store": store})
+        passed = tuple(fields["passed"])
+        return Order(**{**fields, "spec": unpack_spec(fields["spec"]), "store": store, "passed": passed})
 
 
 @dataclass(frozen=True)
@@ -88,24 +91,28 @@ class Admitted:
     parts    the memory that the worker needs in bytes, by name; empty if that is not known
     unknown  why it is not known, for people; None if it is, and on the CPU
     cpus     the CPUs next to these GPUs, to which the worker is kept; None for all
+    nodes    the NUMA nodes next to these GPUs, if the worker is kept to CPUs; else None
     """
 
     gpus: list[int]
     parts: dict[str, int]
     unknown: str | None
     cpus: str | None
+    nodes: str | None
 
 
 @dataclass(frozen=True)
 class Gpus:
     """All GPUs of the machine, whenever they have changed.
 
-    gpus  [index, UUID, total, used and free bytes] of each
-    held  [index, bytes that the worker holds there] of each GPU that lists the worker; None for bytes not known
+    gpus    [index, UUID, total, used and free bytes] of each
+    held    [index, bytes that the worker holds there] of each GPU that lists the worker; None for bytes not known
+    loaded  bytes that the worker held on all GPUs together right after its load; None before, and if that is not known
     """
 
     gpus: list[Any]
     held: list[Any]
+    loaded: int | None
 
 
 @dataclass(frozen=True)
@@ -170,16 +177,20 @@ class Ended:
 class Refused:
     """The agent cannot start the worker.
 
-
-    reason  one of REASONS, see ``exits.ExitReport``
-    why     one line for people
-    retry   whether another try may help
-    build   the version of modelctl on the machine
+    reason     one of REASONS, see ``exits.ExitReport``
+    why        one line for people
+    retry      whether another try may help
+    gpus       without room: the indices of the GPUs that were leased
+    elsewhere  whether there is room on GPUs of the machine that are neither these nor ``Order.passed``. Then the agent
+               holds its lease until it is ended, for ``agent.HOLD_S`` at most
+    build      the version of modelctl on the machine
     """
 
     reason: str
     why: str
     retry: bool
+    gpus: list[int] = field(default_factory=list)
+    elsewhere: bool = False
     build: str = __version__
 
 
@@ -230,8 +241,11 @@ def read_from_agent(frame: bytes) -> FromAgent:
         sound = all(map(_is_index, message.gpus)) and all(map(_is_part, message.parts.items()))
     elif isinstance(message, Gpus):
         sound = all(map(is_gpu, message.gpus)) and all(map(_is_held, message.held))
+        sound = sound and (message.loaded is None or _is_size(message.loaded))
+    elif isinstance(message, Refused):
+        sound = message.reason in REASONS and all(map(_is_index, message.gpus))
     else:
-        sound = not isinstance(message, Refused) or message.reason in REASONS
+        sound = True
     if not sound:
         raise FrameError(ErrorCode.BAD_FRAME, f"an agent's message {type(message).__name__} with wrong values")
     return message

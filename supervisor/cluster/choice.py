@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from supervisor.cluster.agent_messages import Refused
 from supervisor.cluster.driver_messages import Node
 from supervisor.workers.machines import is_name, labels_of
 
@@ -59,6 +60,16 @@ def is_meant(node: Node, wanted: str) -> bool:
     if is_name(wanted):
         return node.name == wanted
     return not node.own and labels_of(wanted).items() <= node.labels.items()
+
+
+def is_worth_another_lease(passed: Collection[int], refused: Refused) -> bool:
+    """Return whether a worker that its machine has refused is tried on other GPUs of that machine.
+
+    There is an end: each try must have brought a GPU that the worker was not refused on before.
+
+    passed  the GPUs of the machine that the worker was refused on before
+    """
+    return refused.elsewhere and not set(refused.gpus) <= set(passed)
 
 
 def _meant(nodes: Sequence[Node], wanted: str) -> list[Node]:

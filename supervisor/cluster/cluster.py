@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import zmq
@@ -13,6 +13,10 @@ from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.store_keeper import ModelStore
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import ClusterConfig
+from supervisor.placement.gpus import Gpu
+from supervisor.placement.policy import limits_elsewhere
+from supervisor.placement.sizes import Limit
+from supervisor.placement.vram import described_gpu
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.remote_port import open_remote_port
 from supervisor.ports.sockets import Context
@@ -78,11 +82,12 @@ class Cluster:
             return self._starter.trouble or f"model store: {self._store.trouble}"
         return self._starter.trouble or None
 
-    def describe(self) -> dict[str, Any]:
-        """Return the cluster as ``status`` shows it."""
+    def describe(self, limits: Mapping[str, Limit] | Limit | None) -> dict[str, Any]:
+        """Return the cluster as ``status`` shows it. ``limits`` as for ``policy.rooms``."""
         described = self._starter.machines.describe(self.launcher.heard(), self.launcher.versions, time.monotonic())
         for node in described["nodes"]:
-            node["devices"] = _described(self.launcher.devices_on(node["name"]) or node["devices"])
+            devices = self.launcher.devices_on(node["name"]) or node["devices"]
+            node["devices"] = devices and [described_gpu(Gpu(*told), limits_elsewhere(limits)) for told in devices]
         return {
             "ray": self._config.ray,
             "advertise": self._config.advertise,
@@ -90,9 +95,3 @@ class Cluster:
             "trouble": self.trouble,
             **described,
         }
-
-
-def _described(gpus: list[Any] | None) -> list[dict[str, Any]] | None:
-    """Return the GPUs of a machine (``agent_messages.Gpus``) as ``status`` shows them."""
-    names = ("index", "uuid", "total_bytes", "used_bytes", "free_bytes")
-    return gpus and [dict(zip(names, gpu, strict=True)) | {"limit_bytes": None} for gpu in gpus]

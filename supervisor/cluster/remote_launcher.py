@@ -38,7 +38,7 @@ from supervisor.cluster.agent_messages import (
     pack,
     read_from_agent,
 )
-from supervisor.cluster.choice import NoMachineError
+from supervisor.cluster.choice import NoMachineError, is_worth_another_lease
 from supervisor.cluster.remote_worker import SILENT_S, RemoteWorker
 from supervisor.cluster.starting import AgentStarter
 from supervisor.cluster.store_keeper import ModelStore
@@ -46,6 +46,7 @@ from supervisor.cluster.store_places import directories_of
 from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_shares import needs_text
+from supervisor.placement.worker_memory import loaded_text
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
 from supervisor.workers.machines import NoMachine, is_name
@@ -131,13 +132,15 @@ class RemoteLauncher:
         worker.begin(self._number, agent_id, replace(worker.spec, endpoint=self._endpoint, keys=keys))
         self._workers[agent_id] = worker
 
-    def _try(self, worker: RemoteWorker) -> None:
-        spec, node = worker.spec, worker.spec.node
+    def _try(self, worker: RemoteWorker, node: str = "") -> None:
+        """Start an agent for a worker. ``node`` is the machine, if it was chosen before."""
+        spec, node = worker.spec, node or worker.spec.node
         assert spec.keys is not None
         try:
             node = self._starter.choose(node, spec.leased_gpus, self._placed.get(spec.engine.model), worker.refusals)
             store = self._store.access if self._store else None
-            order = Order(spec, worker.agent_id, self._lease_s, __version__, store)
+            passed = tuple(sorted(worker.passed))
+            order = Order(spec, worker.agent_id, self._lease_s, __version__, store, passed)
             self._starter.start(worker.number, node, spec.leased_gpus, spec.engine.engine, order.packed())
         except NoMachineError as e:
             if str(e) != worker.waits:
@@ -182,9 +185,12 @@ class RemoteLauncher:
             _append(worker.spec.log_path, message.text)
         elif isinstance(message, Admitted):
             worker.admitted = message
+            self._release(worker)
             self._say_admitted(worker, message)
         elif isinstance(message, Gpus):
-            worker.gpus = message
+            known, worker.gpus = worker.gpus, message
+            if message.loaded is not None and (known is None or known.loaded is None):
+                self._say_loaded(worker, message.loaded)
         elif isinstance(message, Up):
             self.versions[worker.node] = message.build
             worker.started(message.pid)
@@ -197,9 +203,28 @@ class RemoteLauncher:
             self._end(worker, message.code)
 
     def _refused(self, worker: RemoteWorker, refused: Refused) -> None:
-        """Try the worker on another machine if any one will do. Else end it with the reason."""
+        """Try the worker on other GPUs of its machine if they have room, else on another machine if any one will do, or
+        end it with the reason."""
         line = f"{worker.node}: {refused.why}"
         _append(worker.spec.log_path, line.encode() + b"\n")
+        if is_worth_another_lease(worker.passed, refused):
+            node = worker.node
+            try:
+                self._starter.choose(node, worker.spec.leased_gpus)
+            except NoMachineError as e:
+                refused = replace(refused, why=f"{refused.why}; Ray cannot lease other GPUs there: {e}")
+            else:
+                self._log.info(
+                    "%s: %s; tries another GPU there", worker.spec.name, line,
+                    extra=noted(EventKind.PLACEMENT, worker.spec.name),
+                )  # fmt: skip
+                worker.passed |= set(refused.gpus)
+                worker.held.append(worker.number)
+                self._withdraw(worker)
+                self._begin(worker)
+                self._try(worker, node)
+                return
+        self._release(worker)
         worker.refusals[worker.node] = refused
         if not is_name(worker.spec.node):
             with suppress(NoMachineError):
@@ -208,6 +233,7 @@ class RemoteLauncher:
                     "%s: %s; tries %s", worker.spec.name, line, node,
                     extra=noted(EventKind.PLACEMENT, worker.spec.name),
                 )  # fmt: skip
+                self._starter.end(worker.number)
                 self._withdraw(worker)
                 self._begin(worker)
                 self._try(worker)
@@ -218,11 +244,12 @@ class RemoteLauncher:
             "; ".join(f"{node}: {one.why}" for node, one in worker.refusals.items()),
             any(one.retry for one in worker.refusals.values()),
         )
+        if refused.elsewhere:
+            self._starter.end(worker.number)  # it holds its lease, and would not leave by itself
         self._end(worker, LOST)
 
     def _withdraw(self, worker: RemoteWorker) -> None:
-        """Forget the agent of a worker, and end it. What it still sends is dropped."""
-        self._starter.end(worker.number)
+        """Forget the agent of a worker. What it still sends is dropped."""
         self._leaving.add(worker.number)
         self._remove(worker)
         self._revoke(worker)
@@ -239,6 +266,13 @@ class RemoteLauncher:
             del on[worker.node]
         if not on:
             del self._placed[model]
+
+    def _release(self, worker: RemoteWorker) -> None:
+        """Give back the leases of GPUs on which there was no room."""
+        for number in worker.held:
+            self._starter.end(number)
+        worker.held.clear()
+        worker.passed.clear()
 
     def _revoke(self, worker: RemoteWorker) -> None:
         """Take a worker's key off the lists."""
@@ -257,6 +291,11 @@ class RemoteLauncher:
         where = f"GPU {', '.join(map(str, told.gpus))} of {worker.node}" if told.gpus else worker.node
         name = worker.spec.name
         self._log.info("%s: placed on %s: %s", name, where, what, extra=noted(EventKind.PLACEMENT, name))
+
+    def _say_loaded(self, worker: RemoteWorker, measured: int) -> None:
+        if worker.admitted is not None and (expected := sum(worker.admitted.parts.values())):
+            name = worker.spec.name
+            self._log.info("%s: %s", name, loaded_text(measured, expected), extra=about(name))
 
     def agents_ended(self) -> None:
         """Take note of agents that are gone. Frames that they sent before have been handled."""
@@ -294,6 +333,7 @@ class RemoteLauncher:
 
     def _end(self, worker: RemoteWorker, code: int, lost: str = "", *, has_left: bool = False) -> None:
         worker.code, worker.lost = code, lost
+        self._release(worker)
         if not has_left and not worker.waits:
             self._leaving.add(worker.number)
         self._revoke(worker)

@@ -25,6 +25,8 @@ class RemoteWorker:
     progress  how far its directories are copied; None at other times
     lost      why the worker counts as ended although nobody has seen its end; "" otherwise
     refusals  machine → why the worker was not started there, by this start
+    passed    GPUs of the machine on which there was no room
+    held      the numbers of the agents that hold the leases of these GPUs, so that Ray leases others
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class RemoteWorker:
         self.spec = spec
         self._tell, self._kill = tell, kill
         self.refusals: dict[str, Refused] = {}
+        self.passed: set[int] = set()
+        self.held: list[int] = []
         self.waits = self.lost = ""
         self.code: int | None = None
         self.refused: tuple[str, str, bool] | None = None
@@ -103,8 +107,10 @@ class RemoteWorker:
         return {
             "placed": told.gpus or None if told else None,
             "cpus": told.cpus if told else None,
+            "numa_nodes": told.nodes if told else None,
             "vram_estimate_bytes": sum(told.parts.values()) or None if told else None,
             "vram_estimate": told.parts or None if told else None,
+            "vram_loaded_bytes": self.gpus.loaded if self.gpus else None,
             "vram_bytes": sum(sizes) if sizes else None,
             "vram_by_gpu": held or None,
         }

@@ -25,15 +25,15 @@ from supervisor.fleet.sleepers import Sleepers
 from supervisor.fleet.start_lines import StartLines
 from supervisor.fleet.starts import Starts
 from supervisor.model_logs import about, without_ours
-from supervisor.placement.policy import gib
 from supervisor.placement.vram import Vram
+from supervisor.placement.worker_memory import loaded_text
 from supervisor.requests.effect_queue import EffectQueue, WorkerChanged
 from supervisor.requests.in_flight import ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
 from supervisor.workers.exits import ExitReport, classify, not_admitted
-from supervisor.workers.launcher import Launched, Launcher
+from supervisor.workers.launcher import Launched, Launcher, local_pid
 from supervisor.workers.lifecycle import ON_DEMAND, Event, LifecycleAction, WorkerState
 from supervisor.workers.stop_ladder import Rung
 from supervisor.workers.worker_life import Desired, Transition
@@ -184,16 +184,13 @@ class Fleet:
         ]
         if (process := replica.process) is None:
             return ", ".join(parts)
-        self.vram.ready(replica.name, process.pid)
-        vram = self.vram.describe(replica.name, process.pid)
+        if (pid := local_pid(process)) is not None:
+            self.vram.ready(replica.name, pid)
+        vram = self.vram.describe(replica.name, pid)
         if replica.memory.holding is not None:
             measured, expected = replica.memory.loaded(vram["vram_by_gpu"] or {})
             if measured and expected:
-                off = (measured - expected) / expected * 100
-                self._log.info(
-                    "%s: holds %s GiB, estimated were %s (%+.1f %%)", replica.name, gib(measured), gib(expected), off,
-                    extra=about(replica.name),
-                )  # fmt: skip
+                self._log.info("%s: %s", replica.name, loaded_text(measured, expected), extra=about(replica.name))
         if (ram := process.memory()) is not None:
             parts.append(f"{ram / 2**20:.0f} MiB of RAM")
         if vram["vram_bytes"] is not None:
@@ -217,7 +214,8 @@ class Fleet:
         else:
             report = classify(code, asked=asked, log_tail=tail, killed=killed)
         self.registry.process_ended(replica)
-        self.vram.ended(replica.name, process.pid)
+        if (pid := local_pid(process)) is not None:
+            self.vram.ended(replica.name, pid)
         self.starts.memory_came_back(replica.name)
         self._ended(replica, report, process.pid or None)
 

@@ -33,7 +33,7 @@ from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.estimates import ESTIMATED, Estimated
 from supervisor.placement.eviction import NoRoom
 from supervisor.placement.gpu_requests import answer_with, question_of
-from supervisor.placement.policy import Holding, Placed, PlacementRefused, place, place_unseen, rooms
+from supervisor.placement.policy import Holding, Placed, PlacementRefused, limits_elsewhere, place, place_unseen, rooms
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
 from supervisor.workers.machines import AUTO, OTHERS, includes_own
@@ -172,6 +172,7 @@ class Start(Admission):
         starts, replica, config = self._starts, self.replica, self._spec.config
         engine = self._spec.engine_spec
         needs = (replica.memory.needs or {}).get(1)
+        limits = limits_elsewhere(starts.registry.config.supervisor.vram_limit) if node else {}
         if node:
             engine = dataclasses.replace(engine, sleep=False)
             replica.memory = WorkerMemory()
@@ -198,6 +199,7 @@ class Start(Admission):
             node=node,
             leased_gpus=config.gpu_count if node else 0,
             vram=config.vram if node else None,
+            vram_limits={gpu: dataclasses.asdict(limit) for gpu, limit in limits.items()},
         )
         try:
             process = starts.launcher.start(spec)

@@ -19,6 +19,11 @@ def near_cpus(gpus: Sequence[Gpu], allowed: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(near)) if near and near != frozenset(allowed) else ()
 
 
+def nodes_of(gpus: Sequence[Gpu], cpus: Collection[int]) -> frozenset[int]:
+    """Return the NUMA nodes next to the GPUs of a worker that is kept to these CPUs. Empty for one that is not kept."""
+    return frozenset[int]().union(*(gpu.nodes for gpu in gpus)) if cpus else frozenset()
+
+
 def ranges(numbers: Collection[int]) -> str:
     """Return the numbers in the kernel's form for lists of CPUs, for example ``0-15,32-47``."""
     parts: list[list[int]] = []

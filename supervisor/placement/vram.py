@@ -207,17 +207,7 @@ class Vram:
 
     def describe_gpus(self, limits: Mapping[str, Limit] | Limit | None) -> list[dict[str, Any]]:
         """Return every GPU as ``status`` shows it. Empty if no model uses a GPU. ``limits`` as for ``policy.rooms``."""
-        return [
-            {
-                "index": gpu.index,
-                "uuid": gpu.uuid,
-                "total_bytes": gpu.total,
-                "used_bytes": gpu.used,
-                "free_bytes": gpu.free,
-                "limit_bytes": limit_of(gpu, limits),
-            }
-            for gpu in self._recent()
-        ]
+        return [described_gpu(gpu, limits) for gpu in self._recent()]
 
     def _poll_later(self, now: float, took_s: float = 0.0) -> None:
         if not self._polling:  # one timer serves all dead processes
@@ -333,3 +323,15 @@ class Vram:
         if kind not in self._said:
             self._said.add(kind)
             self._log.warning("%s", text)
+
+
+def described_gpu(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> dict[str, Any]:
+    """Return a GPU as ``status`` shows it. ``limits`` as for ``policy.rooms``."""
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "total_bytes": gpu.total,
+        "used_bytes": gpu.used,
+        "free_bytes": gpu.free,
+        "limit_bytes": limit_of(gpu, limits),
+    }

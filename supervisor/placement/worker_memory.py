@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from protocol.process.worker_spec import EngineSpec
-from supervisor.placement.affinity import ranges
+from supervisor.placement.affinity import nodes_of, ranges
 from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import Holding, Placed
+from supervisor.placement.policy import Holding, Placed, gib
 
 
 @dataclass
@@ -77,12 +77,17 @@ class WorkerMemory:
         """
         parts = self.needs[self.count].parts(self.count) if self.needs else None
         gpus = self.placed.gpus if self.placed else ()
-        nodes = frozenset[int]().union(*(gpu.nodes for gpu in gpus)) if self.cpus else ()
         return {
             "placed": [gpu.index for gpu in gpus] or None,
             "cpus": ranges(self.cpus) or None,
-            "numa_nodes": ranges(nodes) or None,
+            "numa_nodes": ranges(nodes_of(gpus, self.cpus)) or None,
             "vram_estimate_bytes": sum(parts.values()) if parts else None,
             "vram_estimate": parts,
             "vram_loaded_bytes": sum(self.measured.values()) or None,
         }
+
+
+def loaded_text(measured: int, expected: int) -> str:
+    """Return what the log says when a model is loaded: the bytes that its worker holds, beside the estimate."""
+    off = (measured - expected) / expected * 100
+    return f"holds {gib(measured)} GiB, estimated were {gib(expected)} ({off:+.1f} %)"

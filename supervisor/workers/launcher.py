@@ -70,6 +70,12 @@ class Launched(Protocol):
         """Return the bytes of RAM that the process holds; None if that is not known."""
 
 
+def local_pid(process: Launched) -> int | None:
+    """Return the pid of a process on this machine. None for one on another machine, where the number means another
+    process than here."""
+    return process.pid if process.gpu_memory() is None else None
+
+
 class Launcher(Protocol):
     """The interface that starts workers and reports their ends. No method blocks, except ``sweep``."""
 

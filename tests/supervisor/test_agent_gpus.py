@@ -1,10 +1,13 @@
 """Agents see whether workers fit on the GPUs of their machines, which a file describes, and report what these hold."""
 
 import json
+import logging
+import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ import pytest
 from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec
+from supervisor.cluster.agent_gpus import ROOM_WAIT_S
 from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
 from supervisor.cluster.remote_worker import RemoteWorker
+from supervisor.placement.policy import limits_elsewhere
+from supervisor.placement.sizes import Limit
 from tests.hanging_files import hanging_file
 from tests.hidden_packages import Hidden
 from tests.nvml_box import GIB, STRANGER, Box
@@ -81,6 +87,34 @@ def test_a_worker_that_fits_starts_and_its_memory_is_reported(far: Host, box: Bo
     assert far.remote.devices_on("far") is None
 
 
+def test_the_memory_after_the_load_is_reported(far: Host, box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    """What the worker holds while it loads, and what it holds later, does not count."""
+    caplog.set_level(logging.INFO)
+    engine = EngineSpec("m", "tests.deterministic_engine:SlowLoad", str(far.directory), options={"load_s": 5})
+    worker = start(far, engine=engine, name="m:1")
+    far.until(lambda: worker.pid, "the process")
+    box.holds(1, worker.pid, 33 * GIB)
+    far.until(lambda: worker.gpu_memory()["vram_bytes"], "its memory")
+    assert worker.gpu_memory()["vram_loaded_bytes"] is None
+    loaded = far.until(lambda: worker.gpu_memory()["vram_loaded_bytes"], "its memory after the load")
+    assert loaded == 33 * GIB
+    assert "m:1: holds 33.0 GiB, estimated were 30.0 (+10.0 %)" in caplog.text
+    box.holds(1, worker.pid, 40 * GIB)
+    far.until(lambda: worker.gpu_memory()["vram_bytes"] == 40 * GIB, "its memory")
+    assert worker.gpu_memory()["vram_loaded_bytes"] == 33 * GIB
+    kill(far, worker)
+
+
+def test_the_numa_nodes_next_to_its_gpus_are_reported(far: Host, box: Box) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    box.becomes((24, 48), cpus=[allowed, allowed[:1]], nodes=[[0], [1]])
+    worker = start(far)
+    far.until(lambda: worker.pid, "the process")
+    shown = (str(allowed[0]), "1") if len(allowed) > 1 else (None, None)
+    assert (worker.gpu_memory()["cpus"], worker.gpu_memory()["numa_nodes"]) == shown
+    kill(far, worker)
+
+
 def test_one_that_does_not_fit_is_refused_with_the_arithmetic(far: Host, box: Box) -> None:
     box.holds(1, STRANGER, 20 * GIB)
     worker = start(far)
@@ -90,6 +124,14 @@ def test_one_that_does_not_fit_is_refused_with_the_arithmetic(far: Host, box: Bo
         False,
     )
     assert "GPU 1 has 28.0 of 48.0 free" in log_of(worker.spec)
+
+
+@pytest.mark.parametrize("limits", [Limit(share=0.5), {"GPU-1A2B3C4D": Limit(bytes=24 * GIB), "1": Limit(bytes=1)}])
+def test_vram_limit_holds_there(far: Host, limits: Any) -> None:
+    told = {gpu: asdict(limit) for gpu, limit in limits_elsewhere(limits).items()}
+    reason, why, retry = refused(far, start(far, vram_limits=told))
+    assert (reason, retry) == ("no room", False)
+    assert "needs 30.0 GiB (vram in models.yaml), GPU 1 has 24.0 left of its vram_limit, 24.0" in why
 
 
 def test_memory_that_comes_back_is_waited_for(far: Host, box: Box) -> None:
@@ -197,19 +239,83 @@ def test_all_machines_may_refuse(far: Host) -> None:
     assert why == f"one: {short}; two: {short}"
 
 
+def leased(far: Host) -> list[int]:
+    return [gpu for _, gpus in far.starter.leases.values() for gpu in gpus]
+
+
+def test_another_gpu_of_the_machine_is_leased_when_the_first_ones_are_full(far: Host, box: Box) -> None:
+    """They are full of what Ray does not know of. The refused leases are held until the worker has its GPU."""
+    box.becomes((24, 24, 48, 48))
+    for gpu in (0, 1):
+        box.holds(gpu, STRANGER, 20 * GIB)
+    far.starter.gpus = 4
+    begun = time.monotonic()
+    worker = start(far)
+    far.until(lambda: worker.passed == {0}, "another lease")
+    assert leased(far) == [0, 1]
+    far.until(lambda: worker.pid, "the process")
+    assert time.monotonic() - begun < 2 * ROOM_WAIT_S, "only the first one waits for room"
+    assert worker.gpu_memory()["placed"] == [2]
+    far.until(lambda: leased(far) == [2], "the end of the other leases")
+    assert far.remote is not None
+    assert far.remote.keys == {worker.spec.keys.public}  # type: ignore[union-attr]
+    kill(far, worker)
+    far.until(lambda: not leased(far), "the end of the lease")
+
+
+def test_several_other_gpus_are_leased_when_one_of_the_first_is_full(far: Host, box: Box) -> None:
+    box.becomes((24, 24, 24, 24))
+    box.holds(1, STRANGER, 20 * GIB)
+    far.starter.gpus = 4
+    worker = start(far, leased_gpus=2, vram=(20 * GIB, 20 * GIB))
+    far.until(lambda: worker.pid, "the process")
+    assert worker.gpu_memory()["placed"] == [2, 3]
+    kill(far, worker)
+
+
+def test_gpus_with_room_that_cannot_be_leased_are_named(far: Host, box: Box) -> None:
+    box.holds(0, STRANGER, 20 * GIB)
+    far.starter.gpus = 1
+    assert refused(far, start(far))[1] == (
+        "far: needs 30.0 GiB (vram in models.yaml), GPU 0 has 4.0 of 24.0 free: other processes 20.0; GPU 1 has room; "
+        "Ray cannot lease other GPUs there: far has 0 of 1 GPUs free, and 1 are needed"
+    )
+    far.until(lambda: not leased(far), "the end of the lease")
+
+
+def test_a_gpu_that_is_leased_again_ends_the_tries(far: Host, box: Box) -> None:
+    box.holds(0, STRANGER, 20 * GIB)
+    far.starter.devices = "0"
+    assert refused(far, start(far))[1].endswith("GPU 0 has 4.0 of 24.0 free: other processes 20.0; GPU 1 has room")
+    far.until(lambda: not far.starter.agents, "the end of the agents")
+
+
+def test_a_worker_that_is_ended_while_it_holds_a_lease_gives_it_back(far: Host, box: Box) -> None:
+    box.holds(0, STRANGER, 20 * GIB)
+    far.starter.gpus = 2
+    worker = start(far)
+    far.until(lambda: worker.held, "another lease")
+    worker.signal(signal.SIGKILL)
+    assert far.end(worker) == -signal.SIGKILL
+    far.until(lambda: not leased(far), "the end of the leases")
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        Admitted([-1], {}, None, None),
-        Admitted([True], {}, None, None),
-        Admitted([0], {"weights": -1}, None, None),
-        Admitted([0], {"a b": 1}, None, None),
-        Gpus([[0, "GPU-1", 1, 1]], []),
-        Gpus([[0, "GPU\n", 1, 1, 0]], []),
-        Gpus([[0, 5, 1, 1, 0]], []),
-        Gpus([], [[0, -5]]),
-        Gpus([], [[0]]),
+        Admitted([-1], {}, None, None, None),
+        Admitted([True], {}, None, None, None),
+        Admitted([0], {"weights": -1}, None, None, None),
+        Admitted([0], {"a b": 1}, None, None, None),
+        Gpus([[0, "GPU-1", 1, 1]], [], None),
+        Gpus([[0, "GPU\n", 1, 1, 0]], [], None),
+        Gpus([[0, 5, 1, 1, 0]], [], None),
+        Gpus([], [[0, -5]], None),
+        Gpus([], [[0]], None),
+        Gpus([], [], -1),
+        Gpus([], [], True),
         Refused("because", "why", False),
+        Refused("no room", "why", False, [-1]),
         replace(Refused("config", "why", False), retry=1),  # type: ignore[arg-type]
     ],
 )
@@ -220,10 +326,11 @@ def test_what_an_agent_cannot_have_said_is_refused(message: Any) -> None:
 
 def test_sound_messages_are_read() -> None:
     for message in (
-        Admitted([0, 1], {"weights": 5}, None, "0-3"),
-        Admitted([], {}, "no estimate", None),
-        Gpus([[0, "GPU-1", 5, 3, 2]], [[0, None], [1, 7]]),
+        Admitted([0, 1], {"weights": 5}, None, "0-3", "0"),
+        Admitted([], {}, "no estimate", None, None),
+        Gpus([[0, "GPU-1", 5, 3, 2]], [[0, None], [1, 7]], 7),
         Refused("no room", "why", True),
+        Refused("no room", "why", False, [0], True),
     ):
         assert read_from_agent(pack(message)) == message
     with pytest.raises(FrameError):

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.cluster.choice import NoMachineError, choose
+from supervisor.cluster.agent_messages import Refused
+from supervisor.cluster.choice import NoMachineError, choose, is_worth_another_lease
 from supervisor.cluster.driver_messages import Node
 from supervisor.workers.machines import AUTO, OTHERS, is_name, labels_of, parse_node
 
@@ -69,6 +70,17 @@ def test_no_machine_is_meant(wanted: str, changes: dict[str, Any], says: str) ->
     error = refused(wanted, **changes)
     assert says in str(error)
     assert error.missing == {}
+
+
+def test_each_try_on_a_machine_must_bring_another_gpu() -> None:
+    def again(passed: set[int], gpus: list[int], *, elsewhere: bool = True) -> bool:
+        return is_worth_another_lease(passed, Refused("no room", "why", False, gpus, elsewhere))
+
+    assert again(set(), [0])
+    assert again({0, 1}, [1, 2])
+    assert not again({0, 1}, [1])
+    assert not again({0}, []), "an agent that tells nothing"
+    assert not again(set(), [0], elsewhere=False)
 
 
 def test_words_of_models_yaml() -> None:

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs, Split, divide, parts_on
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import GpuRequest, Holding, Placed, PlacementRefused, place, place_unseen, rooms
+from supervisor.placement.policy import (
+    GpuRequest,
+    Holding,
+    Placed,
+    PlacementRefused,
+    limits_elsewhere,
+    place,
+    place_unseen,
+    rooms,
+)
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from tests.boxes import read_box
 
@@ -155,6 +164,14 @@ def test_a_limit_leaves_less_than_is_free() -> None:
     )
     assert placed(pinned("2"), whole(8), limited) == [2]
     assert placed(AUTO, whole(8), rooms(box, ours, Limit(bytes=gib(10)))) != [2]
+
+
+def test_limits_by_index_hold_on_the_own_machine_only() -> None:
+    limit, other = Limit(share=0.5), Limit(bytes=gib(8))
+    assert limits_elsewhere(None) == {}
+    assert limits_elsewhere({"0": limit, BOX[3].uuid: other}) == {BOX[3].uuid: other}
+    everywhere = limits_elsewhere(limit)
+    assert [room.limit for room in rooms(BOX, [], everywhere)] == [gpu.total // 2 for gpu in BOX]
 
 
 def test_what_our_workers_hold_in_another_pid_namespace_is_what_was_reckoned() -> None:
