@@ -8,7 +8,7 @@ loopback interface. One supervisor has two workers of the same model, one starte
 the second node. Both are on one GPU, and only one of them has requests at a time. They take turns.
 
 A start is measured from the order to the state ``ready``, with another worker stopped and with files in the page cache.
-On the supervisor's own machine a spare worker is used if there is one.
+With spare workers each machine has one when the order comes. Without, they are turned off.
 """
 
 import logging
@@ -18,8 +18,11 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.harness import Server, arguments_for, entry, quiet_heap, requests, served
 from benchmarks.report import Result, write
@@ -80,7 +83,8 @@ def starts(server: Server, spare: bool, rounds: int) -> dict[str, float]:
             server.modelctl("stop", name)
             server.wait_state(name, "stopped")
             if spare:
-                wait_until(lambda: has_spares(server), READY_S, "spare workers")
+                wait_until(lambda: has_spares(server), READY_S, "a spare worker here")
+                wait_until(spare_there, READY_S, "a spare worker there")
             begun = time.perf_counter()
             with Client(runtime_dir=server.runtime_dir, admin=True) as client:
                 client.call("start", model=name)
@@ -93,6 +97,20 @@ def has_spares(server: Server) -> bool:
     """Return whether all spares that there will be are there."""
     spares = server.overview()["supervisor"]["spares"]
     return bool(spares) and all(spare["ready"] for spare in spares)
+
+
+def spare_there() -> bool:
+    """Return whether there is a spare worker of a spare agent, and it has done its imports: it uses no processor."""
+    for agent in psutil.process_iter(["cmdline"]):
+        if not " ".join(agent.info["cmdline"] or ()).startswith("modelctl: spare agent"):
+            continue
+        with suppress(psutil.NoSuchProcess):
+            for process in agent.children():
+                if " ".join(process.cmdline()).startswith("modelctl: spare worker"):
+                    before = sum(process.cpu_times()[:2])
+                    time.sleep(1.0)
+                    return sum(process.cpu_times()[:2]) == before
+    return False
 
 
 def wait_for_nodes(cluster: RayCluster) -> None:
