@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,16 @@ def serve(cluster: RayCluster) -> Iterator[Serve]:
         of: RayCluster = cluster,
         store: dict[str, Any] | None = None,
         vram_limit: Any = None,
+        spare: int = 0,
         **environment: str,
     ) -> Serving:
         section = {"ray": of.address, "advertise": of.advertise, "lease": LEASE}
         if store is not None:
             section["model_store"] = store
         environment = of.environment | environment
-        serving = Serving(models, cluster=section, environment=environment, vram_limit=vram_limit, wait=False)
+        serving = Serving(
+            models, cluster=section, environment=environment, vram_limit=vram_limit, spare=spare, wait=False
+        )
         started.append(serving.__enter__())
         return serving
 
@@ -105,6 +109,76 @@ def test_answers_come_from_other_machines(serve: Serve) -> None:
     serving.order("stop", model="letters")
     status = serving.wait_state("letters", "stopped")
     assert (status["last_exit"]["reason"], status["last_exit"]["code"]) == ("asked", 0)
+
+
+def spare_of(cluster: RayCluster, node: str) -> dict[str, psutil.Process]:
+    """Return the spare agent and the spare worker of a machine, by "agent" and "worker", as far as they are there."""
+    found = {}
+    for pid in cluster.pids(node):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            line = " ".join(process.cmdline())
+            for kind in ("agent", "worker"):
+                if line.startswith(f"modelctl: spare {kind}"):
+                    found[kind] = process
+    return found
+
+
+def wait_for_spare(cluster: RayCluster, node: str) -> dict[str, psutil.Process]:
+    """Wait for a spare worker that has used no processor for half a second, so its imports are probably done."""
+    seen, since = 0.0, time.monotonic()
+
+    def is_quiet() -> dict[str, psutil.Process] | None:
+        nonlocal seen, since
+        with suppress(psutil.NoSuchProcess):
+            spare = spare_of(cluster, node)
+            used = sum(spare["worker"].cpu_times()[:2]) if len(spare) == 2 else 0.0
+            if used != seen:
+                seen, since = used, time.monotonic()
+            return spare if used and time.monotonic() - since > 0.5 else None
+        return None
+
+    return wait_until(is_quiet, 120, f"a spare worker on {node}")
+
+
+def test_a_spare_agent_becomes_the_next_one(serve: Serve, cluster: RayCluster) -> None:
+    entry = {"engine": "transformers", "gpu": "cpu", "max_batch_size": 8, "autostart": False}
+    away = {"model_dir": "demo:letters", "node": "one", **entry}
+    leasing = {"model_dir": "demo:letters", "node": "two", **entry, "gpu": "auto", "vram": "1GiB"}
+    serving = serve({"away": away, "leasing": leasing}, spare=1)
+    question, expected = corpus.LETTERS_TEST_PROMPTS[0]
+
+    def start() -> int:
+        serving.order("start", model="away")
+        pid = int(serving.wait_state("away", "ready", 120)["pid"])
+        with serving.client() as client:
+            assert client.complete("away", question, temperature=0, max_tokens=1000).text == expected
+        serving.order("stop", model="away")
+        serving.wait_state("away", "stopped")
+        return pid
+
+    for _ in range(3):  # on a busy machine its imports may go on after a pause
+        spare = wait_for_spare(cluster, "one")
+        if start() == spare["worker"].pid:
+            break
+    else:
+        pytest.fail("no spare worker was used")
+    wait_until(lambda: not is_alive(spare["agent"]), what="the agent leaves with its worker")
+    spare = wait_for_spare(cluster, "one")
+    spare["agent"].kill()
+    assert start() != spare["worker"].pid, "another agent takes the order of a dead one"
+    # On the other machine the lease of a GPU is held by an actor of its own. There is no real GPU, so the load fails.
+    spare = wait_for_spare(cluster, "two")
+    serving.order("start", model="leasing")
+    status = serving.wait_state("leasing", "failed", 120)
+    assert "placed on GPU 0 of two" in serving.log("leasing")
+    assert status["last_exit"]["reason"] == "config"
+
+    def free() -> list[float]:
+        return [node["free"] for node in serving.overview()["supervisor"]["cluster"]["nodes"]]
+
+    wait_until(lambda: free() == [0, 1, 2], what="the GPU is given back")
+    wait_until(lambda: not is_alive(spare["agent"]), what="the agent of the worker that could not load")
 
 
 def begin(client: Client, tokens: int) -> list[tuple[str, Stream]]:

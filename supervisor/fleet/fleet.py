@@ -304,7 +304,7 @@ class Fleet:
     def carry_out(self, replica: Replica, transition: Transition) -> None:
         """Do what follows from a transition."""
         if transition.after is not transition.before:
-            pid = f" pid {replica.process.pid}" if replica.process else ""
+            pid = f" pid {replica.process.pid}" if replica.process and replica.process.pid else ""
             before, after, cause = str(transition.before), str(transition.after), transition.cause
             self._log.info(
                 "%s: %s -> %s (%s)%s", replica.shown, before, after, cause, pid,
