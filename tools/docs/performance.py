@@ -20,8 +20,8 @@ GROUPS = {
         "decoding", "decoding-8b", "decoding-exl2", "first-use", "prompts-beside", "draws", "gpu-idle", "exact-answers",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "cluster-scale",
-        "other-machine", "start", "spare", "spare-exllamav2", "desk", "constraints", "fairness-transformers", "attention",
-        "mixture", "http-exllamav2", "http-path", "http-path-2-cores", "http-tools-exllamav2", "page-load",
+        "other-machine", "start", "spare", "spare-exllamav2", "desk", "constraints", "fairness-transformers",
+        "attention", "mixture", "http-exllamav2", "http-path", "http-path-2-cores", "http-tools-exllamav2", "page-load",
     ),
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing", "sleeping", "napping"),
     "Faults": (
