@@ -51,6 +51,11 @@ class PlainStarter:
             return left[0]
         raise NoMachineError("no other machine")
 
+    def free(self, node: str) -> list[int]:
+        """Return the GPUs of a machine that are not leased."""
+        leased = {gpu for name, gpus in self.leases.values() for gpu in gpus if name == node}
+        return [gpu for gpu in range(self.gpus) if gpu not in leased]
+
     def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
         if node in self.lost_nodes:
             raise NoMachineError(f"no machine {node}")

@@ -61,7 +61,7 @@ def until(starter: RayStarter, reached: Callable[[], Any]) -> None:
 def test_gpus_are_leased_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with started(2, 2, monkeypatch) as starter:
         for number in range(4):
-            starter.start(number, starter.choose("others", 1), 1, b"")
+            starter.start(number, starter.choose("others", 1), 1, "exllamav2", b"")
         with pytest.raises(NoMachineError):
             starter.choose("others", 1)
         starter.end(1)
