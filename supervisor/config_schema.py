@@ -250,7 +250,8 @@ class SupervisorConfig:
     spare: Annotated[int, Within(0, 1)] = 1
     """Spare workers for each engine: processes that have imported PyTorch and wait for a model, without GPU memory.
 
-    A start, and a restart after a death, then take some seconds less. Each holds some hundred MiB of host memory.
+    A start, and a restart after a death, then take some seconds less. Each holds some hundred MiB of host memory. With
+    a `cluster`, other machines with GPUs have them too, for the models that may run there.
 
     Example: 0
     """

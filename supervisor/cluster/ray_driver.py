@@ -4,7 +4,8 @@ It starts and ends actors as the supervisor tells it, and reports which machines
 does this process, and nobody else. Ray ends all actors when this process ends, and the kernel ends it with the
 supervisor.
 
-Ray's Python API is used for membership, leases of GPUs and actors, and nothing else: no objects, queues or restarts.
+Ray's Python API is used for membership, leases of GPUs and actors, and nothing else: no queues, no restarts, and no
+objects but the names of the GPUs that were leased for a spare agent.
 """
 
 import logging
