@@ -18,7 +18,6 @@ are looked for on all nodes.
 
 import argparse
 import asyncio
-import logging
 import os
 import signal
 import statistics
@@ -38,7 +37,6 @@ from benchmarks.report import RESULTS, Result, write
 from benchmarks.stamped_engine import Token, tokens_of
 from modelctl import AsyncClient
 from protocol.errors import ConnectionLost, WireError
-from supervisor.cluster.ray_starter import RayStarter
 from tests.deterministic_engine import answer
 from tests.ray_cluster import RayCluster, can_make_namespaces
 from tests.serving import Serving, engine, is_alive, wait_until
@@ -243,18 +241,6 @@ def measure(cluster: RayCluster, case: Case, streams: int) -> Found:
     return found
 
 
-def wait_for_nodes(cluster: RayCluster) -> None:
-    """Wait until the cluster knows all its nodes. Before, both workers would start on the first one."""
-    os.environ.update(cluster.environment)
-    starter = RayStarter(cluster.address, logging.getLogger())
-    try:
-        wait_until(
-            lambda: starter.ended() == [] and len(starter.nodes) == 1 + len(cluster.nodes), COMES_BACK_S, "nodes"
-        )
-    finally:
-        starter.close()
-
-
 def results_of(found: Sequence[Found], streams: int) -> list[Result]:
     results = [
         Result("streams of each case", streams, "streams"),
@@ -299,7 +285,8 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="modelctl-bench-") as scratch,
             RayCluster(Path(scratch), {"one": 1, "two": 1}) as cluster,
         ):
-            wait_for_nodes(cluster)
+            os.environ.update(cluster.environment)
+            cluster.wait_for_nodes()  # before, both workers would start on the first one
             found.append(measure(cluster, case, streams))
         print(found[-1], file=sys.stderr, flush=True)
     if not arguments.quick:

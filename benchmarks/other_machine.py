@@ -11,14 +11,12 @@ A start is measured from the order to the state ``ready``, with another worker s
 With spare workers each machine has one when the order comes. Without, they are turned off.
 """
 
-import logging
 import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,7 @@ import psutil
 from benchmarks.harness import Server, arguments_for, entry, quiet_heap, requests, served
 from benchmarks.report import Result, write
 from modelctl import Client
-from supervisor.cluster.ray_starter import RayStarter
-from tests.ray_cluster import RayCluster, can_make_namespaces
+from tests.ray_cluster import RayCluster, can_make_namespaces, wait_for_spare
 from tests.serving import wait_until
 
 HERE, THERE = "here", "there"
@@ -84,7 +81,7 @@ def starts(server: Server, spare: bool, rounds: int) -> list[Result]:
             server.wait_state(name, "stopped")
             if spare:
                 wait_until(lambda: has_spares(server), READY_S, "a spare worker here")
-                wait_until(spare_there, READY_S, "a spare worker there")
+                wait_for_spare(psutil.pids)
             begun = time.perf_counter()
             with Client(runtime_dir=server.runtime_dir, admin=True) as client:
                 client.call("start", model=name)
@@ -105,28 +102,6 @@ def has_spares(server: Server) -> bool:
     return bool(spares) and all(spare["ready"] for spare in spares)
 
 
-def spare_there() -> bool:
-    """Return whether there is a spare worker of a spare agent, and it has done its imports: it uses no processor."""
-    for agent in psutil.process_iter(["cmdline"]):
-        if not " ".join(agent.info["cmdline"] or ()).startswith("modelctl: spare agent"):
-            continue
-        with suppress(psutil.NoSuchProcess):
-            for process in agent.children():
-                if " ".join(process.cmdline()).startswith("modelctl: spare worker"):
-                    before = sum(process.cpu_times()[:2])
-                    time.sleep(1.0)
-                    return sum(process.cpu_times()[:2]) == before
-    return False
-
-
-def wait_for_nodes(cluster: RayCluster) -> None:
-    starter = RayStarter(cluster.address, logging.getLogger())
-    try:
-        wait_until(lambda: starter.ended() == [] and len(starter.nodes) == 2, READY_S, "two nodes")
-    finally:
-        starter.close()
-
-
 def main() -> None:
     parser = arguments_for(__doc__)
     parser.add_argument("--model", help="of benchmarks.models; default: 1b, or tiny with --quick")
@@ -142,7 +117,7 @@ def main() -> None:
         RayCluster(Path(scratch), {NODE: 1}, apart=can_make_namespaces(), cpus=CPUS) as cluster,
     ):
         os.environ.update(cluster.environment)
-        wait_for_nodes(cluster)
+        cluster.wait_for_nodes()
         section = {"ray": cluster.address, "advertise": cluster.advertise}
         there = made | {"node": NODE, "gpu": "auto" if gpus else "cpu"}
         results: list[Result] = []

@@ -1,14 +1,12 @@
 """Workers on the machines of a real Ray cluster. It needs Ray, root and network namespaces: ``make test-ray``."""
 
 import json
-import logging
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,11 @@ import pytest
 from modelctl import Client, Progress, Stream
 from protocol import __version__
 from protocol.errors import WireError
-from supervisor.cluster.ray_starter import RayStarter
 from supervisor.cluster.store_messages import CHUNK
 from tests.deterministic_engine import answer
 from tests.keyed import free_port
 from tests.nvml_box import GIB, STRANGER, Box
-from tests.ray_cluster import RayCluster, can_make_namespaces
+from tests.ray_cluster import RayCluster, can_make_namespaces, wait_for_spare
 from tests.serving import ROOT, Serving, engine, is_alive, is_helper, wait_until
 from tests.supervisor.test_model_store import content, write_model
 from tools.demo_models import corpus
@@ -46,9 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     with cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
-        starter = RayStarter(cluster.address, logging.getLogger())
-        wait_until(lambda: starter.ended() == [] and len(starter.nodes) == 3, 60, "three machines")
-        starter.close()
+        cluster.wait_for_nodes()
         yield cluster
 
 
@@ -111,36 +106,6 @@ def test_answers_come_from_other_machines(serve: Serve) -> None:
     assert (status["last_exit"]["reason"], status["last_exit"]["code"]) == ("asked", 0)
 
 
-def spare_of(cluster: RayCluster, node: str) -> dict[str, psutil.Process]:
-    """Return the spare agent and the spare worker of a machine, by "agent" and "worker", as far as they are there."""
-    found = {}
-    for pid in cluster.pids(node):
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            line = " ".join(process.cmdline())
-            for kind in ("agent", "worker"):
-                if line.startswith(f"modelctl: spare {kind}"):
-                    found[kind] = process
-    return found
-
-
-def wait_for_spare(cluster: RayCluster, node: str) -> dict[str, psutil.Process]:
-    """Wait for a spare worker that has used no processor for half a second, so its imports are probably done."""
-    seen, since = 0.0, time.monotonic()
-
-    def is_quiet() -> dict[str, psutil.Process] | None:
-        nonlocal seen, since
-        with suppress(psutil.NoSuchProcess):
-            spare = spare_of(cluster, node)
-            used = sum(spare["worker"].cpu_times()[:2]) if len(spare) == 2 else 0.0
-            if used != seen:
-                seen, since = used, time.monotonic()
-            return spare if used and time.monotonic() - since > 0.5 else None
-        return None
-
-    return wait_until(is_quiet, 120, f"a spare worker on {node}")
-
-
 def test_a_spare_agent_becomes_the_next_one(serve: Serve, cluster: RayCluster) -> None:
     entry = {"engine": "transformers", "gpu": "cpu", "max_batch_size": 8, "autostart": False}
     away = {"model_dir": "demo:letters", "node": "one", **entry}
@@ -158,17 +123,17 @@ def test_a_spare_agent_becomes_the_next_one(serve: Serve, cluster: RayCluster) -
         return pid
 
     for _ in range(3):  # on a busy machine its imports may go on after a pause
-        spare = wait_for_spare(cluster, "one")
+        spare = wait_for_spare(lambda: cluster.pids("one"))
         if start() == spare["worker"].pid:
             break
     else:
         pytest.fail("no spare worker was used")
     wait_until(lambda: not is_alive(spare["agent"]), what="the agent leaves with its worker")
-    spare = wait_for_spare(cluster, "one")
+    spare = wait_for_spare(lambda: cluster.pids("one"))
     spare["agent"].kill()
     assert start() != spare["worker"].pid, "another agent takes the order of a dead one"
     # On the other machine the lease of a GPU is held by an actor of its own. There is no real GPU, so the load fails.
-    spare = wait_for_spare(cluster, "two")
+    spare = wait_for_spare(lambda: cluster.pids("two"))
     serving.order("start", model="leasing")
     status = serving.wait_state("leasing", "failed", 120)
     assert "placed on GPU 0 of two" in serving.log("leasing")

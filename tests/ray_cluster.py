@@ -3,20 +3,60 @@
 Where no namespaces can be made, the nodes have addresses of the loopback interface. Then no network can be cut.
 """
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from tests.serving import ROOT
+import psutil
+
+from supervisor.cluster.ray_starter import RayStarter
+from tests.serving import ROOT, wait_until
 
 PLACES = range(1, 250)
 """Numbers of clusters that may run on this machine at the same time. Each has a network, a bridge and a port."""
+LISTED_S, SPARE_S = 120.0, 120.0
+"""Seconds until a wait for all nodes, or for a spare worker, fails."""
 _OWN_FILES = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
 """Gives a node a /tmp/ray of its own. Nodes that start at once would otherwise choose the same names of sockets."""
+
+
+def wait_for_spare(pids: Callable[[], Iterable[int]]) -> dict[str, psutil.Process]:
+    """Wait for a spare worker of a spare agent that has used no processor for half a second, so its imports are
+    probably done. Return "agent" and "worker". ``pids`` returns the processes of the node."""
+    seen, since = 0.0, time.monotonic()
+
+    def quiet() -> dict[str, psutil.Process] | None:
+        nonlocal seen, since
+        with suppress(psutil.NoSuchProcess):
+            spare = _spare_of(pids())
+            used = sum(spare["worker"].cpu_times()[:2]) if len(spare) == 2 else 0.0
+            if used != seen:
+                seen, since = used, time.monotonic()
+            return spare if used and time.monotonic() - since > 0.5 else None
+        return None
+
+    return wait_until(quiet, SPARE_S, "a spare worker")
+
+
+def _spare_of(pids: Iterable[int]) -> dict[str, psutil.Process]:
+    """Return a spare agent and its spare worker, as far as they are among these processes."""
+    titled = {}
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            titled[process] = " ".join(process.cmdline())
+    agents = [process for process, line in titled.items() if line.startswith("modelctl: spare agent")]
+    for worker, line in titled.items():
+        if line.startswith("modelctl: spare worker") and (agent := worker.parent()) in agents:
+            return {"agent": agent, "worker": worker}
+    return {}
 
 
 def can_make_namespaces() -> bool:
@@ -140,6 +180,16 @@ class RayCluster:
                 *([f"--labels={self._labels[name]}"] if name in self._labels else []),
             ],
         )
+
+    def wait_for_nodes(self) -> None:
+        """Wait until the cluster knows all its nodes. The variables of ``environment`` have to be set."""
+        starter = RayStarter(self.address, logging.getLogger())
+        try:
+            wait_until(
+                lambda: starter.ended() == [] and len(starter.nodes) == 1 + len(self.nodes), LISTED_S, "all nodes"
+            )
+        finally:
+            starter.close()
 
     def _start(self, name: str, before: list[str], words: list[str]) -> None:
         with open(self.directory / f"ray-{name}.log", "wb") as log:

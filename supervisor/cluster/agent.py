@@ -67,8 +67,8 @@ PREFIX = "modelctl-agent-"
 EXIT_KNOWN, EXIT_LOST, EXIT_REFUSED = 0, 1, 2
 
 
-class Workshop:
-    """What starts processes on this machine."""
+class ProcessStarter:
+    """The launcher of this machine, with the timers and the log that it uses."""
 
     def __init__(self, directory: Path) -> None:
         self.timers, self.log = Timers(), logging.getLogger("supervisor.agent")
@@ -97,7 +97,7 @@ class Agent:
     devices  CUDA_VISIBLE_DEVICES of the lease
     """
 
-    def __init__(self, order: Order, devices: str, directory: Path, workshop: "Workshop") -> None:
+    def __init__(self, order: Order, devices: str, directory: Path, starter: ProcessStarter) -> None:
         self._order = order
         self._log_file = directory / "worker.log"
         self._log_sent = 0
@@ -117,8 +117,8 @@ class Agent:
         link.curve_serverkey = spec.keys.server.encode()
         link.curve_publickey, link.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
         link.connect(spec.endpoint)
-        self._workshop = workshop
-        self._timers, self._launcher, self._log = workshop.timers, workshop.launcher, workshop.log
+        self._starter = starter
+        self._timers, self._launcher, self._log = starter.timers, starter.launcher, starter.log
         self._spec = replace(
             spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), link_lease_s=order.lease_s,
             visible_devices=devices if spec.leased_gpus else spec.visible_devices,
@@ -166,7 +166,7 @@ class Agent:
             if now >= beat_at:
                 self._send(Beat(0, None, "its machine sees whether it fits"))
                 beat_at = now + BEAT_S
-            self._workshop.call_timers(now)
+            self._starter.call_timers(now)
             if self._poller.poll(50) and self._take(None):
                 heard = time.monotonic()
             if self._killed_by is not None:
@@ -190,7 +190,7 @@ class Agent:
                     if self._gpus and (report := self._gpus.report(worker.pid, is_loaded=is_loaded)) is not None:
                         self._send(report)
                     report_at = now + REPORT_S
-            self._workshop.call_timers(now)
+            self._starter.call_timers(now)
             wait = max(0.0, beat_at - time.monotonic())
             if self._poller.poll(round(1000 * wait)):
                 if self._take(worker):
@@ -332,26 +332,26 @@ def main() -> int:
     clear_directories()
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     try:
-        workshop = Workshop(directory)
+        starter = ProcessStarter(directory)
         try:
-            return _work(workshop, directory, *sys.argv[1:2])
+            return _work(starter, directory, *sys.argv[1:2])
         finally:
-            workshop.launcher.close()
+            starter.launcher.close()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _work(workshop: Workshop, directory: Path, engine: str = "") -> int:
+def _work(starter: ProcessStarter, directory: Path, engine: str = "") -> int:
     """Get an order, as a spare agent if an engine is given, and run its agent."""
     if engine:
         set_title(f"spare agent ({engine})")
-    given = workshop.wait_for_order(engine) if engine else sys.stdin.buffer.read()
+    given = starter.wait_for_order(engine) if engine else sys.stdin.buffer.read()
     devices, _, packed = given.partition(b"\n")
     if not packed:
         return EXIT_LOST
     order = Order.unpack(packed)
     set_title(f"agent of worker {order.spec.name or order.spec.engine.model}")
-    agent = Agent(order, devices.decode(), directory, workshop)
+    agent = Agent(order, devices.decode(), directory, starter)
     try:
         return agent.run()
     finally:

@@ -78,13 +78,12 @@ class Driver:
         self._affinity = NodeAffinitySchedulingStrategy
         self._link = link
         self._actors: dict[int, list[Any]] = {}
-        """The actors of each agent: its own, and the one that holds the lease of an agent that was a spare one."""
+        """The actors of each agent: its own, and the one that holds the lease of an agent that was a spare one. Empty
+        for an agent that was ended, until its end is told."""
         self._spares = Spares(self._start_spare, self._kill)
         self._over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[tuple[StartAgent, Any, bool]] = queue.SimpleQueue()
         """Spare agents that were asked whether they live: for which start, the actor, the answer."""
-        self._ending: set[int] = set()
-        """Agents that are to end before their spare has answered."""
         self._leases: dict[int, tuple[str, int]] = {}
         """The machine of each actor that holds GPUs, and how many."""
         self._returned: list[tuple[float, str, int]] = []
@@ -116,7 +115,6 @@ class Driver:
                     if (lease := self._leases.pop(number, None)) is not None:
                         self._returned.append((time.monotonic(), *lease))
                     if (actors := self._actors.pop(number, None)) is not None:
-                        self._ending.discard(number)
                         for actor in actors:  # if the lease was lost, the agent still runs
                             self._kill(actor)
                         self._say(AgentLeft(number, why))
@@ -136,9 +134,10 @@ class Driver:
                 elif isinstance(message, KeepSpares):
                     self._spares.want(message)
                 elif isinstance(message, EndAgent):
-                    for actor in self._actors.get(message.number, ()):
-                        self._ending.add(message.number)
+                    actors = self._actors.get(message.number, [])
+                    for actor in actors:
                         self._kill(actor)
+                    actors.clear()
 
     def _new(self, kind: Any, node_id: str, gpus: int, name: str) -> Any:
         """Start an actor on a machine, with a lease of GPUs."""
@@ -173,12 +172,12 @@ class Driver:
         """Give a spare agent its order, and the GPUs that another actor leases. Start a new agent if it is dead."""
         number = message.number
         self._spares.used(message.node_id, message.engine, time.monotonic(), lived=lives)
-        if number in self._ending or not lives:
+        if not self._actors[number]:  # it was ended meanwhile
+            self._put_end(number, "")
+            return
+        if not lives:
             self._kill(spare)
-            if number in self._ending:
-                self._put_end(number, "")
-            else:
-                self._start_new(message)
+            self._start_new(message)
             return
         try:
             devices = None
@@ -252,25 +251,24 @@ class Driver:
 
     def _say_nodes(self, own: str) -> None:
         free = self._ray._private.state.available_resources_per_node()
-        nodes = [
-            vars(
-                Node(
-                    node_id=node["NodeID"],
-                    name=node.get("NodeName") or node["NodeManagerAddress"],
-                    address=node["NodeManagerAddress"],
-                    gpus=node["Resources"].get("GPU", 0.0),
-                    free=free.get(node["NodeID"], {}).get("GPU", 0.0),
-                    others=self._others(node, free.get(node["NodeID"], {}).get("GPU", 0.0)),
-                    own=node["NodeID"] == own,
-                    labels={str(key): str(value) for key, value in (node.get("Labels") or {}).items()},
-                    devices=self._devices.get(node["NodeID"]),
-                )
+        machines = [
+            Node(
+                node_id=node["NodeID"],
+                name=node.get("NodeName") or node["NodeManagerAddress"],
+                address=node["NodeManagerAddress"],
+                gpus=node["Resources"].get("GPU", 0.0),
+                free=free.get(node["NodeID"], {}).get("GPU", 0.0),
+                others=self._others(node, free.get(node["NodeID"], {}).get("GPU", 0.0)),
+                own=node["NodeID"] == own,
+                labels={str(key): str(value) for key, value in (node.get("Labels") or {}).items()},
+                devices=self._devices.get(node["NodeID"]),
             )
             for node in sorted(self._ray.nodes(), key=lambda node: str(node.get("NodeName")))
             if node["Alive"]
         ]
+        nodes = list(map(vars, machines))
         self._read_devices(nodes)
-        self._spares.keep([Node(**node) for node in nodes], time.monotonic())
+        self._spares.keep(machines, time.monotonic())
         self._say(Looked() if nodes == self._said else Nodes(nodes))
         self._said = nodes
 

@@ -54,7 +54,10 @@ class Spares:
             for engine in plan.missing(engines, there, now, starting=self._wanted.starting):
                 self._count += 1
                 name = f"modelctl-{os.getpid()}-spare-{self._count}"
-                self._there[node_id, engine] = self._start(node_id, name, engine)
+                try:
+                    self._there[node_id, engine] = self._start(node_id, name, engine)
+                except Exception:  # of Ray. The workers that run must not pay for a spare
+                    plan.ended(engine, now)
 
     def take(self, node_id: str, engine: str) -> Any | None:
         """Return the actor of a spare agent, which is none any more; None if there is none that has been started."""
