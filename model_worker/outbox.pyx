@@ -4,7 +4,7 @@ The fast path takes ordinary events only: a NewTokens of a job that the loop has
 them, and no log-probabilities. This module decides and refuses nothing else. The Python code handles every other event
 and hands in the result (``queue``), so that all events leave in their order.
 
-The frames are byte for byte those of EventWriter. The file is longer than 400 lines because Cython calls a ``cdef``
+The frames are byte for byte those of EventWriter. The class stands in one file because Cython calls a ``cdef``
 function without Python only within one module: msgpack's heads, the buffers and the loop are one compilation unit.
 """
 
