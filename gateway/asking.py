@@ -55,15 +55,17 @@ def begin(
         progress[0] = new
 
     tell = None if progress is None else report
+    notes = wanted.notes.for_story() or None
     streams: list[AsyncStream] = []
     try:
         for prompt in prompts:
-            options: Any = wanted.options | prompt | caller.on_behalf_of() | {"trace_ids": trace_ids}
+            options: Any = wanted.options | prompt | caller.on_behalf_of() | {"trace_ids": trace_ids, "notes": notes}
             streams += client.choices(wanted.model, n=wanted.n, on_progress=tell, **options).streams
     except BaseException:
         for stream in streams:
             stream.close()
         raise
+    wanted.notes.watch(streams, wanted.names.get("max_tokens", "max_tokens"))
     return tuple(streams)
 
 

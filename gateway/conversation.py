@@ -6,12 +6,31 @@ for each turn: many templates refuse two messages of one role in a row.
 
 from typing import Any, Final
 
+from gateway.http.notes import Notes
+
 BETWEEN: Final = "\n\n"
 """Stands between texts that the client sent apart: blocks of one turn, and neighbouring turns of one role."""
 
 
 REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
 """The form of instructions within a conversation. Claude Code has introduced it, and many models have seen it."""
+OMITTED_IMAGE: Final = "[image omitted: this model reads text only]"
+"""Stands for a picture in the result of a tool. The client sends that result again with each later turn, so a refusal
+would end the conversation."""
+IMAGES: Final = frozenset({"image", "image_url", "input_image", "image_file"})
+"""Types of parts that are pictures, in all APIs."""
+
+
+def image_text(part: Any, notes: Notes) -> str | None:
+    """Return the text that stands for a picture in the result of a tool, and note it. None if the part is no picture.
+
+    part  a part, or block, of the result
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in IMAGES:
+        return None
+    notes.omit("images")
+    return OMITTED_IMAGE
 
 
 class Conversation:

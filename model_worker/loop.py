@@ -60,15 +60,17 @@ SLACK_JOBS = 2
 class _Tracked(JobCursor):
     """A job of this worker, with the position in its stream of events.
 
-    format  what the first event says about the answer; None if it says nothing, or has been sent
+    opening  what the first event says about the answer; empty if it says nothing, or has been sent
+    cut      the most tokens of the answer, if the context has cut the request's max_tokens; else None
     """
 
-    __slots__ = ("carry", "format", "prompt_tokens")
+    __slots__ = ("carry", "cut", "opening", "prompt_tokens")
 
     def __init__(self, channel: int, request: int, seq: int, tokens: int, carry: dict[str, Any]) -> None:
         super().__init__(channel, request, seq, tokens)
         self.prompt_tokens, self.carry = 0, carry
-        self.format: dict[str, Any] | None = None
+        self.opening: dict[str, Any] = {}
+        self.cut: int | None = None
 
 
 @dataclass(slots=True)
@@ -253,9 +255,15 @@ class WorkerLoop:
         self._link.prefill(tracked.channel, tracked.request, 0, tracked.prompt_tokens)  # the supervisor counts it
         self._jobs[job_id] = tracked
         _log.debug("request %d-%d: %d tokens of prompt", tracked.channel, tracked.request, tracked.prompt_tokens)
-        if asked.with_format and not tracked.seq:
-            tracked.format = self._format.to_wire(inside=job.layout.place == "inside")
-            self._jobs[job_id] = _Unopened(tracked)
+        if asked.cut_to_context and asked.max_tokens is not None and job.max_new_tokens < asked.max_tokens:
+            tracked.cut = job.max_new_tokens
+        if not tracked.seq:
+            if asked.with_format:
+                tracked.opening["format"] = self._format.to_wire(inside=job.layout.place == "inside")
+            if tracked.cut is not None:
+                tracked.opening["max_tokens"] = tracked.cut
+            if tracked.opening:
+                self._jobs[job_id] = _Unopened(tracked)
         self._job_ids[tracked.channel, tracked.request] = job_id
 
     def _ask(self, number: int, verb: str, body: bytes) -> None:
@@ -344,6 +352,8 @@ class WorkerLoop:
             fields["logprobs"] = self._logprobs(finished.logprobs)
         if finished and finished.stop_string is not None:
             fields["stop_string"] = finished.stop_string
+        if tracked.cut is not None:
+            fields["max_tokens"] = tracked.cut
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
     def _logprobs(self, tokens: Sequence[DrawnToken]) -> list[Any]:
@@ -363,8 +373,9 @@ class WorkerLoop:
         tokens = len(ids)
         if tokens and not tracked.tokens:
             flags |= EventFlag.FIRST
-        if tracked.format is not None and flags != EventFlag.ERROR:
-            fields["format"], tracked.format = tracked.format, None
+        if tracked.opening and flags != EventFlag.ERROR:
+            fields |= tracked.opening
+            tracked.opening = {}
         event = self._writer.event(ids, fields)
         entry = EventEntry(tracked.request, tracked.seq, int(flags), tokens, len(event))
         self._link.queue(tracked.channel, entry, event)

@@ -212,6 +212,9 @@ class DeltaEvent(TypedDict):
     `top`, an array, holds the likeliest tokens at this place, best first, each as `[id, logprob, bytes]`."""
     format: NotRequired[AnswerFormat]
     """With the first event of an answer, if the request asked `with_format`."""
+    max_tokens: NotRequired[Tokens]
+    """With the first event of an answer, if `cut_to_context` has cut the request's `max_tokens`: the most tokens that
+    the answer can have."""
 
 
 class FinishedEvent(TypedDict):
@@ -223,6 +226,8 @@ class FinishedEvent(TypedDict):
     """Log-probabilities of the last ids, in the form that a delta has."""
     format: NotRequired[AnswerFormat]
     """If the request asked `with_format`, and the answer has no other event."""
+    max_tokens: NotRequired[Tokens]
+    """If `cut_to_context` has cut the request's `max_tokens`: the most tokens that the answer could have."""
     finish_reason: str
     """The reason why the answer ended. The values are listed below."""
     stop_string: NotRequired[str]

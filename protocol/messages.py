@@ -136,6 +136,7 @@ ROUTE_KEYS: Final[tuple[str, ...]] = (
     "ttl",
     "on_behalf_of",
     "trace_ids",
+    "notes",
 )
 """Keys of ``route``, in GENERATE."""
 

@@ -43,6 +43,9 @@ class Story(TypedDict):
     """The name of the request, as `requests` has it."""
     trace_ids: list[str]
     """The names that the client gave the request."""
+    notes: list[str]
+    """What became of the options of the request: what the gateway has ignored (`ignored foo`) or changed (`changed
+    images: 1`). `changed max_tokens=3071` is added once the answer has ended, if the context has cut that option."""
     model: str
     """The model's name."""
     key: str | None

@@ -145,6 +145,12 @@ class GatewayConfig:
 
     Example: reasoning
     """
+    unknown_options: Literal["ignore", "refuse"] = "ignore"
+    """What happens to options of a request that no API has. ``ignore``: they are ignored, and the header
+    ``x-modelctl-ignored`` of the answer names them. ``refuse``: they are errors.
+
+    Example: refuse
+    """
 
 
 def gateway_problems(config: GatewayConfig) -> list[tuple[str, str]]:

@@ -289,6 +289,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         body_memory=config.body_memory,
         keepalive=config.keepalive,
         reasoning_key=config.reasoning_key,
+        unknown_options=config.unknown_options,
         parent=os.getpid(),
     )
 

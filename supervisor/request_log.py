@@ -30,7 +30,7 @@ LEAVE_S: Final = 3.0
 """Seconds that a supervisor that ends waits for the last lines."""
 PIPE_BYTES: Final = 1 << 20
 """What the pipe holds while the disk is slow: some 3,000 lines. The kernel may allow less."""
-_LEFT_OUT: Final = ("state", "prompt_tokens_estimate", "steps")
+_LEFT_OUT: Final = ("state", "prompt_tokens_estimate", "steps", "notes")
 """Parts of a story that are not in its line."""
 
 

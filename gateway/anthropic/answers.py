@@ -15,6 +15,7 @@ from gateway.http.body import read_json
 from gateway.http.callers import caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive
+from gateway.http.notes import notes_of
 from gateway.supervisor_link import SupervisorLink
 from protocol.client.answers import token_ids_in
 from protocol.client.request_builder import tokenize_params
@@ -30,7 +31,7 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
     link: SupervisorLink = request.app.state.link
     keep_alive: KeepAlive = request.app.state.keep_alive
     caller = caller_of(request)
-    asked = read_request(await read_json(request, settings.max_body, caller))
+    asked = read_request(await read_json(request, settings.max_body, caller), notes_of(request))
     wanted = await with_model(request, asked.wanted)
     asked = replace(asked, wanted=wanted)
     message_id = new_id("msg")
@@ -57,7 +58,8 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens: the tokens of a conversation as the model's chat template renders it."""
     caller = caller_of(request)
-    wanted = read_request(await read_json(request, request.app.state.settings.max_body, caller), counts=True).wanted
+    body = await read_json(request, request.app.state.settings.max_body, caller)
+    wanted = read_request(body, notes_of(request), counts=True).wanted
     given: dict[str, Any] = {name: wanted.options.get(name) for name in _RENDERED}
     with named(wanted):
         reply = await request.app.state.link.call(caller, "tokenize", **tokenize_params(wanted.model, given))

@@ -12,6 +12,7 @@ from typing import Any, Final
 from gateway.anthropic.messages import read_messages, tools_found
 from gateway.http.errors import ApiError
 from gateway.http.fields import object_in
+from gateway.http.notes import Notes
 from gateway.openai.options import OWN, Wanted, read_chat
 from gateway.openai.tools import read_name
 
@@ -46,9 +47,10 @@ class Asked:
     shows_thinking: bool
 
 
-def read_request(body: dict[str, Any], *, counts: bool = False) -> Asked:
+def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) -> Asked:
     """Return the request in the body of a POST to /v1/messages. Raises ApiError, which names the option.
 
+    notes   filled with what is ignored or changed
     counts  the request is one for /v1/messages/count_tokens, which has no ``max_tokens``
     """
     for name, reason in NOT_OFFERED.items():
@@ -57,8 +59,6 @@ def read_request(body: dict[str, Any], *, counts: bool = False) -> Asked:
     chat: dict[str, Any] = {name: body[name] for name in OWN if name in body}
     chat |= {"model": body.get("model"), "stream": body.get("stream")}
     max_tokens = 0 if counts else _read_max_tokens(body.get("max_tokens"))
-    if max_tokens:  # clients of this API often ask for more than the context has room for, and the API answers that
-        chat["cut_to_context"] = True
     chat["messages"] = messages = read_messages(body.get("system"), body.get("messages"))
     if messages[-1]["role"] == "assistant":
         if "tool_calls" in messages[-1]:
@@ -72,7 +72,7 @@ def read_request(body: dict[str, Any], *, counts: bool = False) -> Asked:
     thinking = object_in(body, "thinking")
     chat |= _read_thinking(thinking)
     chat |= _read_output(object_in(body, "output_config"), object_in(body, "output_format"))
-    wanted = read_chat(chat)
+    wanted = read_chat(chat, notes)
     wanted.names.update(NAMES)
     return Asked(wanted, max_tokens, shows_thinking=thinking.get("display") != "omitted")
 

@@ -19,7 +19,9 @@ from gateway.http.sessions import SCRIPT_HEADER
 
 PREFLIGHT_S: Final = 600
 """Seconds for which a browser may remember the answer to a preflight."""
-EXPOSED: Final = b"x-request-id, request-id, retry-after, retry-after-ms, x-should-retry"
+EXPOSED: Final = (
+    b"x-request-id, request-id, retry-after, retry-after-ms, x-should-retry, x-modelctl-ignored, x-modelctl-changed"
+)
 """Headers of an answer that scripts of a named origin may read."""
 
 

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.http.dialect import anthropic_body, anthropic_status, is_anthropic
 from gateway.http.errors import ApiError, error_body, error_headers, for_caller, status_of
+from gateway.http.notes import headers_of
 from protocol.errors import WireError
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ REQUEST_ID: Final = "gateway.request_id"
 
 class Application(Starlette):
     """Starlette's application. Every answer has the request's id in the header ``x-request-id``, which is OpenAI's, and
-    in ``request-id``, which is Anthropic's."""
+    in ``request-id``, which is Anthropic's, and tells the request's notes (``gateway.http.notes``)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,7 +44,7 @@ class Application(Starlette):
             if message["type"] == "http.response.start":
                 status = message["status"]
                 ids = [(b"x-request-id", request_id), (b"request-id", request_id)]
-                message["headers"] = [*message.get("headers", ()), *ids]
+                message["headers"] = [*message.get("headers", ()), *ids, *headers_of(scope)]
             await send(message)
 
         scope[DIRECT] = send

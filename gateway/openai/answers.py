@@ -11,6 +11,7 @@ from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive, comment
+from gateway.http.notes import notes_of
 from gateway.openai.chunks import Shape
 from gateway.openai.options import Wanted, read_chat, read_completion
 from gateway.openai.streaming import send_answers, timings_of, usage, usages_of
@@ -24,7 +25,9 @@ async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/chat/completions."""
     settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request)
-    wanted = await with_model(request, read_chat(await read_json(request, settings.max_body, caller)))
+    wanted = await with_model(
+        request, read_chat(await read_json(request, settings.max_body, caller), notes_of(request))
+    )
     return _answer(request, caller, wanted, [{}], is_chat=True)
 
 
@@ -32,7 +35,7 @@ async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/completions."""
     settings: GatewaySettings = request.app.state.settings
     caller = caller_of(request)
-    prompts, wanted = read_completion(await read_json(request, settings.max_body, caller))
+    prompts, wanted = read_completion(await read_json(request, settings.max_body, caller), notes_of(request))
     wanted = await with_model(request, wanted)
     given = [{"prompt": each} if isinstance(each, str) else {"token_ids": each} for each in prompts]
     return _answer(request, caller, wanted, given, is_chat=False)

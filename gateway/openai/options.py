@@ -3,12 +3,13 @@
 The worker checks the values, and its errors name the option. This module refuses what the gateway does not offer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Final, cast
 
 from answer_formats.parser import Tool
 from gateway.http.errors import ApiError
+from gateway.http.notes import Notes
 from gateway.openai.messages import read_messages
 from gateway.openai.tools import read_tools
 from protocol.client.request_options import RequestOptions
@@ -52,7 +53,7 @@ CHAT_ONLY: Final = frozenset(
     }
 )  # fmt: skip
 """Options of chats: they go to the chat template, or say how the model reasons and calls tools."""
-OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids", "on_behalf_of", "trace_ids"}
+OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids", "on_behalf_of", "trace_ids", "notes"}
 """Options of this project that both kinds of requests give by their own names. Only the gateway names the caller
 and the HTTP request."""
 
@@ -68,6 +69,7 @@ class Wanted:
     stream         whether the answer is streamed
     include_usage  whether the stream ends with an event that counts the tokens
     tools          the tools that the model may call
+    notes          what was ignored or changed
     """
 
     model: str
@@ -77,10 +79,14 @@ class Wanted:
     stream: bool
     include_usage: bool
     tools: tuple[Tool, ...] = ()
+    notes: Notes = field(default_factory=Notes)
 
 
-def read_chat(body: dict[str, Any]) -> Wanted:
-    """Return the request in the body of a POST to /v1/chat/completions. Raises ApiError, which names the option."""
+def read_chat(body: dict[str, Any], notes: Notes) -> Wanted:
+    """Return the request in the body of a POST to /v1/chat/completions. Raises ApiError, which names the option.
+
+    notes  filled with what is ignored or changed
+    """
     given = dict(body)
     options: dict[str, Any] = {"messages": read_messages(given.pop("messages", None))}
     given_tools, choice = given.pop("tools", None), given.pop("tool_choice", None)
@@ -109,11 +115,14 @@ def read_chat(body: dict[str, Any]) -> Wanted:
     for name in budgets:
         options["reasoning_budget"] = given.pop(name)
         names["reasoning_budget"] = name
-    return replace(_read_rest(given, options, names), tools=offered.tools)
+    return replace(_read_rest(given, options, names, notes), tools=offered.tools)
 
 
-def read_completion(body: dict[str, Any]) -> tuple[list[str | list[int]], Wanted]:
-    """Return the prompts, and the request without them, in the body of a POST to /v1/completions. Raises ApiError."""
+def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list[int]], Wanted]:
+    """Return the prompts, and the request without them, in the body of a POST to /v1/completions. Raises ApiError.
+
+    notes  filled with what is ignored or changed
+    """
     given = dict(body)
     for name in sorted(CHAT_ONLY):
         if given.pop(name, None) is not None:
@@ -130,7 +139,7 @@ def read_completion(body: dict[str, Any]) -> tuple[list[str | list[int]], Wanted
         options |= {"logprobs": True, "top_logprobs": logprobs}
     elif logprobs:  # this project's own form of the option
         options["logprobs"] = logprobs
-    wanted = _read_rest(given, options, {"token_ids": called, "top_logprobs": "logprobs"})
+    wanted = _read_rest(given, options, {"token_ids": called, "top_logprobs": "logprobs"}, notes)
     if len(prompts) * wanted.n > MOST_REQUESTS:
         raise ApiError(
             400, f"{len(prompts)} prompts with n = {wanted.n}: at most {MOST_REQUESTS} answers at once", param=called
@@ -166,7 +175,7 @@ def read_model(given: Any) -> str:
     return given
 
 
-def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str]) -> Wanted:
+def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str], notes: Notes) -> Wanted:
     model = read_model(given.pop("model", None))
     n = given.pop("n", None)
     n = 1 if n is None else n
@@ -176,9 +185,9 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, 
     stream_options = _read_map(given, "stream_options") or {}
     include_usage = _read_bool(stream_options, "include_usage", "stream_options.include_usage")
     _read_bool(stream_options, "include_obfuscation", "stream_options.include_obfuscation")  # nothing to hide here
-    if stream_options:
-        name = next(iter(stream_options))[:64]
-        raise ApiError(400, f"stream_options has an unknown key {name!r}", param=f"stream_options.{name}")
+    for name, value in stream_options.items():
+        if value is not None:
+            notes.ignore(f"stream_options.{name}")
     if given.get("response_format") is not None:
         options |= _read_format(given.pop("response_format"))
         names["json_schema"] = "response_format"
@@ -198,7 +207,8 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, 
         if name in ROUTE_KEYS and (not isinstance(value, str | int | float) or len(str(value)) > MAX_STRING):
             raise ApiError(400, f"{name} must be a number, or a text of at most {MAX_STRING} characters", param=name)
         options[name] = value
-    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage)
+    options.setdefault("cut_to_context", True)
+    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage, notes=notes)
 
 
 def _read_format(given: Any) -> dict[str, Any]:

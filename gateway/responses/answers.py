@@ -11,6 +11,7 @@ from gateway.http.callers import caller_of
 from gateway.http.errors import ApiError, for_caller
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive, comment
+from gateway.http.notes import notes_of
 from gateway.responses.events import ResponseEvents
 from gateway.responses.objects import ResponseObject
 from gateway.responses.options import read_request
@@ -27,7 +28,7 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
     link: SupervisorLink = request.app.state.link
     keep_alive: KeepAlive = request.app.state.keep_alive
     caller = caller_of(request)
-    asked = read_request(await read_json(request, settings.max_body, caller))
+    asked = read_request(await read_json(request, settings.max_body, caller), notes_of(request))
     wanted = await with_model(request, asked.wanted)
     response = ResponseObject(wanted.model, asked.echoed)
     trace_ids = trace_ids_of(request, response.id)

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from gateway.http.errors import ApiError
 from gateway.http.fields import object_in
+from gateway.http.notes import Notes
 from gateway.openai.options import ABOUT_THE_ACCOUNT, OWN, Wanted, read_chat
 from gateway.openai.tools import read_name
 from gateway.responses.items import read_input
@@ -58,8 +59,11 @@ class Asked:
     echoed: dict[str, Any]
 
 
-def read_request(body: dict[str, Any]) -> Asked:
-    """Return the request in the body of a POST to /v1/responses. Raises ApiError, which names the option."""
+def read_request(body: dict[str, Any], notes: Notes) -> Asked:
+    """Return the request in the body of a POST to /v1/responses. Raises ApiError, which names the option.
+
+    notes  filled with what is ignored or changed
+    """
     for name, value in body.items():
         if value and name in NOT_OFFERED:
             raise ApiError(400, f"{name} is not offered: {NOT_OFFERED[name]}", code="unsupported", param=name)
@@ -76,7 +80,7 @@ def read_request(body: dict[str, Any]) -> Asked:
     chat["tool_choice"] = _read_choice(body.get("tool_choice"))
     chat["response_format"] = _read_format(object_in(body, "text"))
     chat["reasoning_effort"] = _read_effort(object_in(body, "reasoning"))
-    wanted = read_chat(chat)
+    wanted = read_chat(chat, notes)
     wanted.names.update(NAMES)
     return Asked(wanted, _echoed(body))
 

@@ -122,6 +122,7 @@ class StreamState:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     format: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ class RequestOptions(TypedDict, total=False):
     ttl              the same in whole seconds, by the name that LM Studio has for it
     on_behalf_of     for gateways: the id of the HTTP key for which the request is, the SHA-256 of its token in hex
     trace_ids        up to 4 names of the request, such as an id of your own program: `modelctl story` finds it by them
+    notes            for gateways: up to 32 texts that tell what became of the sender's options, for `modelctl story`
     affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
                      prefix is in the cache. Unset: the beginning of the prompt is used instead
 
@@ -65,6 +66,7 @@ class RequestOptions(TypedDict, total=False):
     ttl: int | None
     on_behalf_of: str | None
     trace_ids: list[str] | None
+    notes: list[str] | None
     # The worker checks these.
     add_generation_prompt: bool | None
     continue_final_message: bool | None

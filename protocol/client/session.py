@@ -205,6 +205,8 @@ class ClientSession:
             state.finish_reason, state.usage, state.timings, state.stop_string = reason, usage, timings, stop
         elif terminal:
             raise FrameError(ErrorCode.BAD_FRAME, "it is flagged both FINISHED and ERROR")
+        if type(fields.get("max_tokens")) is int:
+            state.max_tokens = fields["max_tokens"]
         if "format" in fields:
             state.format = read_format(fields["format"])
         if kept := bool(ids or text) and not state.abandoned:

@@ -63,6 +63,12 @@ class StreamBase:
         return self._state.format
 
     @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that the answer can have, if the context has cut the request's own ``max_tokens``
+        (``cut_to_context``). None otherwise, and until the first event has arrived."""
+        return self._state.max_tokens
+
+    @property
     def finish_reason(self) -> str | None:
         """The reason why the answer ended: "stop", "length", "loop", "cancelled" or "banned_strings".
 

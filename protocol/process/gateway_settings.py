@@ -41,6 +41,7 @@ class GatewaySettings:
     keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
     keepalive_s    seconds of silence after which that is sent
     reasoning_key  the key of a chat's reasoning in messages and deltas
+    unknown_options  "ignore": options that nobody knows are ignored, and the answer says so. "refuse": they are errors
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
     parent         pid of the process that started this one, and with which it ends; None to live on
     log            path of the process's log; None to write to standard error
@@ -66,6 +67,7 @@ class GatewaySettings:
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     keepalive_s: float = 10.0
     reasoning_key: ReasoningKey = "reasoning_content"
+    unknown_options: Literal["ignore", "refuse"] = "ignore"
     cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     parent: int | None = None
     log: str | None = None

@@ -56,6 +56,8 @@ def _lines(story: Values, width: int | None) -> Iterator[str]:
     yield wrapped(clean(head), width, 2)
     if story["trace_ids"]:
         yield wrapped(clean(f"  also {', '.join(story['trace_ids'])}"), width, 2)
+    for note in story.get("notes", ()):  # an older supervisor has none
+        yield wrapped(clean(f"  {note}"), width, 2)
     happened = [(step["ms"], clean(_step(step, story))) for step in story["steps"]]
     happened += [(1000 * (event["time"] - story["accepted"]), _event(event)) for event in story["events"]]
     for ms, text in sorted(happened, key=lambda each: each[0]):

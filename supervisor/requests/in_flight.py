@@ -133,7 +133,7 @@ class InFlight(RequestProgress):
         return Story(
             self.id, self.route.trace_ids, self.model, self.owner, self.route.priority, self.prompt_tokens, self.cost,
             self.delivered_tokens, self.resumes, self.accepted, self.started, self.first_token, tuple(self.steps),
-            outcome, ended,
+            outcome, ended, self.route.notes,
         )  # fmt: skip
 
     def settle(self) -> None:

@@ -15,6 +15,8 @@ MAX_MS = 86_400_000
 MAX_AFFINITY = 256
 MOST_TRACE_IDS = 4
 MAX_TRACE_ID = 128
+MOST_NOTES = 32
+MAX_NOTE = 256
 MAX_STAY_S = 366 * 86_400
 """One year. For a longer time a client asks for ever, with a negative number."""
 _DURATION = re.compile(r"(-?)(0|(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ms|s|m|h))+)")
@@ -55,6 +57,9 @@ class Route:
     trace_ids: tuple[str, ...] = ()
     """Names of the request, such as the id of the HTTP request that it belongs to. The verb ``story`` finds the request
     by them."""
+    notes: tuple[str, ...] = ()
+    """What the sender of the request has to know, such as an option that a gateway has ignored or changed. The verb
+    ``story`` shows it."""
 
 
 _EMPTY = Route()
@@ -77,8 +82,7 @@ def read_route(given: dict[str, Any]) -> Route:
             raise RequestError(f"{key} is {spelled(value)}: must be {rule}", field=f"route.{key}")
     if "keep_alive" in given and "ttl" in given:
         raise RequestError("ttl says what keep_alive says: leave out one of them", field="route.ttl")
-    if "trace_ids" in given:
-        given = given | {"trace_ids": tuple(given["trace_ids"])}
+    given = given | {name: tuple(given[name]) for name in ("trace_ids", "notes") if name in given}
     return Route(**given)
 
 
@@ -134,9 +138,17 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _are_trace_ids(value: Any) -> bool:
-    if type(value) is not list or not 1 <= len(value) <= MOST_TRACE_IDS:
+    return _are_texts(value, MOST_TRACE_IDS, MAX_TRACE_ID)
+
+
+def _are_notes(value: Any) -> bool:
+    return _are_texts(value, MOST_NOTES, MAX_NOTE)
+
+
+def _are_texts(value: Any, most: int, longest: int) -> bool:
+    if type(value) is not list or not 1 <= len(value) <= most:
         return False
-    return all(type(each) is str and 1 <= len(each) <= MAX_TRACE_ID for each in value)
+    return all(type(each) is str and 1 <= len(each) <= longest for each in value)
 
 
 _BOOL = (_is_bool, "true or false")
@@ -153,5 +165,6 @@ CHECKS = {
     "ttl": (_is_ttl, f"seconds, an integer from 1 to {MAX_STAY_S}"),
     "on_behalf_of": (_is_token_id, TOKEN_ID_RULE),
     "trace_ids": (_are_trace_ids, f"a list of 1 to {MOST_TRACE_IDS} strings of 1 to {MAX_TRACE_ID} characters each"),
+    "notes": (_are_notes, f"a list of 1 to {MOST_NOTES} strings of 1 to {MAX_NOTE} characters each"),
 }
 """For each key: a check of its value, and the allowed values in words."""

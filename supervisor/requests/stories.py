@@ -40,12 +40,14 @@ class Outcome(NamedTuple):
     error              the name of the error
     cached_tokens      tokens of the prompt that the engine had in its cache; None if no worker has said so
     completion_tokens  tokens of the answer; None for those that its client got
+    max_tokens         the most tokens that the answer could have, if the context has cut the request's own max_tokens
     """
 
     finish_reason: str | None
     error: str | None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Story:
 
     id           CONNECTION-REQUEST, as the verb ``requests`` names it
     trace_ids    the names that its client gave it
+    notes        what became of the options of its sender, in words
     first_token  when its first token came; 0 if none did
     ended        when it ended; None if it has not
     """
@@ -73,6 +76,7 @@ class Story:
     steps: tuple[Step, ...]
     outcome: Outcome | None = None
     ended: float | None = None
+    notes: tuple[str, ...] = ()
 
     def is_named(self, name: str) -> bool:
         """Return whether the id, or one of the names, is ``name``."""
@@ -91,9 +95,11 @@ class Story:
         if self.ended is not None and self.outcome is not None:
             steps.append(Step(self.ended, "ended", {}))
         outcome = self.outcome or Outcome(None, None)
+        cut = [] if outcome.max_tokens is None else [f"changed max_tokens={outcome.max_tokens}"]
         return {
             "id": self.id,
             "trace_ids": list(self.trace_ids),
+            "notes": [*self.notes, *cut],
             "model": self.model,
             "key": self.owner.name,
             "priority": self.priority,

@@ -228,12 +228,13 @@ class WorkerEvents:
             self._table.count_failed(request, known)
             return
         usage, reason = body.get("usage", {}), body.get("finish_reason")
-        tokens = usage.get("completion_tokens")
+        tokens, cut = usage.get("completion_tokens"), body.get("max_tokens")
         request.outcome = Outcome(
             reason[:LONGEST_REASON] if isinstance(reason, str) else OTHER,
             None,
             usage.get("cached_tokens", 0),
             tokens if type(tokens) is int and 0 <= tokens <= MOST_TOKENS else None,
+            cut if type(cut) is int and 0 <= cut <= MOST_TOKENS else None,
         )
         _count_prompt(request, usage.get("prompt_tokens", 0))
         if request.counters is not None:

@@ -8,6 +8,7 @@ from gateway.anthropic.messages import read_messages
 from gateway.anthropic.options import read_request
 from gateway.anthropic.signatures import reasoning_in, signature_of
 from gateway.http.errors import ApiError
+from gateway.http.notes import Notes
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
@@ -15,14 +16,15 @@ BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER]}
 
 
 def options(**more: Any) -> Any:
-    return read_request(BODY | more).wanted.options
+    return read_request(BODY | more, Notes()).wanted.options
 
 
 def test_a_plain_request() -> None:
     asked = read_request(
         BODY
         | {"stream": True, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop_sequences": ["END"]}
-        | {"metadata": {"user_id": "u"}, "service_tier": "auto", "some_new_key": [1], "cache_control": None}
+        | {"metadata": {"user_id": "u"}, "service_tier": "auto", "some_new_key": [1], "cache_control": None},
+        Notes(),
     )
     assert (asked.wanted.model, asked.wanted.stream, asked.shows_thinking) == ("m", True, True)
     found = asked.wanted.options
@@ -161,7 +163,9 @@ def test_thinking_effort_and_format() -> None:
     limited = options(thinking={"type": "enabled", "budget_tokens": 2000})
     assert (limited["template_kwargs"], limited["reasoning_budget"]) == (on, 2000)
     assert options(thinking={"type": "disabled"})["template_kwargs"] == {"enable_thinking": False, "thinking": False}
-    assert read_request(BODY | {"thinking": {"type": "adaptive", "display": "omitted"}}).shows_thinking is False
+    assert (
+        read_request(BODY | {"thinking": {"type": "adaptive", "display": "omitted"}}, Notes()).shows_thinking is False
+    )
     assert options(output_config={"effort": "high"})["template_kwargs"] == {"reasoning_effort": "high"}
     shape = {"type": "json_schema", "schema": {"type": "object"}}
     assert options(output_config={"format": shape})["json_schema"] == {"type": "object"}
@@ -211,6 +215,6 @@ def test_thinking_effort_and_format() -> None:
 )
 def test_a_refusal_names_the_place(more: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read_request(BODY | more)
+        read_request(BODY | more, Notes())
     assert (caught.value.status, caught.value.param) == (400, param)
     assert param.partition("[")[0].partition(".")[0] in caught.value.message

@@ -12,6 +12,7 @@ import anthropic
 import pytest
 
 from gateway.anthropic.options import read_request
+from gateway.http.notes import Notes
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving
 
@@ -132,8 +133,8 @@ def test_what_differs_between_requests_leaves_the_beginning_of_the_prompt_as_it_
     answer = [{"type": "thinking", "thinking": "", "signature": "x"}, {"type": "text", "text": "Hi."}]
     later = [messages[0], {"role": "system", "content": ENVIRONMENT}, {"role": "assistant", "content": answer}]
     later.append({"role": "user", "content": "and now?"})
-    first: Any = read_request(body(messages, 1)).wanted.options["messages"]
-    second: Any = read_request(body(later, 2)).wanted.options["messages"]
+    first: Any = read_request(body(messages, 1), Notes()).wanted.options["messages"]
+    second: Any = read_request(body(later, 2), Notes()).wanted.options["messages"]
     assert second[: len(first)] == first
     assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
 

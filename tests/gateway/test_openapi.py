@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from gateway.app import API
+from gateway.http.notes import Notes
 from gateway.openai.options import ABOUT_THE_ACCOUNT, OWN, read_chat
 from gateway.openai.schema import document
 from tests.serving import ROOT, WITHIN
@@ -55,7 +56,7 @@ def test_the_document_and_the_gateway_agree(options: dict[str, Any], valid: bool
     body = {"model": "m", "messages": MESSAGES} | options
     assert jsonschema.Draft202012Validator(body_of("/v1/chat/completions")).is_valid(body) == valid
     try:
-        read_chat(body)
+        read_chat(body, Notes())
     except Exception:
         assert not valid
     else:

@@ -6,6 +6,7 @@ import jsonschema
 import pytest
 
 from gateway.http.errors import ApiError
+from gateway.http.notes import Notes
 from gateway.openai.schema import document
 from gateway.responses.options import read_request
 
@@ -15,7 +16,7 @@ BODY: dict[str, Any] = {"model": "m", "input": "hello"}
 
 
 def options(**more: Any) -> Any:
-    return read_request(BODY | more).wanted.options
+    return read_request(BODY | more, Notes()).wanted.options
 
 
 def test_a_text_is_a_conversation() -> None:
@@ -92,7 +93,8 @@ def test_tools_are_flat() -> None:
 
 
 def test_the_response_repeats_the_request_and_says_that_nothing_is_stored() -> None:
-    echoed = read_request(BODY | {"store": True, "tools": [TOOL], "metadata": {"a": "b"}, "instructions": "x"}).echoed
+    body = BODY | {"store": True, "tools": [TOOL], "metadata": {"a": "b"}, "instructions": "x"}
+    echoed = read_request(body, Notes()).echoed
     assert (echoed["store"], echoed["previous_response_id"], echoed["tools"]) == (False, None, [TOOL])
     assert (echoed["metadata"], echoed["instructions"], echoed["tool_choice"]) == ({"a": "b"}, "x", "auto")
     assert (echoed["parallel_tool_calls"], echoed["text"]) == (True, {"format": {"type": "text"}})
@@ -127,7 +129,7 @@ def test_the_response_repeats_the_request_and_says_that_nothing_is_stored() -> N
 )
 def test_a_refusal_names_the_place(more: dict[str, Any], param: str, code: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read_request(BODY | more)
+        read_request(BODY | more, Notes())
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 
 
@@ -150,7 +152,7 @@ def test_the_document_and_the_gateway_agree(more: dict[str, Any], valid: bool) -
     schema = document()["paths"]["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert jsonschema.Draft202012Validator(schema).is_valid(BODY | more) == valid
     if valid:
-        read_request(BODY | more)
+        read_request(BODY | more, Notes())
     else:
         with pytest.raises(ApiError):
-            read_request(BODY | more)
+            read_request(BODY | more, Notes())

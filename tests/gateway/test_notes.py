@@ -1,0 +1,137 @@
+"""What became of a request's options is said: in headers, in the request's story, and in the gateway's log."""
+
+import http.client
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from gateway.conversation import OMITTED_IMAGE, image_text
+from gateway.http.errors import ApiError
+from gateway.http.notes import MOST_NAMED, IgnoredLog, Notes, named
+from tests.gateway.running import Gateway
+from tests.keyed import free_port
+from tests.serving import WITHIN, Serving, engine, wait_until
+
+CONTEXT = 64
+PROMPT = "secret"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 5000},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 5000},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 5000},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 5000},
+}
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    gateway = {"listen": free_port(), "auth": "none"}
+    with Serving({"m": engine(context=CONTEXT)}, gateway=gateway) as serving:
+        wait_until(lambda: serving.overview()["supervisor"]["gateway"]["ready"])
+        yield serving
+
+
+def ask(
+    serving: Serving, path: str, body: dict[str, Any], port: int | None = None
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    port = port or int(serving.overview()["supervisor"]["gateway"]["listen"].rpartition(":")[2])
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
+        connection.request("POST", path, json.dumps({"model": "m"} | body))
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+
+
+def story(serving: Serving, headers: http.client.HTTPMessage) -> list[str]:
+    with serving.client() as client:
+        (told,) = client.story(headers["x-request-id"])["requests"]
+        return list(told["notes"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_max_tokens_that_does_not_fit_is_cut_and_said(serving: Serving, path: str, stream: bool) -> None:
+    body = PATHS[path] | {"stream": stream}
+    status, headers, answer = ask(serving, path, body)
+    assert status == 200, answer
+    rendered = PROMPT if path == "/v1/completions" else f"user: {PROMPT}"
+    left = CONTEXT - len(rendered)
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    assert headers["x-modelctl-changed"] == f"{limit}={left}"
+    assert headers["x-modelctl-ignored"] is None
+    assert story(serving, headers) == [f"changed max_tokens={left}"]
+    fits = {name: 5 for name in body if name.startswith("max_")}
+    assert ask(serving, path, body | fits)[1]["x-modelctl-changed"] is None
+
+
+def test_several_answers_have_one_line(serving: Serving) -> None:
+    status, headers, _ = ask(serving, "/v1/completions", {"prompt": ["a", "bcd"], "n": 2, "max_tokens": 5000})
+    assert (status, headers["x-modelctl-changed"]) == (200, f"max_tokens={CONTEXT - 3}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_ignored_is_said(serving: Serving, stream: bool) -> None:
+    options = {"include_usage": True, "brand_new": 1, PROMPT + " as a name": 2, "none": None}
+    body = {"prompt": PROMPT, "max_tokens": 2, "stream": stream, "stream_options": options}
+    status, headers, answer = ask(serving, "/v1/completions", body)
+    assert status == 200, answer
+    assert headers["x-modelctl-ignored"] == "stream_options.brand_new, 1 more"
+    assert story(serving, headers) == ["ignored stream_options.brand_new"]
+    for _ in range(3):
+        ask(serving, "/v1/completions", body)
+    assert serving.log("gateway").count("unknown option stream_options.brand_new,") == 1
+    assert PROMPT not in serving.log("gateway")
+
+
+def test_unknown_options_can_be_refused(serving: Serving) -> None:
+    with Gateway(serving, unknown_options="refuse") as gateway:
+        body = {"prompt": PROMPT, "max_tokens": 2, "stream_options": {"brand_new": 1}}
+        status, _, answer = ask(serving, "/v1/completions", body, gateway.port)
+        error = json.loads(answer)["error"]
+        assert (status, error["param"]) == (400, "stream_options.brand_new")
+        assert "unknown option 'stream_options.brand_new': leave it out" in error["message"]
+
+
+def test_names_are_written_only_if_they_look_like_names_and_are_few() -> None:
+    notes = Notes()
+    for i in range(MOST_NAMED + 3):
+        notes.ignore(f"option{i}")
+        notes.ignore(f"option{i}")
+    notes.ignore("line\r\nx-evil: 1")
+    notes.ignore("x" * 65)
+    ((name, value),) = notes.headers()
+    assert name == b"x-modelctl-ignored"
+    assert value.startswith(b"option0, option1, ")
+    assert value.endswith(b"option15, 5 more")
+    assert len(notes.for_story()) == MOST_NAMED
+    assert [named(each) for each in ("web_search", "a b", "", 5)] == ["web_search", "other", "other", "other"]
+    notes = Notes()
+    notes.change("tools: web_search")
+    notes.change("tools: web_search")
+    assert image_text({"type": "input_image", "image_url": "data:"}, notes) == OMITTED_IMAGE
+    assert image_text({"type": "image_url", "image_url": {}}, notes) == OMITTED_IMAGE
+    assert image_text({"type": "text", "text": "x"}, notes) is None
+    assert notes.headers() == [(b"x-modelctl-changed", b"tools: web_search, images: 2")]
+    assert notes.for_story() == ["changed tools: web_search", "changed images: 2"]
+    with pytest.raises(ApiError, match="unknown option"):
+        Notes(refuse=True).ignore("brand_new")
+
+
+def test_the_log_says_each_name_once_a_minute_and_remembers_only_so_many(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    log = IgnoredLog(lambda: now)
+    with caplog.at_level(logging.INFO):
+        for i in range(10 * IgnoredLog.MOST):
+            log.tell(f"o{i}")
+        assert len(caplog.records) == IgnoredLog.MOST
+        now = 30.0
+        log.tell("o0")
+        assert len(caplog.records) == IgnoredLog.MOST
+        now = 61.0
+        log.tell("o0")
+        log.tell("new")
+        assert [record.getMessage().split()[5] for record in caplog.records[IgnoredLog.MOST :]] == ["o0,", "new,"]
+    assert len(log._told) == IgnoredLog.MOST
