@@ -56,7 +56,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, *command], check=True)
     (site,) = (home / "lib").glob("python*/site-packages")
     # Python reads no .pth file in a directory that another .pth names, so the editable install is not found.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # This environment may itself see packages of another one, by a .pth file of its own.
+    seen = {sysconfig.get_path("purelib"), *(path for path in sys.path if Path(path).name == "site-packages")}
+    (site / "dependencies.pth").write_text("\n".join(sorted(seen)) + "\n")
     return home / "bin"
 
 
