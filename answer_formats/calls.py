@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Text
+from answer_formats.schemas import readable
 from answer_formats.source import Source, Steps
 
 
@@ -32,8 +33,15 @@ class Calls:
         self.tools = {tool.name: tool for tool in tools}
         self.parts: list[Part] = []
         self.count = 0
+        self._schemas: dict[str, dict[str, Any]] = {}
         self._source = source
         self._is_open = self._may_go_back = False
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Return the schema of a tool's arguments; one that says nothing if the tool's schema cannot be read."""
+        if name not in self._schemas:
+            self._schemas[name] = readable(self.tools[name].parameters)
+        return self._schemas[name]
 
     def start(self, name: str, id: str | None = None) -> None:
         """Begin a call. The text before it is not needed any more."""

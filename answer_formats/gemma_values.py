@@ -143,7 +143,7 @@ class ValueRules:
         if "array" in allowed:
             yield self._array(key, made)
         if "object" in allowed:
-            yield self._object(made)
+            yield self._object(made if "properties" in made else {"additionalProperties": True, **made})
         if scalars := allowed - {"string", "array", "object"}:
             yield self._tool.json({**made, "type": sorted(scalars)})
 

@@ -13,35 +13,48 @@ _HEAD: Final = '%llguidance { "no_forcing": true }\n'
 """Text that must come next is drawn like any other, so the model chooses the tokens that spell it."""
 
 
-def grammar(format: str, tools: Sequence[Mapping[str, Any]], *, required: bool, parallel: bool) -> str:
+def grammar(
+    format: str, tools: Sequence[Mapping[str, Any]], *, required: bool, parallel: bool, text: str | None = None
+) -> str:
     """Return the grammar of an answer behind its reasoning. Raises NotOffered.
 
     tools     maps with name, parameters (a JSON schema) and strict. Parts of a schema that cannot be enforced are
               refused if the tool is strict or a call is required, and else ignored
     required  whether the answer consists of calls. If not, it is text, then calls or none
     parallel  whether there may be more than one call
+    text      the expression of an answer without calls: of JSON, or a regular expression. With it, no text stands
+              beside calls. None for any text
     """
     family = FAMILIES[format]
     rules = Rules()
     wanted = [Wanted.of(tool, required=required) for tool in tools]
     shape = family.rules(rules, wanted)
     sections = [section.calls(parallel=parallel) for section in shape.sections]
-    opened = None if shape.opened is None else shape.opened.calls(parallel=parallel)
-    if required:
-        usual = f"{literal(family.begins[0])} {sections[0]}"
-        first = rules.any_of([usual] if opened is None else [usual, opened])
+    if required or text is not None:
+        usual = [f"{literal(begin)} {section}" for begin, section in zip(family.begins, sections, strict=True)]
+        if required:
+            del usual[1:]
+        if shape.opened is not None:
+            # llguidance takes the longest lexeme. One that begins as JSON does would hide a text that is JSON.
+            usual.append((shape.opened if text is None else shape.opened_json or shape.opened).calls(parallel=parallel))
+        first = rules.any_of(usual)
         is_apart = all(section.more is None for section in shape.sections)
         again = f"({literal(shape.between)} {first})*" if parallel and is_apart else ""
-        return _whole(rules, f"{first} {again}")
+        if required or text is None:
+            return _whole(rules, f"{first} {again}")
+        if text.startswith("/"):
+            # A text that begins like a call would hide the call.
+            text = rules.terminal(f"{text} & ~/({'|'.join(map(escaped, family.begins))})(?s:.*)/")
+        return _whole(rules, f"{first} {again} | {text}")
     begins = [escaped(begin) for begin in family.begins]
     behind = f" & ~/{shape.not_behind}(?s:.*)/" if shape.not_behind else ""
     later, tail = _texts(rules, begins, sections, behind)
     earliest, last = later, tail
-    if opened is not None:
+    if shape.opened is not None:
         # The beginning of a text must not look like a call without being one.
         names = "|".join(escaped(tool.name) for tool in wanted)
         earliest, last = _texts(rules, begins, sections, f" & ~/{looks_opened(names)}(?s:.*)/")
-        earliest = [*earliest, opened]
+        earliest = [*earliest, shape.opened.calls(parallel=parallel)]
     again = f"({' | '.join(later)})*" if parallel else ""
     return _whole(rules, f"({' | '.join(earliest)}) {again} {tail}? | {last}?")
 

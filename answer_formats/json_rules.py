@@ -29,6 +29,16 @@ def opened(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
     return rules.any_of(f"/{begin}{escaped(literal(tool.name))}{middle}/ {tool.json()} {_end()}" for tool in tools)
 
 
+def opened_json(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
+    """Add a rule for a call that is JSON of a schema, and return its name."""
+    made = []
+    for tool in tools:
+        members = {"name": {"const": tool.name}, arguments: {"$ref": "#"}}
+        whole = {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
+        made.append(tool.json(whole))
+    return rules.any_of(made)
+
+
 def _end(rest: str = "") -> str:
     return rf"/{rest}{_BLANKS}\}}/"
 

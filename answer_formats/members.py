@@ -23,15 +23,20 @@ def members_of(tool: Wanted, schema: Schema | None = None) -> Members:
     return Members.of(tool.schema, whole)
 
 
-def members_rule(rules: Rules, tool: Wanted, member: Callable[[str, Schema], str], separator: str) -> str:
+def members_rule(
+    rules: Rules, tool: Wanted, member: Callable[[str, Schema], str], separator: str, free: Callable[[Schema], str]
+) -> str:
     """Add a rule for the members of the tool's arguments, in the schema's order, and return its name.
 
     member     returns the expression of one member
     separator  stands between two members
+    free       returns the expression of a member whose key the schema does not name. Such members are written only
+               if the schema names none
     """
     members = members_of(tool)
     if members.other is not None and not members.named:
-        tool.refuse("additionalProperties", "without properties is not offered in this model's format")
+        one = rules.rule(free(members.other))
+        return rules.rule(f"({one} ({literal(separator)} {one})*)?")
     named = [(member(key, schema), must) for key, schema, must in members.named]
     return in_order(rules, named, separator)
 

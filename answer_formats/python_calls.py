@@ -36,7 +36,7 @@ def read_call(source: Source, calls: Calls, *, suffix: str = "") -> Steps[Found]
         return Found.TEXT
     calls.start(name)
     calls.arguments("{")
-    root = calls.tools[name].parameters
+    root = calls.schema(name)
     members = Members.of(root, root)
     separator = ""
     while True:
@@ -97,13 +97,17 @@ def call_rules(rules: Rules, tools: Sequence[Wanted]) -> list[str]:
     for tool in tools:
         if not _NAME.fullmatch(tool.name):
             raise NotOffered(f"tools: the name {tool.name[:64]!r} cannot be written in this model's format")
-        members = members_rule(rules, tool, partial(_argument_rule, tool), ", ")
+        members = members_rule(rules, tool, partial(_argument_rule, tool), ", ", partial(_free_rule, tool))
         made.append(f'{literal(f"{tool.name}(")} {members} ")"')
     return made
 
 
 def _argument_rule(tool: Wanted, key: str, schema: Schema) -> str:
     return f"{literal(f'{_key(tool, key)}=')} {tool.json(schema)}"
+
+
+def _free_rule(tool: Wanted, schema: Schema) -> str:
+    return f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}=/ {tool.json(schema)}"
 
 
 def _key(tool: Wanted, key: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from answer_formats.schemas import changed, part
+from answer_formats.schemas import changed, fault, part, types, without_annotations
 from answer_formats.string_regexes import EXACT, FORMATS, looks_around
 
 _BESIDE_PROPERTIES: Final = frozenset(
@@ -35,9 +35,16 @@ class Wanted:
 
     @classmethod
     def of(cls, tool: Mapping[str, Any], *, required: bool) -> "Wanted":
-        """Return a tool as the worker describes it: name, parameters and strict."""
+        """Return a tool as the worker describes it: name, parameters and strict. Raises NotOffered for a schema that
+        cannot be read."""
         schema = {key: value for key, value in tool["parameters"].items() if key != "x-guidance"}
-        schema.setdefault("type", "object")
+        if wrong := fault(schema):
+            raise NotOffered(f"tools: {tool['name'][:64]}: {wrong}")
+        schema = changed(schema, without_annotations)
+        if "object" not in types(schema, schema):
+            raise NotOffered(f"tools: {tool['name'][:64]}: the schema allows no object, and arguments are one")
+        if "$ref" not in schema:
+            schema["type"] = "object"
         if not _BESIDE_PROPERTIES.intersection(schema):
             # A model that may invent arguments invents them. Only a schema that asks for other members gets them.
             schema.setdefault("properties", {})
@@ -122,6 +129,7 @@ class Shape:
 
     sections    for each marker with which calls may begin, what follows it. Required calls begin with the first one
     opened      a section that begins the answer, without a marker
+    opened_json  the same section as JSON of a schema, for an answer that is JSON of another schema if it is no call
     between     text between two sections that are required
     not_behind  regular expression with which text behind a section may not begin, because a parser takes it for a
                 further call
@@ -129,6 +137,7 @@ class Shape:
 
     sections: Sequence[Section]
     opened: Section | None = None
+    opened_json: Section | None = None
     between: str = ""
     not_behind: str = ""
 

@@ -1,5 +1,6 @@
 """Read JSON schemas: where a reference leads, which types a value may have, and what an object's members are."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +15,89 @@ _MAPS: Final = frozenset(("properties", "patternProperties", "$defs", "definitio
 _DATA: Final = frozenset(("enum", "const", "default", "examples", "required"))
 _DEEPEST: Final = 64
 """References that are followed one after the other. A schema that refers to itself has no end."""
+_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+"""Keys whose value is a list of schemas."""
+_SCHEMA: Final = (
+    "items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+"""Keys whose value is a schema."""
+_COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TEXTS: Final = ("pattern", "format", "$ref")
+_ANNOTATIONS: Final = frozenset(("password", "binary", "textarea", "markdown", "path", "file-path", "directory-path"))
+"""Formats that say how a string is shown or used. Every string has them."""
+
+
+def fault(root: Schema) -> str | None:
+    """Return what is wrong in a schema, as "KEY ...", if a key has a value that the key cannot have; None if nothing
+    is. Such a schema says nothing. Not every fault is found: patterns are not read."""
+    level: list[Any] = [root]
+    while level:  # no recursion: a schema may be nested deeply
+        schema = level.pop()
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, Mapping):
+            return f"a schema is {_shown(schema)}: must be a map"
+        for key, value in schema.items():
+            if wrong := _fault_of(root, key, value):
+                return f"{key} is {_shown(value)}: {wrong}"
+            if key in _MAPS:
+                level += value.values()
+            elif key in _SCHEMAS or (key == "items" and isinstance(value, list)):
+                level += value
+            elif key in _SCHEMA:
+                level.append(value)
+    return None
+
+
+def _fault_of(root: Schema, key: str, value: Any) -> str | None:
+    """Return what the value of a key must be, if it is something else."""
+    if key == "type":
+        named = value if isinstance(value, list) else [value]
+        if not named or not all(isinstance(name, str) and name in ALL_TYPES for name in named):
+            return f"must be one of {', '.join(sorted(ALL_TYPES))}, or a list of these"
+    elif key in _MAPS:
+        return None if isinstance(value, Mapping) else "must be a map"
+    elif key == "required":
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            return "must be a list of strings"
+    elif key == "enum" or key in _SCHEMAS:
+        return None if isinstance(value, list) else "must be a list"
+    elif key in _COUNTS:
+        whole = type(value) is int or (type(value) is float and value.is_integer())
+        return None if whole and value >= 0 else "must be a whole number of at least 0"
+    elif key in _NUMBERS:
+        return None if type(value) in (int, float) else "must be a number"
+    elif key in _TEXTS:
+        if not isinstance(value, str):
+            return "must be a string"
+        if key == "$ref" and value.startswith("#") and pointed_at(root, value, None) is None:
+            return "no schema is there"
+    return None
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a schema for people: short, and no text of more than a word."""
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)[:64]
+    if isinstance(value, str):
+        return repr(value[:64])
+    return "a list" if isinstance(value, list) else "a map"
+
+
+def readable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema, or one that says nothing if the schema has a ``fault``."""
+    return schema if fault(schema) is None else {}
+
+
+def without_annotations(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema without keys that say nothing about a value. For ``changed``."""
+    if isinstance(part.get("format"), str) and part["format"] in _ANNOTATIONS:
+        del part["format"]
+    if part.get("propertyNames") in (True, {}, {"type": "string"}):
+        del part["propertyNames"]  # every name is a string
+    return part
 
 
 def resolved(root: Schema, schema: Schema, depth: int = 0) -> Schema:
@@ -33,8 +117,8 @@ def resolved(root: Schema, schema: Schema, depth: int = 0) -> Schema:
     return rest if isinstance(target, bool) else {**target, **rest}
 
 
-def pointed_at(root: Schema, pointer: str) -> Any:
-    """Return the schema that a local JSON pointer names; True, which allows everything, if it names none."""
+def pointed_at(root: Schema, pointer: str, nothing: bool | None = True) -> Any:
+    """Return the schema that a local JSON pointer names; ``nothing`` if it names none. True allows everything."""
     at: Any = root
     for step in pointer.removeprefix("#").split("/")[1:] if pointer.startswith("#") else [""]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -43,8 +127,8 @@ def pointed_at(root: Schema, pointer: str) -> Any:
         elif isinstance(at, list) and name.isdigit() and int(name) < len(at):
             at = at[int(name)]
         else:
-            return True
-    return at if isinstance(at, Mapping | bool) else True
+            return nothing
+    return at if isinstance(at, Mapping | bool) else nothing
 
 
 def types(root: Schema, schema: Schema, depth: int = 0) -> frozenset[str]:

@@ -34,7 +34,7 @@ def read_arguments(source: Source, calls: Calls, name: str, form: Form) -> Steps
     """Read the arguments of a known tool, and what ends the call."""
     calls.start(name)
     calls.arguments("{")
-    root = calls.tools[name].parameters
+    root = calls.schema(name)
     members = Members.of(root, root)
     separator = ""
     while True:

@@ -82,7 +82,9 @@ class AnswerFormat:
 
 
 def calls_text(request: GenerateRequest, format: str) -> str:
-    """Return the constraint of the calls that a request allows, as JSON. ``grammar_of_calls`` reads it.
+    """Return the constraint of the calls that a request allows, as JSON. ``constraint_grammar`` reads it.
+
+    If the request has a constraint of its own, an answer without calls has that shape.
 
     Raises RequestError for tools from which no constraint can be made.
     """
@@ -97,6 +99,7 @@ def calls_text(request: GenerateRequest, format: str) -> str:
             "tools": [tool for tool in tools if tool["name"] in allowed],
             "required": request.tool_choice == "required",
             "parallel": request.parallel_tool_calls,
+            "text": None if request.tool_choice == "required" else request.constraint,
         },
         ensure_ascii=False,
         separators=(",", ":"),

@@ -84,17 +84,12 @@ class Intake:
         """Return the constraint of a request as (field, text), or None: ``GenerateRequest.constraint``, or "tools".
 
         Calls that the model may make are constrained if the engine offers that, and the model's format is known. Calls
-        that it must make always are. Raises RequestError.
+        that it must make always are, and so are calls instead of which the answer has a shape. Raises RequestError.
         """
         if request.tool_choice is None or self._format.tools is None:
             return request.constraint
-        if request.constraint is not None:
-            kind = request.constraint[0]
-            raise RequestError(
-                f"{kind} and tools are not offered together: leave one of them out", field=kind,
-                code=ErrorCode.UNSUPPORTED,
-            )  # fmt: skip
-        if request.tool_choice == "auto" and "tools" not in self._capabilities.offered:
+        is_free = request.tool_choice == "auto" and request.constraint is None
+        if is_free and "tools" not in self._capabilities.offered:
             return None
         return "tools", calls_text(request, self._format.tools)
 
@@ -152,7 +147,7 @@ class Intake:
             top_logprobs=request.top_logprobs if request.logprobs else None,
             negative_ids=self._negative(request),
             constraint=self.constraint(request),
-            lazy=request.tool_choice == "auto",
+            lazy=request.tool_choice == "auto" and request.constraint is None,
             layout=self.layout(request, rendered),
             resumed_ids=resumed_ids,
         )

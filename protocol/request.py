@@ -139,7 +139,8 @@ class GenerateRequest(SamplingParams, ChatFields):
     tool_choice: Literal["auto", "required"] | None = None
     """Constrain calls of tools, for a model whose tool format is known. With "auto" the model decides whether it calls
     a tool, and a call that it begins has the shape of the tool's schema. With "required" the answer consists of calls.
-    Unset: the template shows the tools to the model, and nothing constrains the answer. Needs tools."""
+    With "auto" and one of json_schema, regex and choice, the answer is calls, or else a text of that shape. Unset: the
+    template shows the tools to the model, and nothing constrains the answer. Needs tools."""
     allowed_tools: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] | None,
         Field(strict=False, min_length=1, max_length=256, fail_fast=True),

@@ -13,9 +13,10 @@ or another process.
 
 The worker starts this process with ``main(parent, descriptor, vocabulary)``; see constraint_compiler. ``vocabulary`` is
 a file in memory that holds {pieces, textless}. An empty message over ``descriptor`` says that the vocabulary has been
-read. Then the worker sends constraints, [kind, text]. Each is answered by [seconds, refusal, signal]: the processor
-time that the trial took; the reason for refusing the constraint as [message, code], nil for none; and the number of the
-signal by which another process ended the trial, 0 for none.
+read. Then the worker sends constraints, [kind, text]. Each is answered by [seconds, refusal, signal, loose]: the
+processor time that the trial took; the reason for refusing the constraint as [message, code, field], nil for none; the
+number of the signal by which another process ended the trial, 0 for none; and the names of the tools whose schemas
+cannot be enforced and need not be. The constraint compiles with these tools ``loosened``.
 """
 
 import os
@@ -25,13 +26,22 @@ import signal
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import llguidance
 import msgpack
 import numpy as np
 
-from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal, tools_alone
+from model_worker.engines.constraint_grammar import (
+    LIMITS,
+    Vocabulary,
+    grammar,
+    loosened,
+    may_be_loose,
+    refusal,
+    shape_of,
+    tools_alone,
+)
 from protocol.errors import ErrorCode, RequestError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
@@ -73,7 +83,26 @@ def main(parent: int, descriptor: int, vocabulary: int) -> None:
 
 
 def _try_apart(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> bytes:
-    """Try a constraint in a fork. Return the packed answer for the worker: [seconds, refusal, signal]."""
+    """Try a constraint in a fork. Return the packed answer for the worker: [seconds, refusal, signal, loose]."""
+    seconds, result, ended_by = _fork(tokenizer, kind, text)
+    if result is None and not ended_by and kind == "tools" and (names := may_be_loose(text)):
+        # Nobody knows which of the schemas took the time.
+        more, result, ended_by = _fork(tokenizer, kind, loosened(text, names))
+        seconds += more
+        result = result and [result[0], sorted(names)]
+    if result is None and not ended_by:
+        costs = f"{kind}: compiling it takes more than a second, or more memory or depth than it is given"
+        result = [[costs, int(ErrorCode.INVALID_REQUEST), kind], []]
+    wrong, loose = result or [None, []]
+    return bytes(msgpack.packb([seconds, wrong, ended_by, loose]))
+
+
+def _fork(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> tuple[float, list[Any] | None, int]:
+    """Try a constraint in a fork. Return (seconds of processor time, [refusal, loose], 0).
+
+    The second one is None if the trial did not end: by the fault of its constraint, or by another process. Then the
+    third one is the number of that process's signal.
+    """
     reading, writing = os.pipe()
     server = os.getpid()
     pid = os.fork()
@@ -87,11 +116,8 @@ def _try_apart(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> bytes
     seconds = usage.ru_utime + usage.ru_stime
     code = os.waitstatus_to_exitcode(status)
     if not code and result:
-        return bytes(msgpack.packb([seconds, msgpack.unpackb(result), 0]))
-    if code < 0 and -code not in _ITS_FAULT:
-        return bytes(msgpack.packb([seconds, None, -code]))
-    costs = f"{kind}: compiling it takes more than a second, or more memory or depth than it is given"
-    return bytes(msgpack.packb([seconds, [costs, int(ErrorCode.INVALID_REQUEST)], 0]))
+        return seconds, msgpack.unpackb(result), 0
+    return seconds, None, -code if code < 0 and -code not in _ITS_FAULT else 0
 
 
 def _be_the_trial(server: int, writing: int, tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> NoReturn:
@@ -101,21 +127,36 @@ def _be_the_trial(server: int, writing: int, tokenizer: llguidance.LLTokenizer, 
         if die_with(server):
             resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
             threading.stack_size(STACK)
-            found: list[RequestError | None] = []
+            found: list[tuple[RequestError | None, list[str]]] = []
 
             def run() -> None:
                 with suppress(BaseException):  # Python would print the message, which may quote the constraint
-                    found.append(attempt(tokenizer, kind, text))
+                    found.append(judge(tokenizer, kind, text))
 
             trying = threading.Thread(target=run)
             trying.start()
             trying.join()
             if found:
-                wrong = found[0]
-                os.write(writing, msgpack.packb(wrong and [wrong.message, int(wrong.code)]))
+                wrong, loose = found[0]
+                with open(writing, "wb") as pipe:
+                    pipe.write(msgpack.packb([wrong and [wrong.message, int(wrong.code), wrong.field], loose]))
                 code = 0
     finally:
         os._exit(code)
+
+
+def judge(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> tuple[RequestError | None, list[str]]:
+    """Return (the error of a constraint, None if it can be compiled; the names of the tools that have to be
+    ``loosened`` for that)."""
+    wrong = attempt(tokenizer, kind, text)
+    if wrong is None or kind != "tools":
+        return wrong, []
+    names = may_be_loose(text)
+    bad = {name for name, alone in tools_alone(text) if name in names and attempt(tokenizer, kind, alone) is not None}
+    for loose in (bad, names):
+        if loose and attempt(tokenizer, kind, loosened(text, loose)) is None:
+            return None, sorted(loose)
+    return wrong, []
 
 
 def attempt(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> RequestError | None:
@@ -145,4 +186,6 @@ def _refusal(tokenizer: llguidance.LLTokenizer, kind: str, text: str, message: s
             matcher = llguidance.LLMatcher(tokenizer, grammar(kind, alone), log_level=0, limits=LIMITS)
             if matcher.is_error():
                 return refusal(kind, matcher.get_error(), name)
+        if (shape := shape_of(text)) is not None and (wrong := attempt(tokenizer, *shape)) is not None:
+            return wrong
     return refusal(kind, message)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import llguidance
 
-from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, refusal
+from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, loosened, refusal
 from model_worker.engines.constraint_helper import ConstraintHelper
 from model_worker.engines.turns import TurnsThread
 from protocol.errors import RequestError, WireError
@@ -43,10 +43,12 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class _Verdict:
-    """The result of a trial: why the constraint is refused, or None; and the seconds that compiling it takes."""
+    """The result of a trial: why the constraint is refused, or None; the seconds that compiling it takes; and the tools
+    whose schemas are not enforced."""
 
     wrong: RequestError | None
     seconds: float
+    loose: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +61,7 @@ class Compilation:
              RequestError if the constraint is refused, and a WireError HELPER_FAILED if it could not be tried.
              Cancelling the future skips work that has not begun
     seconds  processor time that was spent on it, known once the future is done
+    loose    names of tools whose schemas are not enforced, because they cannot be and need not be
     """
 
     key: Key
@@ -66,6 +69,7 @@ class Compilation:
     ahead: bool
     future: "Future[llguidance.LLMatcher | None]" = field(default_factory=Future)
     seconds: float = 0.0
+    loose: frozenset[str] = frozenset()
     _begun: bool = False
 
     @property
@@ -151,12 +155,12 @@ class ConstraintCompiler:
         if payer is None:
             return
         try:
-            payer.seconds, wrong = self._helper.attempt(*key)
+            payer.seconds, wrong, loose = self._helper.attempt(*key)
         except WireError as e:
             for made in self._pop_untried(key):
                 self._settle(made, None, WireError(e.code, e.message, field=e.field, retry_after_ms=e.retry_after_ms))
             return
-        verdict = _Verdict(wrong, payer.seconds)
+        verdict = _Verdict(wrong, payer.seconds, loose)
         for made in self._pop_untried(key, verdict):
             self._pass_on(made, verdict)
 
@@ -172,6 +176,7 @@ class ConstraintCompiler:
     def _pass_on(self, made: Compilation, verdict: _Verdict) -> None:
         """Have a known constraint compiled, if that is needed."""
         wrong, quick = verdict.wrong, verdict.seconds < QUICK_S
+        made.loose = verdict.loose
         if wrong is not None:
             self._settle(made, None, RequestError(wrong.message, field=wrong.field, code=wrong.code))
         elif made.ahead and quick:
@@ -184,7 +189,8 @@ class ConstraintCompiler:
             return
         before = time.thread_time()
         try:
-            matcher, error = self._matcher(*made.key), None
+            kind, text = made.key
+            matcher, error = self._matcher(kind, loosened(text, made.loose)), None
         except BaseException as e:
             matcher, error = None, e
         seconds = time.thread_time() - before

@@ -12,6 +12,7 @@ import llguidance
 
 from answer_formats.grammar import NotOffered
 from answer_formats.grammar import grammar as calls_grammar
+from answer_formats.schemas import changed, without_annotations
 from protocol.errors import ErrorCode, RequestError
 
 LIMITS = llguidance.LLParserLimits(
@@ -87,6 +88,24 @@ class Vocabulary:
 def grammar(kind: str, text: str) -> str:
     """Return the grammar of a GenerateRequest.constraint. Raises RequestError for text that the library would
     misread."""
+    if kind != "tools":
+        return _PREFIX + _expression(kind, text)
+    given = json.loads(text)
+    shape = given.get("text")
+    try:
+        return calls_grammar(
+            given["format"],
+            given["tools"],
+            required=given["required"],
+            parallel=given["parallel"],
+            text=None if shape is None else _expression(*shape),
+        )
+    except NotOffered as e:
+        raise RequestError(str(e), field=kind, code=ErrorCode.UNSUPPORTED) from None
+
+
+def _expression(kind: str, text: str) -> str:
+    """Return the expression of a whole answer in the library's language: of JSON, or a regular expression."""
     if kind == "json_schema":
         schema = json.loads(text)
         if not isinstance(schema, dict):
@@ -101,16 +120,9 @@ def grammar(kind: str, text: str) -> str:
                 code=ErrorCode.UNSUPPORTED,
             )
         white_space = _FLEXIBLE if given.get(WHITESPACE_OPTION) else _COMPACT
+        schema = changed(schema, without_annotations)
         schema["x-guidance"] = {**white_space, "lenient": False, "coerce_one_of": False}
-        return f"{_PREFIX}%json {json.dumps(schema, ensure_ascii=False)}"
-    if kind == "tools":
-        given = json.loads(text)
-        try:
-            return calls_grammar(
-                given["format"], given["tools"], required=given["required"], parallel=given["parallel"]
-            )
-        except NotOffered as e:
-            raise RequestError(str(e), field=kind, code=ErrorCode.UNSUPPORTED) from None
+        return f"%json {json.dumps(schema, ensure_ascii=False)}"
     if kind == "choice":
         text = "|".join("".join(map(_literal, choice)) for choice in json.loads(text))
     elif (len(text) - len(text.rstrip("\\"))) % 2:  # the library would lose such a backslash
@@ -118,18 +130,42 @@ def grammar(kind: str, text: str) -> str:
     elif "\n" in text and re.search(r"\(\?[a-zA-Z]*x", text):
         # The end of a line would become an escape in the grammar, and an escape ends no comment.
         raise RequestError("regex: (?x) over several lines is not offered", field=kind, code=ErrorCode.UNSUPPORTED)
-    return f"{_PREFIX}/{llguidance.regex_to_lark(text, 'd')}/"
+    return f"/{llguidance.regex_to_lark(text, 'd')}/"
 
 
 def _literal(character: str) -> str:
     return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):X}}}"
 
 
+def shape_of(text: str) -> tuple[str, str] | None:
+    """Return the constraint of an answer without calls, of a constraint of calls; None if it may be any text."""
+    shape = json.loads(text).get("text")
+    return None if shape is None else (shape[0], shape[1])
+
+
 def tools_alone(text: str) -> Iterator[tuple[str, str]]:
     """Return (name, constraint of calls of this tool only) for each tool of a constraint of calls."""
     given = json.loads(text)
+    given.pop("text", None)
     for tool in given["tools"]:
         yield tool["name"], json.dumps({**given, "tools": [tool]}, ensure_ascii=False)
+
+
+def may_be_loose(text: str) -> frozenset[str]:
+    """Return the names of the tools of a constraint of calls whose schemas need not be enforced."""
+    given = json.loads(text)
+    return frozenset(tool["name"] for tool in given["tools"] if not (given["required"] or tool["strict"]))
+
+
+def loosened(text: str, names: Collection[str]) -> str:
+    """Return a constraint of calls in which the arguments of these tools are any JSON object."""
+    if not names:
+        return text
+    given = json.loads(text)
+    for tool in given["tools"]:
+        if tool["name"] in names:
+            tool["parameters"] = {"type": "object", "additionalProperties": True}
+    return json.dumps(given, ensure_ascii=False)
 
 
 def refusal(kind: str, message: str, tool: str | None = None) -> RequestError:

@@ -44,9 +44,9 @@ class ConstraintHelper:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def attempt(self, kind: str, text: str) -> tuple[float, RequestError | None]:
-        """Try a constraint. Return the seconds of processor time that it took, and why it is refused (None if it is
-        not).
+    def attempt(self, kind: str, text: str) -> tuple[float, RequestError | None, frozenset[str]]:
+        """Try a constraint. Return the seconds of processor time that it took, why it is refused (None if it is not),
+        and the names of the tools that have to be ``loosened``.
 
         Raises WireError HELPER_FAILED if two processes in turn were killed or stopped working.
         """
@@ -57,7 +57,7 @@ class ConstraintHelper:
                 connection.send_bytes(msgpack.packb([kind, text]))
                 if not connection.poll(LEASE_S):
                     raise TimeoutError
-                seconds, wrong, ended_by = msgpack.unpackb(connection.recv_bytes())
+                seconds, wrong, ended_by, loose = msgpack.unpackb(connection.recv_bytes())
             except (EOFError, OSError) as e:
                 how = "stood still" if isinstance(e, TimeoutError | BlockingIOError) else "was killed or did not start"
                 self._end()
@@ -65,7 +65,8 @@ class ConstraintHelper:
             if ended_by:
                 how = f"was ended by signal {ended_by}"
                 continue
-            return seconds, wrong and RequestError(wrong[0], field=kind, code=ErrorCode(wrong[1]))
+            error = wrong and RequestError(wrong[0], field=wrong[2], code=ErrorCode(wrong[1]))
+            return seconds, error, frozenset(loose)
         raise WireError(
             ErrorCode.HELPER_FAILED,
             f"{kind}: the process that tries it {how}, and so did the next one: send the request again",

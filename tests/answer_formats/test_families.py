@@ -1,7 +1,12 @@
 """Answers of all families: the parts do not depend on how the text was divided, and nothing is lost or doubled."""
 
+import json
+from typing import Any
+
 import pytest
 
+from answer_formats.parser import AnswerParser, Tool
+from answer_formats.parts import CallArguments
 from tests.answer_formats.answers import (
     EMPTY,
     LINES,
@@ -110,3 +115,22 @@ def test_a_call_without_a_marker(format: str) -> None:
         f"So: {write([EMPTY])}", '{"name": "Ada", "age": 36}', '{"a": 1}', "{", '{"name"', write([("rm", {"a": "b"})]),
     ):  # fmt: skip
         check_divisions(format, text, [("text", text)])
+
+
+@ways
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": None, "properties": None},
+        {"properties": {"city": None, "days": {"type": "INTEGER", "enum": None}}},
+        {"properties": {"city": {"type": [None, {}]}, "days": {"minimum": "0", "type": ["string", "integer"]}}},
+        {"properties": {"city": {"anyOf": 7}, "days": {"$ref": "#/$defs/0"}}, "required": ["x"]},
+        {"$ref": "#"},
+    ],
+)
+def test_a_schema_that_cannot_be_read_hinders_no_call(way: str, schema: dict[str, Any]) -> None:
+    """The gateway parses calls of tools whose schemas the worker does not enforce."""
+    format, text = written(way, SIMPLE)
+    parser = AnswerParser(tool_format=format, tools=[Tool("get_weather", schema)])
+    parts = parser.feed(text) + parser.finish()
+    assert json.loads("".join(part.json for part in parts if isinstance(part, CallArguments))) == SIMPLE[1]

@@ -1,14 +1,15 @@
 """Grammars of calls allow what the models of each family write, and nothing that a parser would read otherwise."""
 
 import json
+import re
 from typing import Any
 
 import llguidance
 import pytest
 
 from answer_formats.families import FAMILIES
-from model_worker.engines.constraint_child import attempt
-from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar
+from model_worker.engines.constraint_child import attempt, judge
+from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, loosened
 from protocol.errors import ErrorCode, RequestError
 from tests.answer_formats.answers import (
     EMPTY,
@@ -26,11 +27,13 @@ from tests.answer_formats.answers import (
 BYTES = Vocabulary([bytes([value]) for value in range(256)]).tokenizer()
 
 
-def constraint(format: str, *, required: bool, parallel: bool = True, tools: Any = None, strict: bool = False) -> str:
+def constraint(
+    format: str, *, required: bool, parallel: bool = True, tools: Any = None, strict: bool = False, text: Any = None
+) -> str:
     if tools is None:
         tools = [(tool.name, tool.parameters) for tool in TOOLS]
     listed = [{"name": name, "parameters": schema, "strict": strict} for name, schema in tools]
-    return json.dumps({"format": format, "tools": listed, "required": required, "parallel": parallel})
+    return json.dumps({"format": format, "tools": listed, "required": required, "parallel": parallel, "text": text})
 
 
 def allows(text: str, constraint: str) -> bool:
@@ -202,3 +205,116 @@ def test_recursion(format: str) -> None:
     write = next(write for name, write in WRITERS.values() if name == format)
     if format != "gemma3":
         assert allows(write([("f", {"tree": {"n": 1, "next": {"n": 2, "next": {}}}})]), made)
+
+
+# --- sloppy schemas
+
+A: dict[str, Any] = {"required": ["a"]}
+SLOPPY: list[tuple[dict[str, Any], str]] = [
+    ({"required": None}, "required is null"),
+    ({"required": False}, "required is false"),
+    ({"properties": None}, "properties is null"),
+    ({"properties": []}, "properties is a list"),
+    ({"type": "string"}, "allows no object"),
+    ({"properties": {"a": None}}, "a schema is null"),
+    ({"properties": {"a": {"type": "any"}}}, "type is 'any'"),
+    ({"properties": {"a": {"type": "STRING"}}}, "type is 'STRING'"),
+    ({"properties": {"a": {"type": ["string", None]}}}, "type is a list"),
+    ({"properties": {"a": {"enum": None}}}, "enum is null"),
+    ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "\\$ref is '#/\\$defs/none'"),
+    ({"properties": {"a": {"type": "integer", "minimum": "0"}}}, "minimum is '0'"),
+    ({"properties": {"a": {"type": "string", "maxLength": 1.5}}}, "maxLength is 1.5"),
+    ({"properties": {"a": {"type": "array", "items": "string"}}}, "a schema is 'string'"),
+    ({"properties": {"a": {"anyOf": None}}}, "anyOf is null"),
+    # Only llguidance finds these.
+    ({"properties": {"a": {"type": "string", "pattern": "^{.*}$"}}} | A, "repetition"),
+    ({"properties": {"a": {"type": "string", "pattern": "("}}} | A, "f: "),
+    ({"properties": {}} | A, "f: "),
+]
+
+
+@pytest.mark.parametrize("format", FAMILIES)
+@pytest.mark.parametrize(("schema", "why"), SLOPPY)
+def test_a_schema_that_cannot_be_read_is_refused_only_if_it_has_to_be_enforced(
+    format: str, schema: dict[str, Any], why: str
+) -> None:
+    """In other requests the arguments of that tool are any object, and the other tools keep their schemas."""
+    tools = [("f", schema), ("fine", {"properties": {"n": {"type": "integer"}}})]
+    for given in ({"required": True}, {"required": False, "strict": True}):
+        wrong, loose = judge(BYTES, "tools", constraint(format, tools=tools, **given))
+        if wrong is None:  # the format writes such a value as free text
+            continue
+        assert wrong.message.startswith("tools: f: ")
+        assert re.search(why, wrong.message) or why == "repetition" or "not" in wrong.message
+        assert not loose
+    made = constraint(format, tools=tools, required=False)
+    wrong, loose = judge(BYTES, "tools", made)
+    assert wrong is None
+    assert set(loose) <= {"f"}
+    free = loosened(made, ["f"])
+    write = next(write for name, write in WRITERS.values() if name == format)
+    if format == "gemma3":  # the grammar writes JSON values
+        write = bare(format) or write
+    assert allows(write([("f", {"a": "x", "b_2": [1, {"c": None}]})]), free)
+    assert allows(write([("f", {})]), free)
+    assert not allows(write([("fine", {"n": "x"})]), free)
+    assert not allows(write([("fine", {"b": 1})]), free)
+
+
+def test_python_calls_of_a_tool_without_a_schema_that_can_be_read() -> None:
+    made = loosened(constraint("gemma3", tools=[("f", {"properties": None})], required=False), ["f"])
+    assert allows('```tool_code\nf(a="x", b_2=[1, {"c": null}])\n```', made)
+    assert not allows("```tool_code\nf(a=)\n```", made)
+
+
+@pytest.mark.parametrize("format", FAMILIES)
+def test_annotations_of_a_schema_are_ignored(format: str) -> None:
+    schema = {
+        "properties": {"a": {"type": "string", "format": "password", "writeOnly": True}},
+        "required": ["a"],
+        "propertyNames": {"type": "string"},
+    }
+    for given in ({"required": True}, {"required": False, "strict": True}, {"required": False}):
+        assert judge(BYTES, "tools", constraint(format, tools=[("f", schema)], **given)) == (None, [])
+    assert attempt(BYTES, "json_schema", json.dumps(schema | {"type": "object"})) is None
+
+
+# --- calls, or else a text of a given shape
+
+SHAPE = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}
+
+
+@pytest.mark.parametrize("way", WRITERS)
+def test_a_call_or_a_text_of_the_shape(way: str) -> None:
+    format = WRITERS[way][0]
+    calls = [written(way, SIMPLE), written(way, EMPTY, NESTED)]
+    if (write := bare(format)) is not None:
+        calls.append(write([SIMPLE]))
+    for kind, text, good, bad in (
+        ("json_schema", json.dumps(SHAPE), ['{"name":"get_time","n":1}', '{"name":"Ada"}'], ['{"n":1}', "Well."]),
+        ("json_schema", '{"type":"array","items":{"type":"integer"}}', ["[1,2]", "[]"], ["{}"]),
+        ("json_schema", '{"anyOf":[{"type":"string"},{"type":"null"}]}', ['"[TOOL"', "null"], ["nil"]),
+        ("regex", "(?s:.*)", ["", "Well. [x]", "<", "[TOOL", "`"], []),
+        ("regex", "[a-z]+[0-9]", ["ab1"], ["ab", ""]),
+        ("choice", '["yes","no"]', ["yes", "no"], ["", "yesno"]),
+    ):
+        made = constraint(format, required=False, text=[kind, text])
+        for answer in good:
+            assert allows(answer, made), (kind, answer)
+        for answer in bad:
+            assert not allows(answer, made), (kind, answer)
+        for answer in calls:
+            if kind != "regex" or write is None or answer != calls[-1]:  # any text may begin as JSON does
+                assert allows(answer, made), (kind, answer)
+            assert not allows(f"Well.\n{answer}", made) or text == "(?s:.*)"
+            assert not allows(f"{answer}\nWell.", made) or text == "(?s:.*)"
+        assert not allows(written(way, ("rm", {"a": 1})), made) or kind == "regex"
+
+
+def test_a_shape_that_cannot_be_enforced_is_refused_as_such() -> None:
+    for text in ('{"type":"array","uniqueItems":true}', '{"type":"any"}'):
+        wrong, loose = judge(BYTES, "tools", constraint("hermes", required=False, text=["json_schema", text]))
+        assert wrong is not None
+        assert wrong.field == "json_schema"
+        assert wrong.message.startswith("json_schema: ")
+        assert not loose

@@ -54,6 +54,7 @@ class Verdict(BaseModel):
     count: int = Field(ge=0, le=99)
 
 
+VERDICT = Verdict.model_json_schema() | {"additionalProperties": False}
 PORT = free_port()
 
 
@@ -188,6 +189,71 @@ def test_a_schema_that_cannot_be_enforced_is_refused_if_it_has_to_be(client: ope
             ask(strict, choice)
         assert refused.value.param == "tools"
     assert ask(False, "auto").choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_tool_whose_schema_cannot_be_read_takes_any_object_in_auto(client: openai.OpenAI) -> None:
+    """Some are found when the request is read, some when the grammar is compiled, and one compiles for minutes."""
+    for schema in (
+        {"type": "object", "required": None, "properties": None},
+        {"type": "object", "properties": {"a": {"type": "STRING", "enum": None}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "^{.*}$"}}, "required": ["a"]},
+        {"type": "object", "properties": {}, "required": ["a"]},
+        {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 1_000_003}}},
+    ):
+        tool: Any = {"type": "function", "function": {"name": "sloppy", "parameters": schema}}
+        asked: dict[str, Any] = {
+            "model": "m", "messages": ASK, "tools": [*TOOLS, tool], "seed": 1, "max_tokens": 20, "extra_body": AT_ONCE,
+        }  # fmt: skip
+        assert client.chat.completions.create(**asked).choices[0].finish_reason in ("length", "stop")
+        with pytest.raises(openai.BadRequestError, match="tools") as refused:
+            client.chat.completions.create(**asked, tool_choice="required")
+        assert refused.value.param == "tools"
+
+
+def test_tools_and_a_shape_of_the_answer_go_together(client: openai.OpenAI, url: str) -> None:
+    """An answer is calls, or else a text of the shape, also behind the reasoning."""
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    kinds = set()
+    for seed in range(8):
+        (choice,) = client.chat.completions.create(
+            model="m", messages=ASK, tools=TOOLS, response_format=shape, seed=seed, max_tokens=600,
+            parallel_tool_calls=False,
+            extra_body={"reasoning_budget": 5, "chat_template_kwargs": {"begin_inside": True}} if seed % 2 else AT_ONCE,
+        ).choices  # fmt: skip
+        assert choice.finish_reason in ("stop", "tool_calls")
+        kinds.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            assert choice.message.content is None
+            checked(choice.message)
+        else:
+            Verdict.model_validate_json(choice.message.content or "")
+    assert kinds == {"stop", "tool_calls"}
+    (choice,) = client.chat.completions.create(
+        model="m", messages=ASK, tools=TOOLS, response_format=shape, tool_choice=NAMED, seed=1, max_tokens=600,
+        extra_body=AT_ONCE,
+    ).choices  # fmt: skip
+    assert checked(choice.message) == ["map.point-to"], "a call that is required has no text beside it"
+    flat: Any = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+    text: Any = {"format": {"type": "json_schema", "name": "verdict", "schema": VERDICT}}
+    response = client.responses.create(
+        model="m", input=ASK, tools=flat, text=text, max_output_tokens=600, extra_body=AT_ONCE | {"seed": 1}
+    )
+    assert {item.type for item in response.output} in ({"function_call"}, {"message"})
+    if response.output_text:
+        Verdict.model_validate_json(response.output_text)
+    with anthropic.Anthropic(
+        base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=WITHIN
+    ) as messages_client:
+        tools: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+        output: Any = {"format": {"type": "json_schema", "schema": VERDICT}}
+        told = messages_client.messages.create(
+            model="m", messages=ASK, tools=tools, output_config=output, max_tokens=600, thinking={"type": "disabled"},
+            extra_body={"seed": 2},
+        )  # fmt: skip
+    assert {block.type for block in told.content} in ({"tool_use"}, {"text"})
+    for block in told.content:
+        if block.type == "text":
+            Verdict.model_validate_json(block.text)
 
 
 def test_parse_gives_an_object_behind_the_reasoning(client: openai.OpenAI) -> None:
