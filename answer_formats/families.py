@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from answer_formats import deepseek, gemma, glm45, hermes, llama3, mistral, qwen3_coder
+from answer_formats import deepseek, gemma, glm45, hermes, llama3, mistral, plain_json, qwen3_coder
 from answer_formats.calls import Reader
 from answer_formats.rules import Rules, Shape, Wanted
 
@@ -55,6 +55,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": Family((gemma.CODE, *gemma.JSON_FENCES), (), gemma.read_fences, gemma.rules_fences, gemma.OPENING),
     "function_gemma": _gemma(gemma.FUNCTION_GEMMA),
     "gemma4": _gemma(gemma.GEMMA_4),
+    "json": Family(plain_json.BEGINS, (), plain_json.read, plain_json.rules, plain_json.OPENING),
 }
 """The formats of calls by name."""
 FORMATS: Final = tuple(FAMILIES)

@@ -70,8 +70,7 @@ def rules_fences(rules: Rules, tools: Sequence[Wanted]) -> Shape:
     code = rules.any_of(call_rules(rules, tools))
     call = objects(rules, tools, "parameters")
     fence = literal(f"\n{_FENCE}")
-    heads = {tool.name: literal(f' {literal(tool.name)}, "parameters": ') for tool in tools}
-    named = rules.any_of(f'{heads[tool.name]} {tool.json()} "}}"' for tool in tools)
+    named = objects(rules, tools, "parameters", begun=True)
     return Shape(
         [
             Section(f'"\\n" {code}', more=f'"\\n" {code}', close=fence),

@@ -10,14 +10,15 @@ _BLANKS: Final = r"[ \t\r\n]{0,8}"
 blanks without end does that, too."""
 
 
-def objects(rules: Rules, tools: Sequence[Wanted], arguments: str, rest: str = "") -> str:
+def objects(rules: Rules, tools: Sequence[Wanted], arguments: str, rest: str = "", *, begun: bool = False) -> str:
     """Add a rule for a call of one of the tools, and return its name.
 
     arguments  the key of the arguments
     rest       regular expression of further members
+    begun      whether the marker in front of the call ends with the key of the name
     """
-    head, middle = rf'/\{{{_BLANKS}"name": ?/', f'/,{_BLANKS}"{arguments}": ?/'
-    return rules.any_of(f"{head} {literal(literal(tool.name))} {middle} {tool.json()} {_end(rest)}" for tool in tools)
+    head, middle = "/ ?" if begun else rf'/\{{{_BLANKS}"name": ?', f'/,{_BLANKS}"{arguments}": ?/'
+    return rules.any_of(f"{head}{escaped(literal(tool.name))}/ {middle} {tool.json()} {_end(rest)}" for tool in tools)
 
 
 def opened(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from answer_formats import plain_json
 from answer_formats.families import FAMILIES
 from answer_formats.parser import Tool
 
@@ -128,6 +129,10 @@ def _gemma(begin: str, end: str, quote: str) -> Callable[[Sequence[Call]], str]:
     return lambda calls: "".join(f"{begin}call:{name}{written(arguments)}{end}" for name, arguments in calls)
 
 
+def _plain_json(calls: Sequence[Call]) -> str:
+    return plain_json.calls_text(calls)
+
+
 WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "hermes": ("hermes", _hermes),
     "qwen3_coder": ("qwen3_coder", _qwen3_coder),
@@ -140,6 +145,7 @@ WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "gemma3, code": ("gemma3", _tool_code),
     "function_gemma": ("function_gemma", _gemma("<start_function_call>", "<end_function_call>", "<escape>")),
     "gemma4": ("gemma4", _gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "json, fence": ("json", lambda calls: f"```json\n{_plain_json(calls)}\n```"),
 }
 """For each way to write calls: the name of its format, and the function that writes calls."""
 _OWN_ENDS = {
@@ -159,4 +165,4 @@ def markers_in_a_string(format: str) -> Call:
 
 def bare(format: str) -> Callable[[Sequence[Call]], str] | None:
     """Return the function that writes calls without a marker, which begin an answer; None if a format has none."""
-    return {"llama3": _llama3, "gemma3": lambda calls: _llama3(calls[:1])}.get(format)
+    return {"llama3": _llama3, "gemma3": lambda calls: _llama3(calls[:1]), "json": _plain_json}.get(format)

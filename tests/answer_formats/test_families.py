@@ -104,7 +104,7 @@ def test_without_tools_calls_are_text(way: str) -> None:
     assert parsed(format, list(text), tools=False) == [("text", text)]
 
 
-@pytest.mark.parametrize("format", ["llama3", "gemma3"])
+@pytest.mark.parametrize("format", ["llama3", "gemma3", "json"])
 def test_a_call_without_a_marker(format: str) -> None:
     write = bare(format)
     assert write is not None

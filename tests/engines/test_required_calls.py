@@ -44,9 +44,9 @@ def test_calls_that_the_model_begins_itself(walker: Walker, format: str, seed: i
     rng = random.Random(f"{format}{seed}")
     request = request_of(rng, "auto")
     begins = [f"I see.\n{FAMILIES[format].begins[0]}"]
-    if bare(format) is not None:
+    if (write := bare(format)) is not None:
         assert request.tools is not None
-        begins.append(f'\n{{"name": "{request.tools[0]["function"]["name"]}", "parameters": {{')
+        begins.append("\n" + write([(request.tools[0]["function"]["name"], {})]).removesuffix("}}"))
     for begin in begins:
         constraint = walker.constraint(format, request)
         assert constraint.free
