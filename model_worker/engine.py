@@ -70,7 +70,7 @@ class Capabilities:
     offered         names of the optional fields of a request that may differ from their neutral default: those of
                     SamplingParams, and min_tokens, stop_on_loop, stop_token_ids, banned_strings, token_healing,
                     json_schema, regex, choice, tools (calls under the schemas of tools), reasoning_budget, logprobs,
-                    top_logprobs, negative_prompt
+                    top_logprobs, prompt_logprobs, negative_prompt
     chat            whether the model has a chat template
     device          for people: "cpu", "NVIDIA H200", ...
     attention       for people: how the engine computes attention, and the reason if that is not the best way
@@ -118,6 +118,24 @@ PLAIN: Final = Layout()
 """An answer of which nothing is known, and of which nothing is wanted."""
 
 
+PIECE = 256
+"""Tokens of a prompt whose log-probabilities one event reports: up to the next token whose number is a multiple of
+this. So the number of events that a client has says which tokens it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Which log-probabilities of a prompt to report.
+
+    top    the number of likeliest tokens at each place
+    first  the number of the first token that is reported, counted from 0; at least 1, and less than the tokens of the
+           prompt, unless the prompt has a single token. If another worker has reported some, it is the next one
+    """
+
+    top: int
+    first: int = 1
+
+
 @dataclass(frozen=True)
 class Job:
     """One request, ready for the engine.
@@ -132,6 +150,7 @@ class Job:
     constraint       the shape that the answer must have, as Intake.constraint; see engines.constraint
     lazy             whether the constraint begins with the first call of a tool (engines.gated)
     layout           how the answer is written
+    prompt_logprobs  None, or which log-probabilities of the prompt to report
     resumed_ids      the first tokens of the answer, which another worker computed before it died
 
     The client has received the ``resumed_ids`` and all text that they complete. The engine computes them like a prompt,
@@ -156,6 +175,7 @@ class Job:
     constraint: tuple[str, str] | None = None
     lazy: bool = False
     layout: Layout = PLAIN
+    prompt_logprobs: PromptScoring | None = None
     resumed_ids: tuple[int, ...] = ()
 
 
@@ -182,6 +202,28 @@ class NewTokens:
     token_ids: Sequence[int]
     text: str
     logprobs: Sequence[DrawnToken] = ()  # one for each of token_ids, if the request asked for them
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the next tokens of a prompt. All of them come before the first of NewTokens and Finished.
+
+    The tokens are those up to the next one whose number is a multiple of PIECE, or up to the prompt's end. The only
+    piece of a prompt of one token has no tokens.
+
+    first     the number of the first token, counted from 0
+    top       the number of likeliest tokens at each place
+    before    the id of the token before the first one
+    ids       u32, little endian: for each token its own id and those of the ``top`` likeliest, best first
+    logprobs  f32, little endian: of ``ids``, as in DrawnToken
+    """
+
+    job: int
+    first: int
+    top: int
+    before: int
+    ids: bytes
+    logprobs: bytes
 
 
 @dataclass(slots=True)
@@ -239,7 +281,7 @@ class Failed:
     error: WireError
 
 
-EngineEvent = NewTokens | Finished | Failed | Prefilling
+EngineEvent = NewTokens | PromptLogprobs | Finished | Failed | Prefilling
 
 
 @dataclass

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from model_worker.answer_format import UNKNOWN, AnswerFormat, calls_text
-from model_worker.engine import PLAIN, Engine, Job, Layout, LoadError
+from model_worker.engine import PIECE, PLAIN, Engine, Job, Layout, LoadError, PromptScoring
 from protocol.chat import ChatFields
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
@@ -19,6 +19,10 @@ NO_VARIANT: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_BYTES_PER_TOKEN = 16
 """The most bytes of a prompt for each token of context. A longer prompt is refused before it is tokenized, because
 tokenizing it would stall the loop. English text has 4 to 5 bytes per token."""
+
+MOST_PROMPT_LOGPROBS: Final = 1 << 20
+"""The most log-probabilities of a prompt. As JSON they take about 40 MB, which a gateway holds for one request. It is
+enough for 20 likeliest tokens at each place of 49,000 tokens."""
 
 
 class Intake:
@@ -108,11 +112,15 @@ class Intake:
         resumed_ids: tuple[int, ...],
         rendered: str | None = None,
         variant: Mapping[str, Any] = NO_VARIANT,
+        events: int = 0,
     ) -> Job:
         """Return the engine's job for a request. Raises RequestError; its field "prompt" means the prompt in any form.
 
         rendered  the text that the chat template made of ``conversation``
         variant   as in ``parse``
+        events    the number of events that another worker has sent
+
+        If the request has a max_tokens of 0, the job draws one token, which is not for the client.
         """
         prompt_ids = self._encode(request, rendered)
         most = self._limits.get("prompt_tokens", len(prompt_ids))
@@ -136,7 +144,7 @@ class Intake:
         return Job(
             job_id,
             tuple(prompt_ids),
-            max_tokens,
+            max_tokens or 1,
             request,
             request.stop,
             min_new_tokens=request.min_tokens,
@@ -145,6 +153,7 @@ class Intake:
             banned_strings=request.banned_strings,
             token_healing=request.token_healing,
             top_logprobs=request.top_logprobs if request.logprobs else None,
+            prompt_logprobs=_scoring(request, len(prompt_ids), resumed_ids, events),
             negative_ids=self._negative(request),
             constraint=self.constraint(request),
             lazy=request.tool_choice == "auto" and request.constraint is None,
@@ -192,6 +201,30 @@ class Intake:
                 field=field,
                 code=ErrorCode.CONTEXT_OVERFLOW,
             )
+
+
+def _scoring(request: GenerateRequest, tokens: int, resumed_ids: Sequence[int], events: int) -> PromptScoring | None:
+    """Return which log-probabilities of a prompt of ``tokens`` the client still lacks. Raises RequestError."""
+    top, first = request.prompt_logprobs, request.prompt_logprobs_from
+    if top is None:
+        return None
+    if first > max(1, tokens - 1):
+        raise RequestError(
+            f"prompt_logprobs_from is {first}: the prompt has {tokens} tokens, counted from 0",
+            field="prompt_logprobs_from",
+        )
+    if (tokens - first) * (top + 1) > MOST_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"prompt_logprobs is {top}: {tokens - first} tokens of the prompt have {(tokens - first) * (top + 1)} "
+            f"log-probabilities, at most {MOST_PROMPT_LOGPROBS} are reported: ask for fewer, or give a higher "
+            "prompt_logprobs_from",
+            field="prompt_logprobs",
+        )
+    if events:  # the first events are pieces of the prompt: see PromptLogprobs
+        first = ((first - 1) // PIECE + events) * PIECE + 1
+        if resumed_ids or first >= tokens:
+            return None
+    return PromptScoring(top, first)
 
 
 def variant_of(carry: Mapping[str, Any]) -> Mapping[str, Any]:

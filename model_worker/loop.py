@@ -7,15 +7,25 @@ the constraint of a job has to be compiled, the job goes back to the supervisor 
 import itertools
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from model_worker.answer_format import UNKNOWN, AnswerFormat
-from model_worker.engine import DrawnToken, Engine, EngineEvent, Failed, Finished, NewTokens, Prefilling
+from model_worker.engine import (
+    DrawnToken,
+    Engine,
+    EngineEvent,
+    Failed,
+    Finished,
+    NewTokens,
+    Prefilling,
+    PromptLogprobs,
+)
 from model_worker.intake import Intake, prompt_field, variant_of
 from model_worker.link import SupervisorLink
 from model_worker.moves import Moves
@@ -62,20 +72,23 @@ class _Tracked(JobCursor):
 
     opening  what the first event says about the answer; empty if it says nothing, or has been sent
     cut      the most tokens of the answer, if the context has cut the request's max_tokens; else None
+    empty    whether the answer is empty whatever the engine draws (max_tokens 0)
     """
 
-    __slots__ = ("carry", "cut", "opening", "prompt_tokens")
+    __slots__ = ("carry", "cut", "empty", "opening", "prompt_tokens")
 
     def __init__(self, channel: int, request: int, seq: int, tokens: int, carry: dict[str, Any]) -> None:
         super().__init__(channel, request, seq, tokens)
         self.prompt_tokens, self.carry = 0, carry
         self.opening: dict[str, Any] = {}
         self.cut: int | None = None
+        self.empty = False
 
 
 @dataclass(slots=True)
 class _Unopened:
-    """Stands for a job whose first event has more than a text. The outbox leaves such a job's events to the loop."""
+    """Stands for a job whose first event has more than a text, or whose answer is empty. The outbox leaves such a job's
+    events to the loop."""
 
     job: _Tracked
 
@@ -242,7 +255,9 @@ class WorkerLoop:
     def _start(self, job_id: int, tracked: _Tracked, asked: GenerateRequest, rendered: str | None = None) -> None:
         resumed_ids = tuple(memoryview(tracked.carry.get("token_ids", b"")).cast("I"))
         try:
-            job = self._intake.job(job_id, asked, resumed_ids, rendered, variant=variant_of(tracked.carry))
+            job = self._intake.job(
+                job_id, asked, resumed_ids, rendered, variant=variant_of(tracked.carry), events=tracked.seq
+            )
             self._engine.submit(job)
         except WireError as e:
             if e.field == "prompt":
@@ -257,13 +272,14 @@ class WorkerLoop:
         _log.debug("request %d-%d: %d tokens of prompt", tracked.channel, tracked.request, tracked.prompt_tokens)
         if asked.cut_to_context and asked.max_tokens is not None and job.max_new_tokens < asked.max_tokens:
             tracked.cut = job.max_new_tokens
+        tracked.empty = asked.max_tokens == 0
         if not tracked.seq:
             if asked.with_format:
                 tracked.opening["format"] = self._format.to_wire(inside=job.layout.place == "inside")
             if tracked.cut is not None:
                 tracked.opening["max_tokens"] = tracked.cut
-            if tracked.opening:
-                self._jobs[job_id] = _Unopened(tracked)
+        if tracked.opening or tracked.empty:
+            self._jobs[job_id] = _Unopened(tracked)
         self._job_ids[tracked.channel, tracked.request] = job_id
 
     def _ask(self, number: int, verb: str, body: bytes) -> None:
@@ -303,12 +319,18 @@ class WorkerLoop:
         # KeyError ends the process (invariant 2 in docs/invariants.md).
         if isinstance(event, NewTokens):
             tracked = _opened(self._jobs[event.job])
-            if event.token_ids or event.text:
+            if (event.token_ids or event.text) and not tracked.empty:
                 self._jobs[event.job] = tracked
                 fields: dict[str, object] = {"text": event.text}
                 if event.logprobs:
                     fields["logprobs"] = self._logprobs(event.logprobs)
                 self._send(tracked, event.token_ids, fields, 0)
+            return
+        if isinstance(event, PromptLogprobs):
+            tracked = _opened(self._jobs[event.job])
+            if not tracked.empty:
+                self._jobs[event.job] = tracked
+            self._send(tracked, (), {"text": "", "prompt_logprobs": self._prompt_logprobs(event)}, 0)
             return
         if isinstance(event, Prefilling):
             tracked = _opened(self._jobs[event.job])
@@ -318,6 +340,10 @@ class WorkerLoop:
         tracked = self._forget(event.job)
         if isinstance(event, Failed):
             self._send_error(tracked, event.error)
+            return
+        if tracked.empty:
+            event = replace(event, token_ids=(), completion_tokens=0, logprobs=(), stop_string=None)
+            self._send_finished(tracked, (), "", FinishReason.LENGTH, event)
             return
         self._send_finished(tracked, event.token_ids, event.text, event.finish_reason, event)
 
@@ -364,6 +390,18 @@ class WorkerLoop:
             [token.logprob, spell(token.token_id), [[other, logprob, spell(other)] for other, logprob in token.top]]
             for token in tokens
         ]
+
+    def _prompt_logprobs(self, piece: PromptLogprobs) -> dict[str, Any]:
+        known = sorted({piece.before, *memoryview(piece.ids).cast("I")})
+        return {
+            "first": piece.first,
+            "top": piece.top,
+            "ids": piece.ids,
+            "logprobs": piece.logprobs,
+            "before": piece.before,
+            "known": array("I", known).tobytes(),
+            "bytes": [self._token_bytes(token) for token in known],
+        }
 
     def _send_error(self, tracked: _Tracked, error: WireError) -> None:
         _log.debug("request %d-%d: failed (%s)", tracked.channel, tracked.request, error.code.wire_name)

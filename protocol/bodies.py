@@ -199,6 +199,26 @@ class AnswerFormat(TypedDict):
     """True if the prompt ended within the reasoning, so that the answer begins within it."""
 
 
+class PromptLogprobsPiece(TypedDict):
+    """Log-probabilities of some neighbouring tokens of a prompt, packed: a long prompt has many."""
+
+    first: int
+    """The number of the first of these tokens in the prompt, counted from 0."""
+    top: int
+    """The number of likeliest tokens at each place. It is `prompt_logprobs`, or the size of the vocabulary."""
+    ids: bytes
+    """Token ids, u32, little endian: for each of the tokens its own id, then `top` ids of the likeliest tokens at its
+    place, best first."""
+    logprobs: bytes
+    """The log-probabilities of `ids`, in their order: floats of 32 bits, little endian. One may be minus infinity."""
+    before: int
+    """The id of the token before the first of these tokens."""
+    known: bytes
+    """The distinct ids in `ids` and `before`, ascending: u32, little endian."""
+    bytes: list[bytes]
+    """What each of `known` adds to the text, as in `logprobs` of a delta."""
+
+
 class DeltaEvent(TypedDict):
     """The map of an event without a terminal flag."""
 
@@ -210,6 +230,10 @@ class DeltaEvent(TypedDict):
     float, is the natural logarithm of the token's probability by the model alone, before penalties, bias and
     temperature. `bytes`, a bin, is what the token adds to the text: UTF-8, of which a character may be incomplete.
     `top`, an array, holds the likeliest tokens at this place, best first, each as `[id, logprob, bytes]`."""
+    prompt_logprobs: NotRequired[PromptLogprobsPiece]
+    """If the request asked for `prompt_logprobs`. Such events come before all events with tokens, in the order of the
+    prompt. Each has the next tokens up to one whose number is a multiple of 256, and no text and no ids of its own. A
+    prompt of one token has one such event, without tokens."""
     format: NotRequired[AnswerFormat]
     """With the first event of an answer, if the request asked `with_format`."""
     max_tokens: NotRequired[Tokens]

@@ -82,8 +82,9 @@ class GenerateRequest(SamplingParams, ChatFields):
     """A text. It is used as it is, without a chat template."""
     token_ids: bytes | None = None
     """Token ids as bytes: u32, little endian."""
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    """Most tokens of the answer. Unset: the model's default or limit, and at most what is left of the context."""
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    """Most tokens of the answer. Unset: the model's default or limit, and at most what is left of the context. With 0
+    the prompt is read, and the answer is empty; a conversation needs at least 1."""
     cut_to_context: bool = False
     """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves of the context. Without
     it, such a request is refused."""
@@ -132,6 +133,13 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Report each token's log-probability (natural) by the model alone, before any sampling parameter."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     """The number of likeliest tokens to report with each token. Needs logprobs."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Report the log-probability of each token of the prompt but the first, and this number of likeliest tokens at its
+    place. 0: no likeliest tokens. Log-probabilities are those of `logprobs`. At most 1,048,576 of them are reported:
+    tokens of the prompt times this number plus one. Unset: none."""
+    prompt_logprobs_from: Annotated[int, Field(ge=1, le=1 << 31)] = 1
+    """The first token of the prompt, counted from 0, whose log-probability is reported. What stands before it may come
+    from the cache. Needs prompt_logprobs."""
     with_format: bool = False
     """Say with the first event of the answer how the model writes reasoning and calls of tools, in the key `format`.
     Keep the markers of reasoning and calls in the text, also where they are special tokens. Stop strings then act in
@@ -188,10 +196,21 @@ class GenerateRequest(SamplingParams, ChatFields):
             raise FieldsDisagree("whitespace_flexible", "is true: needs json_schema")
         if self.top_logprobs and not self.logprobs:
             raise FieldsDisagree("top_logprobs", f"is {self.top_logprobs}: needs logprobs to be true")
+        self._check_prompt_logprobs()
         self._check_format()
         if self.negative_prompt is not None and self.cfg_scale == 1:
             raise FieldsDisagree("negative_prompt", "does nothing while cfg_scale is 1: give another cfg_scale")
         return self
+
+    def _check_prompt_logprobs(self) -> None:
+        if self.max_tokens == 0 and self.messages is not None:
+            raise FieldsDisagree("max_tokens", "is 0: must be at least 1 for messages")
+        if self.prompt_logprobs is None:
+            if self.prompt_logprobs_from != 1:
+                raise FieldsDisagree("prompt_logprobs_from", f"is {self.prompt_logprobs_from}: needs prompt_logprobs")
+        elif self.token_healing or self.cfg_scale != 1:
+            other = "token_healing" if self.token_healing else "cfg_scale"
+            raise FieldsDisagree("prompt_logprobs", f"cannot be given together with {other}")
 
     def _check_format(self) -> None:
         if self.messages is None:

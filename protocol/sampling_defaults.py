@@ -26,8 +26,8 @@ DEFAULTS: Final = frozenset(SamplingParams.model_fields) - {"seed"} | {
 }  # fmt: skip
 """Keys of ``sampling``."""
 LIMITS: Final[Mapping[str, type]] = {
-    "prompt_tokens": int, "max_tokens": int, "min_tokens": int, "top_logprobs": int, "temperature": float,
-    "max_temp": float, "cfg_scale": float,
+    "prompt_tokens": int, "max_tokens": int, "min_tokens": int, "top_logprobs": int, "prompt_logprobs": int,
+    "temperature": float, "max_temp": float, "cfg_scale": float,
 }  # fmt: skip
 """Keys of ``limits``. prompt_tokens is the longest prompt. Every other key names an option and bounds its value."""
 _LEAST: Final = {"prompt_tokens": 1, "max_tokens": 1}
@@ -52,6 +52,8 @@ def check_sampling(sampling: Any) -> None:
     if "max_tokens" in sampling:
         fields["max_tokens"] = sampling["max_tokens"]
     try:
+        if fields.get("max_tokens") == 0:
+            raise DefaultsProblem("max_tokens", "must be at least 1")
         GenerateRequest.model_validate(fields)
     except ValidationError as e:
         error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, DEFAULTS, {})

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from model_worker.engine import (
+    PIECE,
     Capabilities,
     ChatTemplate,
     DrawnToken,
@@ -25,6 +27,7 @@ from model_worker.engine import (
     LoadError,
     NewTokens,
     ProgressCallback,
+    PromptLogprobs,
 )
 from model_worker.engines.admission import check_job
 from model_worker.link import SupervisorLink
@@ -37,7 +40,7 @@ from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
 
 OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"} | {
-    "min_tokens", "logprobs", "top_logprobs",
+    "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
 """The request fields that this engine accepts. Each step has one possible token, so fields that change probabilities
 have no effect. Fields that force or forbid tokens are not offered."""
@@ -61,8 +64,24 @@ def _logprobs(job: Job, token: int) -> tuple[DrawnToken, ...]:
     return (DrawnToken(token, 0.0, ((token, 0.0),) if job.top_logprobs else ()),)
 
 
+def prompt_logprob(number: int, rank: int = -1) -> float:
+    """Return the log-probability that DeterministicEngine gives to a prompt's token of this number. ``rank``: to the
+    token of this rank at its place."""
+    return -(number + (rank + 1) / 32)
+
+
+def _piece(job: Job, first: int, top: int) -> PromptLogprobs:
+    last = min(-(-first // PIECE) * PIECE, len(job.prompt_ids) - 1)
+    ids, logprobs = array("I"), array("f")
+    for number in range(first, last + 1):
+        ids.extend((job.prompt_ids[number], *range(top)))
+        logprobs.extend(prompt_logprob(number, rank) for rank in range(-1, top))
+    return PromptLogprobs(job.id, first, top, job.prompt_ids[first - 1], ids.tobytes(), logprobs.tobytes())
+
+
 class DeterministicEngine:
-    """An engine whose token ids are bytes. Every step gives each active job one token.
+    """An engine whose token ids are bytes. Every step gives each active job one token, or one piece of its prompt's
+    log-probabilities.
 
     Options: step_s (seconds that a step takes), context, template (the chat template).
     """
@@ -76,6 +95,7 @@ class DeterministicEngine:
         self.spec = spec
         self.step_s = float(spec.options.get("step_s", 0.0))
         self.jobs: dict[int, tuple[Job, int]] = {}
+        self.unscored: dict[int, int] = {}
         self.pending: list[Job] = []
         self.steps = 0
 
@@ -127,8 +147,16 @@ class DeterministicEngine:
         while self.pending and len(self.jobs) < self.spec.max_batch_size:
             job = self.pending.pop(0)
             self.jobs[job.id] = (job, len(job.resumed_ids))
+            if job.prompt_logprobs is not None:
+                self.unscored[job.id] = job.prompt_logprobs.first
         events: list[EngineEvent] = []
         for job_id, (job, k) in list(self.jobs.items()):
+            if (first := self.unscored.pop(job_id, None)) is not None:
+                assert job.prompt_logprobs is not None
+                events.append(_piece(job, first, job.prompt_logprobs.top))
+                if (following := -(-first // PIECE) * PIECE + 1) < len(job.prompt_ids):
+                    self.unscored[job_id] = following
+                continue
             text = _token(bytes(job.prompt_ids), k)
             self.before_token(job, k)
             if k + 1 == job.max_new_tokens:
@@ -146,10 +174,12 @@ class DeterministicEngine:
 
     def cancel(self, job_id: int) -> None:
         self.jobs.pop(job_id, None)
+        self.unscored.pop(job_id, None)
         self.pending = [job for job in self.pending if job.id != job_id]
 
     def reset(self) -> None:
         self.jobs.clear()
+        self.unscored.clear()
         self.pending.clear()
 
     def stats(self) -> EngineStats:

@@ -53,7 +53,11 @@ CHAT_ONLY: Final = frozenset(
     }
 )  # fmt: skip
 """Options of chats: they go to the chat template, or say how the model reasons and calls tools."""
-OWN: Final = frozenset(RequestOptions.__annotations__) - CHAT_ONLY - {"token_ids", "on_behalf_of", "trace_ids", "notes"}
+OWN: Final = (
+    frozenset(RequestOptions.__annotations__)
+    - CHAT_ONLY
+    - {"token_ids", "on_behalf_of", "trace_ids", "notes", "prompt_logprobs", "prompt_logprobs_from"}
+)
 """Options of this project that both kinds of requests give by their own names. Only the gateway names the caller
 and the HTTP request."""
 

@@ -89,6 +89,7 @@ def _check_offered(job: Job, offered: Collection[str]) -> None:
         "token_healing": job.token_healing,
         "logprobs": job.top_logprobs is not None,
         "top_logprobs": bool(job.top_logprobs),
+        "prompt_logprobs": job.prompt_logprobs is not None,
         "negative_prompt": job.negative_ids is not None,
         "reasoning_budget": job.layout.budget is not None,
     }

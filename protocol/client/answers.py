@@ -1,6 +1,7 @@
 """The parts of an answer that a program gets, and the client's state of a request and of a call."""
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any
@@ -30,17 +31,57 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of some neighbouring tokens of a prompt. They stay packed as they came, since a prompt may have
+    a million of them: ``tokens`` unpacks them.
+
+    first     the number of the first token in the prompt, counted from 0
+    top       the number of likeliest tokens at each place
+    before    the token before the first one, and the bytes that it adds to the text
+    ids       for each token its id, then those of the ``top`` likeliest tokens at its place, best first
+    logprobs  the log-probabilities of ``ids``
+    known     the bytes that each id adds to the text
+    """
+
+    first: int
+    top: int
+    before: tuple[int, bytes]
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    known: Mapping[int, bytes]
+
+    def __len__(self) -> int:
+        return len(self.ids) // (1 + self.top)
+
+    def tokens(self) -> tuple[TokenLogprob, ...]:
+        """Return the tokens with their log-probabilities."""
+        width, known = 1 + self.top, self.known
+        entries = [
+            TokenLogprob(token_id, logprob, known[token_id])
+            for token_id, logprob in zip(self.ids, self.logprobs, strict=True)
+        ]
+        return tuple(
+            TokenLogprob(own.token_id, own.logprob, own.bytes, tuple(entries[at + 1 : at + width]))
+            for at in range(0, len(entries), width)
+            for own in (entries[at],)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A new piece of an answer. Text and token ids may arrive apart: either may be empty.
 
     text       the new text
     token_ids  the ids of the new tokens
     logprobs   one for each token id, if the request asked for them
+    prompt     log-probabilities of the prompt's next tokens, if the request asked for prompt_logprobs. Such a delta
+               has no text and no token ids, and comes before the answer
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +122,7 @@ class Completion:
                    the end) and ``tokens_per_s`` (while decoding). Times that were not measured are missing
     logprobs       one for each token id, if the request asked for them
     stop_string    the stop string that ended the answer; None if none has
+    prompt_logprobs  as ``Stream.prompt_logprobs``
     """
 
     text: str
@@ -90,6 +132,7 @@ class Completion:
     timings: dict[str, Any]
     logprobs: tuple[TokenLogprob, ...] = ()
     stop_string: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -121,6 +164,7 @@ class StreamState:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt: list[PromptLogprobs] = field(default_factory=list)
     format: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
 
@@ -149,6 +193,30 @@ def read_logprobs(token_ids: tuple[int, ...], entries: Any) -> tuple[TokenLogpro
         )
     except (TypeError, ValueError):
         raise FrameError(ErrorCode.BAD_FRAME, "its logprobs have the wrong shape") from None
+
+
+def read_prompt_logprobs(given: Any) -> PromptLogprobs:
+    """Return the log-probabilities of a prompt's tokens from the wire. Raises FrameError for another shape."""
+    try:
+        first, top, before = given["first"], given["top"], given["before"]
+        (ids, logprobs, known), spelled = (_checked_bin(given[n]) for n in ("ids", "logprobs", "known")), given["bytes"]
+        if not (type(first) is type(top) is type(before) is int and first > 0 <= top and type(spelled) is list):
+            raise ValueError
+        if any(type(each) is not bytes for each in spelled):
+            raise ValueError
+        names = dict(zip(known.cast("I"), spelled, strict=True))
+        piece = PromptLogprobs(first, top, (before, names[before]), ids.cast("I"), logprobs.cast("f"), names)
+        if len(piece.ids) != len(piece.logprobs) or len(piece.ids) % (1 + top) or not names.keys() >= set(piece.ids):
+            raise ValueError
+        return piece
+    except (TypeError, ValueError, LookupError):
+        raise FrameError(ErrorCode.BAD_FRAME, "its prompt_logprobs have the wrong shape") from None
+
+
+def _checked_bin(data: Any) -> memoryview:
+    if type(data) is not bytes:
+        raise ValueError
+    return memoryview(data)  # a cast refuses a length that is no multiple of four
 
 
 def read_format(given: Any) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class RequestOptions(TypedDict, total=False):
     whitespace_flexible: bool | None
     logprobs: bool | None
     top_logprobs: int | None
+    prompt_logprobs: int | None
+    prompt_logprobs_from: int | None
     preset: Literal["none", "steady"] | None
     negative_prompt: str | None
     # other names, which other servers use

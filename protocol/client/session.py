@@ -8,7 +8,16 @@ from collections import deque
 from typing import Any
 
 from protocol import limits
-from protocol.client.answers import CallState, Delta, StreamState, Touched, read_format, read_logprobs, read_report
+from protocol.client.answers import (
+    CallState,
+    Delta,
+    StreamState,
+    Touched,
+    read_format,
+    read_logprobs,
+    read_prompt_logprobs,
+    read_report,
+)
 from protocol.client.request_builder import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
@@ -86,6 +95,8 @@ class ClientSession:
             state.text.append(delta.text)
             state.token_ids.extend(delta.token_ids)
             state.logprobs.extend(delta.logprobs)
+            if delta.prompt is not None:
+                state.prompt.append(delta.prompt)
             self._consumed(state, 1)
             return delta
         if state.ended:
@@ -209,9 +220,13 @@ class ClientSession:
             state.max_tokens = fields["max_tokens"]
         if "format" in fields:
             state.format = read_format(fields["format"])
-        if kept := bool(ids or text) and not state.abandoned:
+        prompt = fields.get("prompt_logprobs")
+        if kept := (bool(ids or text) or prompt is not None) and not state.abandoned:
             entries = fields.get("logprobs")
-            state.deltas.append(Delta(text, ids, read_logprobs(ids, entries)) if entries else Delta(text, ids))
+            if prompt is not None:
+                state.deltas.append(Delta(text, ids, prompt=read_prompt_logprobs(prompt)))
+            else:
+                state.deltas.append(Delta(text, ids, read_logprobs(ids, entries)) if entries else Delta(text, ids))
         # Set this last. A thread that reads checks without the lock whether the request has ended and all was taken.
         state.ended = bool(terminal)
         if not kept:

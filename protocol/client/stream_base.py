@@ -54,6 +54,15 @@ class StreamBase:
         return tuple(self._state.logprobs)
 
     @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the prompt's tokens that were read so far, if the request asked for them.
+
+        The first is that of token ``prompt_logprobs_from``, counted from 0. The first token of a prompt has none. They
+        are unpacked at each call.
+        """
+        return tuple(token for piece in self._state.prompt for token in piece.tokens())
+
+    @property
     def format(self) -> dict[str, Any]:
         """The way in which the model writes reasoning and calls of tools, if the request asked ``with_format``.
 
@@ -153,6 +162,7 @@ class StreamBase:
             self.timings,
             self.logprobs,
             self.stop_string,
+            self.prompt_logprobs,
         )
 
 

@@ -110,11 +110,11 @@ def serving() -> Iterator[Serving]:
 
 def test_the_session_of_a_client(serving: Serving) -> None:
     with Recorder(serving.runtime_dir) as client:
-        client.generate(1, "a", "p", max_tokens=5, logprobs=True, top_logprobs=1)
+        client.generate(1, "a", "p", max_tokens=5, logprobs=True, top_logprobs=1, prompt_logprobs=1)
         client.generate(2, "nobody", "p")
         client.generate(3, "stopped", "p")
         client.generate(4, "a", "p", route={"deadline_ms": 0})
-        client.generate(5, "a", "p", max_tokens=0)
+        client.generate(5, "a", "p", max_tokens=-1)
         client.generate(6, "a", "p", max_tokens=6000)
         client.generate(7, "a", "p", logit_bias={"1": 1})
         client.generate(8, "a", "p", max_tokens=4000)
@@ -237,4 +237,4 @@ def test_the_client_that_was_written_from_the_page_alone(serving: Serving) -> No
     """The client grants credit for a long answer, and gets errors both as refusals and as events."""
     assert run_example(serving, "a", "p", "1000").stdout == f"{answer('p', 1000)}\n[length]\n"
     assert "no model 'nobody' is configured" in run_example(serving, "nobody", "p").stderr
-    assert "max_tokens is 0" in run_example(serving, "a", "p", "0").stderr
+    assert "max_tokens is -1" in run_example(serving, "a", "p", "-1").stderr

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model_worker.engine import DrawnToken, Engine, Failed, Finished, Job, NewTokens, Prefilling
+from model_worker.engine import (
+    PIECE,
+    DrawnToken,
+    Engine,
+    Failed,
+    Finished,
+    Job,
+    NewTokens,
+    Prefilling,
+    PromptLogprobs,
+)
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
 
@@ -21,6 +31,7 @@ class Outcome:
 
     sizes     the number of ids that had come by the end of each of ``deltas``
     progress  the number of computed prompt tokens in each report
+    pieces    log-probabilities of the prompt
     """
 
     job: Job
@@ -30,9 +41,34 @@ class Outcome:
     sizes: list[int] = field(default_factory=list)
     logprobs: list[DrawnToken] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
+    pieces: list[PromptLogprobs] = field(default_factory=list)
     finished: Finished | None = None
     failed: RequestError | None = None
     cancelled: bool = False
+
+    @property
+    def prompt_logprobs(self) -> list[DrawnToken]:
+        """The log-probabilities of the prompt's tokens."""
+        found: list[DrawnToken] = []
+        for piece in self.pieces:
+            pairs = list(zip(memoryview(piece.ids).cast("I"), memoryview(piece.logprobs).cast("f"), strict=True))
+            width = 1 + piece.top
+            starts = range(0, len(pairs), width)
+            found += [DrawnToken(*pairs[at], tuple(pairs[at + 1 : at + width])) for at in starts]
+        return found
+
+    def take_piece(self, piece: PromptLogprobs) -> None:
+        """Check that a piece follows the one before, and add it."""
+        scoring, prompt = self.job.prompt_logprobs, self.job.prompt_ids
+        assert scoring is not None
+        assert not self.ids, "log-probabilities of the prompt behind the first token"
+        before = self.pieces[-1] if self.pieces else None
+        first = scoring.first if before is None else (before.first - 1) // PIECE * PIECE + PIECE + 1
+        last = min(-(-first // PIECE) * PIECE, len(prompt) - 1)
+        assert (piece.first, piece.before) == (first, prompt[first - 1])
+        own = memoryview(piece.ids).cast("I")[:: 1 + piece.top]
+        assert tuple(own) == prompt[first : last + 1]
+        self.pieces.append(piece)
 
     @property
     def reason(self) -> str:
@@ -84,6 +120,13 @@ class Driver:
             if isinstance(event, Failed):
                 outcome.failed = event.error
                 continue
+            if isinstance(event, PromptLogprobs):
+                outcome.take_piece(event)
+                continue
+            reported = outcome.pieces[-1].first - 1 if outcome.pieces else 0
+            if outcome.job.prompt_logprobs is not None:
+                assert outcome.pieces, "a token before the log-probabilities of the prompt"
+                assert reported // PIECE == max(0, len(outcome.job.prompt_ids) - 2) // PIECE
             outcome.text += event.text
             outcome.ids += event.token_ids
             outcome.logprobs += event.logprobs

@@ -139,7 +139,7 @@ def test_cancelling_what_is_not_there_says_nothing() -> None:
         ({"prompt": "x" * 10_000}, "prompt", "context_overflow"),
         ({"prompt": "x" * 60, "max_tokens": 5}, "max_tokens", "context_overflow"),
         ({"prompt": ""}, "prompt", "invalid_request"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_request"),
+        ({"max_tokens": -1}, "max_tokens", "invalid_request"),
         ({"temperature": float("nan")}, "temperature", "invalid_request"),
         ({"temprature": 1.0}, "temprature", "invalid_request"),
         ({"prompt": None, "token_ids": b"\xff\xff\xff\xff"}, "token_ids", "invalid_request"),

@@ -1,6 +1,8 @@
 """In a session alone, every request ends exactly once and reads as it was sent, in any order of events."""
 
 from dataclasses import dataclass, field
+from struct import Struct
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -180,6 +182,54 @@ def test_logprobs_reach_the_reader_with_their_tokens() -> None:
     session.take(state)
     assert [entry.token_id for entry in state.logprobs] == state.token_ids == [7, 8, 9]
     assert [entry.logprob for entry in state.logprobs] == [-0.25, -1.0, -2.0]
+
+
+def packed(kind: str, *values: float) -> bytes:
+    return Struct(f"<{len(values)}{kind}").pack(*values)
+
+
+PIECE: dict[str, Any] = {
+    "first": 1, "top": 1, "before": 5, "ids": packed("I", 6, 7), "logprobs": packed("f", -2.5, -0.125),
+    "known": packed("I", 5, 6, 7), "bytes": [b"a", b" b", b"caf\xc3"],
+}  # fmt: skip
+
+
+def test_prompt_logprobs_reach_the_reader_before_the_answer() -> None:
+    session = session_with_window()
+    state = session.generate("letters", {"prompt": "x", "prompt_logprobs": 1})
+    more = PIECE | {"first": 2, "before": 6}
+    for number, piece in enumerate((PIECE, more)):
+        session.receive(encode(events((state.id, number, 0, (), {"text": "", "prompt_logprobs": piece}))))
+    session.receive(encode(events((state.id, 2, 2, (8,), {"text": "x", "finish_reason": "stop"}))))
+    first, second, answer = (session.take(state) for _ in range(3))
+    assert first is not None
+    assert first.prompt is not None
+    assert (first.text, first.token_ids, first.prompt.first, first.prompt.before) == ("", (), 1, (5, b"a"))
+    (token,) = first.prompt.tokens()
+    assert (token.token_id, token.logprob, token.bytes) == (6, -2.5, b" b")
+    assert [(top.token_id, top.logprob, top.text) for top in token.top] == [(7, -0.125, "caf\ufffd")]
+    assert second is not None
+    assert second.prompt is not None
+    assert second.prompt.first == 2
+    assert answer is not None
+    assert (answer.text, answer.prompt) == ("x", None)
+
+
+@pytest.mark.parametrize("piece", [
+    5, [1], {}, *(PIECE | change for change in (
+        {"first": 0}, {"first": True}, {"top": -1}, {"top": 2}, {"before": 9}, {"before": "a"}, {"ids": "ab"},
+        {"ids": b"abc"}, {"ids": packed("I", 6)}, {"ids": packed("I", 6, 99)}, {"logprobs": packed("f", -1)},
+        {"logprobs": b"abcde"}, {"known": packed("I", 5, 6)}, {"bytes": [b"a"]}, {"bytes": ["a", "b", "c"]},
+        {"bytes": b"abc"},
+    )),
+])  # fmt: skip
+def test_prompt_logprobs_that_cannot_be_read_end_the_stream(piece: object) -> None:
+    session = session_with_window()
+    state = session.generate("letters", {"prompt": "x"})
+    session.receive(encode(events((state.id, 0, 0, (), {"text": "", "prompt_logprobs": piece}))))
+    with pytest.raises(WireError, match="prompt_logprobs have the wrong shape") as fault:
+        session.take(state)
+    assert fault.value.code is ErrorCode.INTERNAL
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ OFFERED = frozenset(
         "token_healing",
         "logprobs",
         "top_logprobs",
+        "prompt_logprobs",
     }
 )
 """Options of a request that the engine offers: the library has a processor for the option, or it needs none."""

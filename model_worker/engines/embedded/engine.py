@@ -22,6 +22,7 @@ from model_worker.engine import (
     Job,
     Prefilling,
     ProgressCallback,
+    PromptLogprobs,
 )
 from model_worker.engines.admission import check_job, left_to_draw
 from model_worker.engines.constraint import AnyConstraint
@@ -33,6 +34,7 @@ from model_worker.engines.embedded.load import check_room, device_name, load_mod
 from model_worker.engines.embedded.sampling import Sampler, log_probability
 from model_worker.engines.embedded.slot_model import SlotModel
 from model_worker.engines.healing import Healer
+from model_worker.engines.prompt_scores import PromptPieces, places_at_once, score
 from model_worker.engines.vetting import understood
 from protocol.errors import RequestError, WireError
 from protocol.process.worker_spec import EngineSpec
@@ -47,6 +49,7 @@ class _Running:
     row: int
     sampler: Sampler
     cached: int = 0
+    pieces: PromptPieces | None = None
 
     @property
     def to_prefill(self) -> int:
@@ -214,6 +217,8 @@ class TransformersEngine:
             answer = self._pending.popleft()
             sampler = Sampler(answer.job, self._drawable, self._tokenizer.eos_ids)
             running = _Running(answer, len(self._rows), sampler)
+            if (scoring := answer.job.prompt_logprobs) is not None:
+                running.pieces = PromptPieces(answer.job.id, answer.job.prompt_ids, scoring)
             self._rows.append(running)
             self._prefilling.append(running)
             self._by_id[answer.job.id] = running
@@ -221,31 +226,49 @@ class TransformersEngine:
     def _prefill(self) -> list[EngineEvent]:
         """Run one forward pass over the next prompts, padded to the longest, of at most chunk_size tokens in all.
 
-        Returns the progress of the prompts that are not complete. A prompt's last token is left to decoding, which
-        needs its logits; prefilling would throw them away.
+        Returns the progress of the prompts that are not complete, and log-probabilities of prompts. A prompt's last
+        token is left to decoding, which needs its logits.
         """
         group: list[_Running] = []
-        longest = 0
+        events: list[EngineEvent] = []
+        longest, chunk = 0, self._chunk_size
         for running in self._prefilling:
             widest = max(longest, running.to_prefill)
-            if group and widest * (len(group) + 1) > self._chunk_size:
+            chunk_with = min(chunk, places_at_once(self._vocab_size)) if running.pieces is not None else chunk
+            if group and widest * (len(group) + 1) > chunk_with:
                 break
+            chunk = chunk_with
             group.append(running)
             longest = widest
             running.answer.started = running.answer.started or time.monotonic()
         if longest:
             some = [r for r in group if r.to_prefill]
-            ids = [r.answer.given[r.cached : -1][: self._chunk_size] for r in some]
-            self._model.prefill([r.row for r in some], ids, [r.cached for r in some])
-            for running, done in zip(some, ids, strict=True):
+            ids = [r.answer.given[r.cached : -1][:chunk] for r in some]
+            scored = any(r.pieces is not None for r in some)
+            logits = self._model.prefill([r.row for r in some], ids, [r.cached for r in some], logits=scored)
+            for row, (running, done) in enumerate(zip(some, ids, strict=True)):
+                if running.pieces is not None:
+                    events += self._score(running.pieces, running.cached, logits[row, : len(done)])
                 running.cached += len(done)
                 self._counters.prefill_tokens += len(done)
         for running in group:
             if not running.to_prefill:
                 self._prefilling.popleft()
+                if running.pieces is not None:
+                    events += running.pieces.alone()
                 self._swap(running.row, self._decoding)
                 self._decoding += 1
-        return [Prefilling(r.answer.job.id, r.cached, len(r.answer.given)) for r in group if r.to_prefill]
+        events += [Prefilling(r.answer.job.id, r.cached, len(r.answer.given)) for r in group if r.to_prefill]
+        return events
+
+    def _score(self, pieces: PromptPieces, begin: int, logits: torch.Tensor) -> list[PromptLogprobs]:
+        """Return the pieces of a prompt that its places from ``begin`` on complete. logits: [places, vocab]."""
+        places = pieces.wanted(begin, begin + len(logits))
+        if not places:
+            return []
+        part = logits[places.start - begin : places.stop - begin, : self._drawable]
+        ids, logprobs = score(part, pieces.behind(places), pieces.top)
+        return pieces.add(ids.cpu().numpy(), logprobs.cpu().numpy())
 
     def _decode(self) -> list[EngineEvent]:
         batch = self._rows[: self._decoding]

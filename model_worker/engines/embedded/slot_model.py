@@ -20,7 +20,7 @@ class SlotModel:
 
     def __init__(self, model: Any, device: torch.device, rows: int, length: int) -> None:
         self._model, self._device = model, device
-        # Only the logits of the last position are needed, and in prefill none. Not every architecture has this
+        # Only the logits of the last position are needed, and in prefill mostly none. Not every architecture has this
         # parameter.
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self.cache = SlotCache(rows, length)
@@ -29,8 +29,13 @@ class SlotModel:
         self._zero = torch.zeros((), dtype=model.dtype, device=device)
         self._hidden = torch.full((), self._masked, dtype=model.dtype, device=device)
 
-    def prefill(self, rows: Sequence[int], ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """Put prompt tokens into rows: ``ids[i]`` from position ``starts[i]`` on. Shorter prompts are padded."""
+    def prefill(
+        self, rows: Sequence[int], ids: Sequence[Sequence[int]], starts: Sequence[int], *, logits: bool = False
+    ) -> torch.Tensor:
+        """Put prompt tokens into rows: ``ids[i]`` from position ``starts[i]`` on. Shorter prompts are padded.
+
+        Return logits [rows, tokens of the longest, vocab], which are complete only if ``logits`` asks for them.
+        """
         longest = max(map(len, ids))
         tokens = torch.zeros((len(ids), longest), dtype=torch.int64)
         for i, row in enumerate(ids):
@@ -42,7 +47,7 @@ class SlotModel:
         span = max(start + len(row) for start, row in zip(starts, ids, strict=True))
         # Only rows 0 to n-1 in order can be read without a copy.
         dense = list(rows) == list(range(len(rows)))
-        self._forward(tokens.to(self._device), list(rows), positions, span, dense=dense)
+        return self._forward(tokens.to(self._device), list(rows), positions, span, dense=dense, logits=logits)
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Return logits [n, vocab] after one more token in each of the rows 0 to n-1, at the given positions."""
@@ -52,7 +57,14 @@ class SlotModel:
         return logits[:, -1]
 
     def _forward(
-        self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, span: int, *, dense: bool
+        self,
+        ids: torch.Tensor,
+        rows: Sequence[int],
+        positions: torch.Tensor,
+        span: int,
+        *,
+        dense: bool,
+        logits: bool = False,
     ) -> torch.Tensor:
         index = self._places[: len(rows)] if dense else torch.tensor(rows, device=self._device)
         self.cache.select(index, positions, span, dense=dense)
@@ -66,10 +78,10 @@ class SlotModel:
             position_ids=positions.clamp(max=self._places.shape[0] - 2),
             past_key_values=self.cache,
             use_cache=True,
-            **self._keep,
+            **(dict.fromkeys(self._keep, 0) if logits else self._keep),  # 0 keeps all
         )
-        logits: torch.Tensor = output.logits
-        return logits
+        computed: torch.Tensor = output.logits
+        return computed
 
     @property
     def weight_bytes(self) -> int:
