@@ -14,10 +14,12 @@ from gateway.http.keep_alive import KeepAlive, comment
 from gateway.http.notes import notes_of
 from gateway.openai.chunks import Shape
 from gateway.openai.options import Wanted, read_chat, read_completion
+from gateway.openai.prompts import EchoedPrompt, WholePrompt, whole_prompt
 from gateway.openai.streaming import send_answers, timings_of, usage, usages_of
 from gateway.supervisor_link import SupervisorLink
-from protocol.client.answers import Progress
+from protocol.client.answers import Progress, text_in
 from protocol.client.async_streams import AsyncChoices, AsyncStream
+from protocol.client.request_builder import pack_token_ids
 from protocol.process.gateway_settings import GatewaySettings
 
 
@@ -52,6 +54,19 @@ def _answer(
     )
     trace_ids = trace_ids_of(request, shape.id)
 
+    async def echoed(index: int) -> EchoedPrompt:
+        """Return the prompt of an answer that has begun, so that a worker can turn its ids into text."""
+        prompt = prompts[index // wanted.n]
+        text = prompt.get("prompt")
+        if text is None:
+            params = {"model": wanted.model, "token_ids": pack_token_ids(prompt["token_ids"])}
+            text = text_in(await link.call(caller, "detokenize", **params))
+        options = wanted.options
+        return EchoedPrompt(text, options.get("top_logprobs") or 0 if options.get("logprobs") else None)
+
+    async def prompt_of(index: int, stream: AsyncStream) -> WholePrompt:
+        return await whole_prompt(stream.prompt, await echoed(index) if wanted.echo else None, wanted.vllm_top)
+
     async def stream(events: EventStream) -> None:
         progress: list[Progress | None] = [None]
         streams: tuple[AsyncStream, ...] = ()
@@ -61,7 +76,7 @@ def _answer(
 
         with keep_alive.keeping(events, silence), named(wanted):
             streams = begin(link.client, caller, wanted, prompts, progress, trace_ids)
-            await send_answers(events, streams, shape, wanted)
+            await send_answers(events, streams, shape, wanted, echoed if wanted.echo else None)
 
     async def whole() -> Response:
         with named(wanted):
@@ -69,10 +84,12 @@ def _answer(
             if is_chat:
                 answers = Answers(streams, wanted.tools)
                 parsed = await answers.complete()
-                body = shape.whole_chat(parsed, usage(answers.usages, wanted.n), timings_of(streams))
+                counts, times = usage(answers.usages, wanted.n), timings_of(streams)
+                body = shape.whole_chat(parsed, counts, times, await prompt_of(0, streams[0]))
             else:
                 texts = await AsyncChoices(streams, None).complete()
-                body = shape.whole(texts, usage(usages_of(streams), wanted.n), timings_of(streams))
+                shown = [await prompt_of(index, stream) for index, stream in enumerate(streams)]
+                body = shape.whole(texts, usage(usages_of(streams), wanted.n), timings_of(streams), shown)
         return Response(body, media_type="application/json")
 
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)

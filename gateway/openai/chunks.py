@@ -1,8 +1,8 @@
 """The JSON of answers in OpenAI's shapes: whole, and in the pieces of a stream."""
 
-import codecs
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 from uuid import uuid4
 
@@ -11,13 +11,13 @@ import orjson
 from answer_formats.parts import CallArguments, CallStart, Part, Reasoning, Text
 from gateway.answering import TOOL_CALLS, ParsedAnswer
 from gateway.http.errors import ApiError
-from protocol.client.answers import Completion, TokenLogprob
+from gateway.openai.logprobs import TextOffset, chat_logprobs, completion_logprobs
+from gateway.openai.prompts import WholePrompt
+from protocol.client.answers import Completion
 from protocol.messages import FinishReason
 from protocol.process.gateway_settings import ReasoningKey
 
 DONE: Final = b"data: [DONE]\n\n"
-LEAST_LOGPROB: Final = -9999.0
-"""Stands for minus infinity, which JSON cannot hold."""
 _REASONS: Final = {
     "stop": "stop",
     "length": "length",
@@ -78,42 +78,6 @@ def usage_of(prompts: Iterable[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     if details:
         usage["completion_tokens_details"] = details
     return usage
-
-
-class TextOffset:
-    """The place of the next token in an answer's text, in characters. A token may end within a character."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._at = 0
-
-    def add(self, token: bytes) -> int:
-        """Return where this token begins."""
-        begins = self._at
-        self._at += len(self._decoder.decode(token))
-        return begins
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return the ``logprobs`` of a chat's choice."""
-    return {
-        "content": [_chat_logprob(e) | {"top_logprobs": [_chat_logprob(t) for t in e.top]} for e in entries],
-        "refusal": None,
-    }
-
-
-def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": max(entry.logprob, LEAST_LOGPROB), "bytes": list(entry.bytes)}
-
-
-def completion_logprobs(entries: Sequence[TokenLogprob], offset: TextOffset) -> dict[str, Any]:
-    """Return the ``logprobs`` of a completion's choice. ``offset`` knows the tokens of the answer before these."""
-    return {
-        "tokens": [entry.text for entry in entries],
-        "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in entries],
-        "top_logprobs": [{top.text: max(top.logprob, LEAST_LOGPROB) for top in entry.top} for entry in entries],
-        "text_offset": [offset.add(entry.bytes) for entry in entries],
-    }
 
 
 class Shape:
@@ -219,21 +183,33 @@ class Shape:
         counts = {"choices": [], "usage": usage} | ({"timings": timings} if timings else {})
         return b"data: " + orjson.dumps(self._about | {"object": kind} | counts) + b"\n\n"
 
-    def whole(self, answers: Sequence[Completion], usage: dict[str, Any], timings: dict[str, Any]) -> bytes:
-        """Return the answers of a completion that is not streamed."""
-        choices = [
-            {
-                "index": index,
-                **ending(answer.finish_reason),
-                "text": answer.text,
-                "logprobs": completion_logprobs(answer.logprobs, TextOffset()) if answer.logprobs else None,
-            }
-            for index, answer in enumerate(answers)
-        ]
+    def whole(
+        self,
+        answers: Sequence[Completion],
+        usage: dict[str, Any],
+        timings: dict[str, Any],
+        prompts: Sequence[WholePrompt],
+    ) -> bytes:
+        """Return the answers of a completion that is not streamed. ``prompts``: what each shows of its prompt."""
+        choices = []
+        for index, (answer, prompt) in enumerate(zip(answers, prompts, strict=True)):
+            offset = TextOffset(len(prompt.text))
+            logprobs = completion_logprobs(answer.logprobs, offset) if answer.logprobs else None
+            choices.append(
+                {
+                    "index": index,
+                    **ending(answer.finish_reason),
+                    "text": prompt.text + answer.text,
+                    "logprobs": prompt.with_answer(logprobs),
+                    **prompt.prompt_logprobs,
+                }
+            )
         return self._whole("text_completion", choices, usage, timings)
 
-    def whole_chat(self, answers: Sequence[ParsedAnswer], usage: dict[str, Any], timings: dict[str, Any]) -> bytes:
-        """Return the answers of a chat that is not streamed."""
+    def whole_chat(
+        self, answers: Sequence[ParsedAnswer], usage: dict[str, Any], timings: dict[str, Any], prompt: WholePrompt
+    ) -> bytes:
+        """Return the answers of a chat that is not streamed. ``prompt``: what the answer shows of its prompt."""
         choices = [
             {
                 "index": index,
@@ -243,7 +219,7 @@ class Shape:
             }
             for index, answer in enumerate(answers)
         ]
-        return self._whole("chat.completion", choices, usage, timings)
+        return self._whole("chat.completion", choices, usage, timings, prompt.prompt_logprobs)
 
     def _message(self, answer: ParsedAnswer) -> dict[str, Any]:
         calls = [call_json(call.name, call.id, call.text) for call in answer.calls]
@@ -253,8 +229,15 @@ class Shape:
             message[self._reasoning_key] = reasoning
         return message | ({"tool_calls": calls} if calls else {})
 
-    def _whole(self, kind: str, choices: list[Any], usage: dict[str, Any], timings: dict[str, Any]) -> bytes:
-        body = self._about | {"object": kind, "choices": choices, "usage": usage}
+    def _whole(
+        self,
+        kind: str,
+        choices: list[Any],
+        usage: dict[str, Any],
+        timings: dict[str, Any],
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> bytes:
+        body = self._about | {"object": kind, "choices": choices, "usage": usage, **more}
         return orjson.dumps(body | ({"timings": timings} if timings else {}))
 
 

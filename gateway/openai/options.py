@@ -3,6 +3,7 @@
 The worker checks the values, and its errors name the option. This module refuses what the gateway does not offer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Final, cast
@@ -18,6 +19,10 @@ from protocol.messages import ROUTE_KEYS
 
 MOST_ANSWERS: Final = 128
 """Largest ``n``, as at OpenAI."""
+MOST_TOP: Final = 20
+"""Most of the likeliest tokens that are named at one place."""
+MOST_PROMPT_LOGPROBS: Final = 1 << 22
+"""Most log-probabilities of prompts in one answer, where a character counts as a token. As JSON they take 160 MB."""
 MOST_REQUESTS: Final = 1024
 """Most answers of one request for completions: its prompts times ``n``."""
 ABOUT_THE_ACCOUNT: Final = frozenset(
@@ -38,7 +43,7 @@ NOT_OFFERED: Final = {
     "moderation": "moderation is not offered",
     "suffix": "text after the gap is not offered",
     "best_of": "use n instead",
-    "echo": "the prompt is not sent back: /tokenize has its tokens",
+    "echo": "a chat sends no prompt back: completions do",
 }
 """Options of OpenAI's API that no model here has, each with the remedy."""
 NOTHING: Final[dict[str, Any]] = {"modalities": ["text"], "echo": False, "best_of": 1, "suffix": ""}
@@ -74,6 +79,9 @@ class Wanted:
     include_usage  whether the stream ends with an event that counts the tokens
     tools          the tools that the model may call
     notes          what was ignored or changed
+    echo           whether the answer begins with the prompt
+    vllm_top       vLLM's ``prompt_logprobs``: the number of likeliest tokens that the answer names for each place of
+                   the prompt. None: the answer has no such list
     """
 
     model: str
@@ -84,6 +92,8 @@ class Wanted:
     include_usage: bool
     tools: tuple[Tool, ...] = ()
     notes: Notes = field(default_factory=Notes)
+    echo: bool = False
+    vllm_top: int | None = None
 
 
 def read_chat(body: dict[str, Any], notes: Notes) -> Wanted:
@@ -143,12 +153,30 @@ def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list
         options |= {"logprobs": True, "top_logprobs": logprobs}
     elif logprobs:  # this project's own form of the option
         options["logprobs"] = logprobs
-    wanted = _read_rest(given, options, {"token_ids": called, "top_logprobs": "logprobs"}, notes)
+    names = {"token_ids": called, "top_logprobs": "logprobs"}
+    if (echo := _read_bool(given, "echo")) and "logprobs" in options:
+        options["prompt_logprobs"] = options.get("top_logprobs", given.get("top_logprobs") or 0)
+        names["prompt_logprobs"] = "logprobs"
+    wanted = replace(_read_rest(given, options, names, notes), echo=echo)
+    _check_prompts(prompts, wanted, called)
     if len(prompts) * wanted.n > MOST_REQUESTS:
         raise ApiError(
             400, f"{len(prompts)} prompts with n = {wanted.n}: at most {MOST_REQUESTS} answers at once", param=called
         )
     return prompts, wanted
+
+
+def _check_prompts(prompts: Sequence[str | list[int]], wanted: Wanted, called: str) -> None:
+    """Raise ApiError for prompts with too many log-probabilities for one answer."""
+    top = wanted.options.get("prompt_logprobs")
+    size = sum(map(len, prompts))
+    if type(top) is int and size * (top + 1) > MOST_PROMPT_LOGPROBS:
+        raise ApiError(
+            400,
+            f"{called} has {size} characters or token ids: with {top} of the likeliest tokens at each place, "
+            f"log-probabilities of at most {MOST_PROMPT_LOGPROBS // (top + 1)} are sent at once",
+            param=called,
+        )
 
 
 def _read_prompts(given: Any, called: str) -> list[str | list[int]]:
@@ -192,6 +220,7 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, 
     for name, value in stream_options.items():
         if value is not None:
             notes.ignore(f"stream_options.{name}")
+    vllm_top = _read_prompt_logprobs(given, options, names, n, stream=stream)
     if given.get("response_format") is not None:
         options |= _read_format(given.pop("response_format"))
         names["json_schema"] = "response_format"
@@ -212,7 +241,28 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, 
             raise ApiError(400, f"{name} must be a number, or a text of at most {MAX_STRING} characters", param=name)
         options[name] = value
     options.setdefault("cut_to_context", True)
-    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage, notes=notes)
+    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage, notes=notes, vllm_top=vllm_top)
+
+
+def _read_prompt_logprobs(
+    given: dict[str, Any], options: dict[str, Any], names: dict[str, str], n: int, *, stream: bool
+) -> int | None:
+    """Return vLLM's ``prompt_logprobs``, and ask for as many of the likeliest tokens as this or ``echo`` needs."""
+    top: int | None = given.pop("prompt_logprobs", None)
+    if top is not None:
+        if type(top) is not int or not 0 <= top <= MOST_TOP:
+            raise ApiError(400, f"prompt_logprobs must be a whole number from 0 to {MOST_TOP}", param="prompt_logprobs")
+        if stream:
+            raise _not_offered("prompt_logprobs", "a stream does not have it: echo with logprobs works in streams, too")
+        echoed = options.get("prompt_logprobs")
+        if type(echoed) is not int or echoed < top:
+            options["prompt_logprobs"] = top
+            names.pop("prompt_logprobs", None)
+    if n > 1 and "prompt_logprobs" in options:
+        raise ApiError(
+            400, f"n is {n}: with log-probabilities of the prompt there is one answer for each prompt", param="n"
+        )
+    return top
 
 
 def _read_format(given: Any) -> dict[str, Any]:

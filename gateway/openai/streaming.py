@@ -1,31 +1,35 @@
 """Send the answers of OpenAI's API as server-sent events, while they are generated."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from answer_formats.parser import Tool
 from answer_formats.parts import Reasoning, Text
 from gateway.answering import Answers, Piece, is_plain
 from gateway.http.event_stream import EventStream
-from gateway.openai.chunks import (
-    DONE,
-    Shape,
-    TextOffset,
-    chat_logprobs,
-    completion_logprobs,
-    usage_of,
-)
+from gateway.openai.chunks import DONE, Shape, usage_of
+from gateway.openai.logprobs import TextOffset, chat_logprobs, completion_logprobs
 from gateway.openai.options import Wanted
+from gateway.openai.prompts import EchoedPrompt
 from protocol.client.answers import Delta
 from protocol.client.async_streams import AsyncChoices, AsyncStream
 
 
-async def send_answers(events: EventStream, streams: tuple[AsyncStream, ...], shape: Shape, wanted: Wanted) -> None:
-    """Send the pieces of the answers as they come, and the end of each answer with its last piece."""
+async def send_answers(
+    events: EventStream,
+    streams: tuple[AsyncStream, ...],
+    shape: Shape,
+    wanted: Wanted,
+    echoed: Callable[[int], Awaitable[EchoedPrompt]] | None = None,
+) -> None:
+    """Send the pieces of the answers as they come, and the end of each answer with its last piece.
+
+    echoed  returns the prompt of an answer, if answers begin with their prompts. It is called once the answer has begun
+    """
     sending = _Sending(events, streams, shape, bool(wanted.options.get("logprobs")))
     alone = len(streams) == 1 and not sending.with_logprobs
     if not shape.is_chat:
-        await (sending.one_text() if alone else sending.texts())
+        await (sending.one_text() if alone and echoed is None else sending.texts(echoed))
         usages = usages_of(streams)
     elif alone:
         usages = await sending.one_chat(wanted.tools)
@@ -93,11 +97,24 @@ class _Sending:
         self.last += [*shape.parts(0, last), shape.finish(0, reason)]
         return answers.usages
 
-    async def texts(self) -> None:
-        """Send the answers of a completion, perhaps with log-probabilities."""
+    async def texts(self, echoed: Callable[[int], Awaitable[EchoedPrompt]] | None) -> None:
+        """Send the answers of a completion, perhaps with log-probabilities, perhaps behind their prompts."""
         offsets = [TextOffset() for _ in self._streams]
+        prompts: dict[int, EchoedPrompt] = {}
+        echoing = set(range(len(self._streams))) if echoed is not None else set()
         async for index, delta in AsyncChoices(self._streams, None, tell_ends=True):
             chunks = []
+            if index in echoing and echoed is not None:
+                if (prompt := prompts.get(index)) is None:
+                    prompt = prompts[index] = await echoed(index)
+                if delta.prompt is not None:
+                    shown = prompt.logprobs(delta.prompt)
+                    await self.send([self._shape.piece(index, prompt.place.take(), shown)])
+                    continue
+                if rest := prompt.place.take(rest=True):
+                    chunks.append(self._shape.piece(index, rest))
+                offsets[index] = TextOffset(len(prompt.text))
+                echoing.remove(index)
             if delta.text or delta.logprobs:
                 logprobs = completion_logprobs(delta.logprobs, offsets[index]) if self.with_logprobs else None
                 chunks.append(self._shape.piece(index, delta.text, logprobs))

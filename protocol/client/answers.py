@@ -122,7 +122,7 @@ class Completion:
                    the end) and ``tokens_per_s`` (while decoding). Times that were not measured are missing
     logprobs       one for each token id, if the request asked for them
     stop_string    the stop string that ended the answer; None if none has
-    prompt_logprobs  as ``Stream.prompt_logprobs``
+    prompt         log-probabilities of the prompt's tokens, as they came: ``prompt_logprobs`` unpacks them
     """
 
     text: str
@@ -132,7 +132,12 @@ class Completion:
     timings: dict[str, Any]
     logprobs: tuple[TokenLogprob, ...] = ()
     stop_string: str | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: tuple[PromptLogprobs, ...] = ()
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the prompt's tokens, as ``Stream.prompt_logprobs``."""
+        return tuple(token for piece in self.prompt for token in piece.tokens())
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ The modules ``sync_streams`` and ``async_streams`` beside this one add how a pro
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob
+from protocol.client.answers import Completion, Delta, Progress, PromptLogprobs, StreamState, TokenLogprob
 from protocol.client.connection import Connection
 from protocol.errors import WireError
 from protocol.messages import FinishReason
@@ -61,6 +61,11 @@ class StreamBase:
         are unpacked at each call.
         """
         return tuple(token for piece in self._state.prompt for token in piece.tokens())
+
+    @property
+    def prompt(self) -> tuple[PromptLogprobs, ...]:
+        """The log-probabilities of the prompt's tokens that were read so far, as they came."""
+        return tuple(self._state.prompt)
 
     @property
     def format(self) -> dict[str, Any]:
@@ -162,7 +167,7 @@ class StreamBase:
             self.timings,
             self.logprobs,
             self.stop_string,
-            self.prompt_logprobs,
+            self.prompt,
         )
 
 

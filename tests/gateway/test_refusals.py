@@ -49,7 +49,6 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, http.
         ("completions", {"prompt": []}, "prompt", "invalid_request"),
         ("completions", {"prompt": [-1]}, "prompt", "invalid_request"),
         ("completions", {"best_of": 2}, "best_of", "unsupported"),
-        ("completions", {"echo": True}, "echo", "unsupported"),
         ("completions", {"suffix": "x"}, "suffix", "unsupported"),
         ("completions", {"logprobs": 21}, "logprobs", "invalid_request"),
         ("completions", {"stream": "yes"}, "stream", "invalid_request"),
