@@ -16,6 +16,9 @@ from model_worker.engine import LoadError
 from model_worker.engines.vetting import Faults, check_shard_names, parse_json, read_json, vet
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NATIVE = "consolidated"
+"""How the names of weights in Mistral's own format begin. They stand beside the same weights in the usual format."""
 _HEADER_LIMIT = 100 << 20  # bytes; the safetensors format's own limit
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
@@ -24,10 +27,12 @@ _BITS = {
 }  # fmt: skip
 """The number of bits of an element, by the name that the safetensors format gives to its type."""
 _MOST_DIMENSIONS = 16
+"""The most dimensions of a tensor. Weights have up to five (convolutions over video). The product is computed."""
 LONGEST_CONTEXT = 1 << 31
-"""Tokens of the longest context that config.json may state."""
+"""Tokens of the longest context that config.json may state. Kernels count positions in 32 bits."""
 MOST_TENSORS = 1 << 18
-"""The most tensors of a safetensors file. The largest models have some 200,000 in all their files."""
+"""The most tensors of a safetensors file. The largest models have some 200,000 in all their files. Each one takes a
+kilobyte of memory, and the process that checks directories has 2 GiB."""
 MOST_IDS = 1 << 22
 """The most ids of a vocabulary. The largest have some 260,000. Tables are as long as the highest id."""
 
@@ -66,7 +71,8 @@ class ModelDir:
         faults.of(self._check_tokenizer)
         if "auto_map" in self.config:
             print(f"{self.path}/config.json names code of its own (auto_map), which is never run", file=sys.stderr)
-        self.weights = sorted(self.path.glob("*.safetensors"))
+        self.weights: list[Path] = []
+        """The files that hold the model, sorted. The directory may hold others."""
         self.tensors: dict[str, Tensor] = {}
         faults.of(self._read_weights)
         faults.raise_found()
@@ -78,14 +84,7 @@ class ModelDir:
             )
 
     def _read_weights(self) -> None:
-        if not self.weights:
-            pickles = sorted(p.name for pattern in _PICKLES for p in self.path.glob(pattern))
-            if pickles:
-                raise LoadError(
-                    f"{self.path} holds pickled weights only ({pickles[0]}), which are never loaded: convert to "
-                    "safetensors"
-                )
-            raise LoadError(f"{self.path} has no weights: no *.safetensors file")
+        self.weights = weight_files(self.path)
         for file in self.weights:
             for name, tensor in read_header(file).items():
                 if name in self.tensors:
@@ -94,7 +93,6 @@ class ModelDir:
                         "one model; remove the files that do not belong to it"
                     )
                 self.tensors[name] = tensor
-        self._check_index()
 
     @property
     def tokenizer_path(self) -> Path:
@@ -156,9 +154,10 @@ class ModelDir:
         Raises LoadError if the model has less than asked, unless its positions are ``stretched`` by an option.
         """
         keys = ("max_position_embeddings", "max_sequence_length", "model_max_length", "max_seq_len", "n_positions")
-        own = next((v for k in keys if type(v := self.text_config.get(k)) is int), None)
-        if own is not None and not 0 < own <= LONGEST_CONTEXT:
-            raise LoadError(f"{self.path}/config.json: the context is {own}: it must be from 1 to {LONGEST_CONTEXT}")
+        stated = next((v for k in keys if type(v := self.text_config.get(k)) in (int, float)), None)
+        if stated is not None and not 0 < stated <= LONGEST_CONTEXT:
+            raise LoadError(f"{self.path}/config.json: the context is {stated}: it must be from 1 to {LONGEST_CONTEXT}")
+        own = None if stated is None else int(stated)
         if asked is None:
             if own is None:
                 raise LoadError(
@@ -186,29 +185,50 @@ class ModelDir:
             return 0
         return int(factor * original)
 
-    def _check_index(self) -> None:
-        """Check that the files of a sharded model are those that its index names: none is missing, and there is no
-        other."""
-        weights = self._json("model.safetensors.index.json").get("weight_map")
-        if weights is None:
-            return
-        here = {file.name for file in self.weights}
-        named = check_shard_names(self.path / "model.safetensors.index.json", weights)
-        # A quantizer may leave the index of the model that it has quantized.
-        if not here & named:
-            return
-        if missing := sorted(named - here):
-            raise LoadError(f"{self.path} lacks {missing[0]} (model.safetensors.index.json names it): download it")
-        if stray := sorted(here - named):
-            raise LoadError(f"{self.path}: {stray[0]} is not of this model (its index does not name it): remove it")
-
     def _json(self, name: str, *, required: bool = False) -> dict[str, Any]:
-        file = self.path / name
-        if not os.path.lexists(file):
-            if required:
-                raise LoadError(f"{self.path} has no {name}: it is no model's directory")
-            return {}
-        return read_json(file)
+        if required and not os.path.lexists(self.path / name):
+            raise LoadError(f"{self.path} has no {name}: it is no model's directory")
+        return _json_of(self.path / name)
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} if there is no such file. Raises LoadError."""
+    return read_json(file) if os.path.lexists(file) else {}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that hold a directory's model, sorted.
+
+    These are the files that the index names. Without an index, or beside the index of another model, all files count
+    but those in Mistral's own format. Raises LoadError if there are none, if one is missing, or if it is not clear
+    which files are the model.
+    """
+    here = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    listed = _json_of(directory / _INDEX).get("weight_map")
+    named = set() if listed is None else check_shard_names(directory / _INDEX, listed)
+    # A quantizer may leave the index of the model that it has quantized. That index names no file that is here.
+    if named & set(here):
+        if missing := sorted(named - set(here)):
+            raise LoadError(f"{directory} lacks {missing[0]} ({_INDEX} names it): download it")
+        if _WHOLE in here and _WHOLE not in named:
+            raise LoadError(
+                f"{directory} holds a model in {_WHOLE}, and another one in {len(named)} files that {_INDEX} names, "
+                f"such as {min(named)}: remove one of them with its index"
+            )
+        return [file for name, file in here.items() if name in named]
+    if weights := [file for name, file in here.items() if not name.startswith(_NATIVE)]:
+        return weights
+    if here:
+        raise LoadError(
+            f"{directory} holds weights in Mistral's own format only ({min(here)}), which no engine reads: download "
+            "the model's other *.safetensors files, too"
+        )
+    pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
+    if pickles:
+        raise LoadError(
+            f"{directory} holds pickled weights only ({pickles[0]}), which are never loaded: convert to safetensors"
+        )
+    raise LoadError(f"{directory} has no weights: no *.safetensors file")
 
 
 def token_text(token: Any) -> str | None:

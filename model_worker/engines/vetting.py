@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import stat
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,19 +22,37 @@ from model_worker.engine import LoadError
 
 T = TypeVar("T")
 MIB = 1 << 20
-TOKENIZER_BYTES = 128 * MIB
-"""The largest size of tokenizer.json in bytes. The files of tokenizers with 260,000 tokens have some 35 MiB."""
-INDEX_BYTES = 32 * MIB
-"""The largest size of model.safetensors.index.json in bytes. Those of the largest models have some 10 MiB."""
 JSON_BYTES = 8 * MIB
-"""The largest size of any other JSON file in bytes."""
+"""The largest size of a JSON file in bytes, unless ``READ`` has another. The largest known one is Gemma 3's
+tokenizer_config.json, with 1.2 MB for 6,242 added tokens. Python takes some ten times the bytes."""
 TEMPLATE_BYTES = MIB
-"""The largest size of a chat template's file in bytes."""
+"""The largest size of a chat template in bytes. The largest of llama.cpp's collection of 69 has 17 kB (gpt-oss)."""
+READ = {
+    "tokenizer.json": 128 * MIB,  # the largest has 33 MB, for 262,144 tokens (Gemma 3)
+    "model.safetensors.index.json": 32 * MIB,  # MOST_TENSORS of ``model_dir``, with 120 bytes each
+    "chat_template.jinja": TEMPLATE_BYTES,
+    "additional_chat_templates/tool_use.jinja": TEMPLATE_BYTES,
+    "chat_template.json": 2 * TEMPLATE_BYTES,  # a template, and a backslash before each quotation mark and line break
+} | dict.fromkeys(
+    (
+        "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "quantize_config.json", "preprocessor_config.json", "adapter_config.json",
+    ),
+    JSON_BYTES,
+)  # fmt: skip
+"""The largest size in bytes of each file that modelctl or a package reads, by its name in the directory.
+
+The size of any other file does not matter: tekken.json has 19 MB, trainer_state.json grows with the training. The
+weights are not in this table: only their headers are read as a whole (``model_dir``).
+"""
 MOST_ENTRIES = 10_000
-"""The most entries in a directory. The largest models come in some hundred files."""
-LONGEST_NUMBER = 24
-"""The most characters of an integer in JSON: enough for 64 bits, and more than a float can express."""
-_LIMITS = {"tokenizer.json": TOKENIZER_BYTES, "model.safetensors.index.json": INDEX_BYTES}
+"""The most entries in a directory. The largest models come in some hundred files. Each entry is looked at, and on a
+file system of the network that takes a millisecond: 10,000 take half of the time that a check may take."""
+LONGEST_NUMBER = sys.int_info.default_max_str_digits
+"""The most characters of an integer in JSON: 4300. Python reads no longer ones, because that takes quadratic time. So
+the packages would refuse the file."""
+_WIDEST = 1 << 64
+"""Integers at or above this number are no count of anything, and become floats."""
 _PARTS = ("", "additional_chat_templates")
 """The directory itself, and the subdirectories that are read."""
 
@@ -52,7 +71,7 @@ def vet(directory: Path) -> None:
                 for number, entry in enumerate(entries):
                     if number >= MOST_ENTRIES:
                         raise LoadError(f"{place} has more than {MOST_ENTRIES} entries: give the model's own directory")
-                    _check_entry(Path(entry.path), root)
+                    _check_entry(Path(entry.path), directory, root)
         except OSError as e:
             raise LoadError(f"{place} cannot be read: {e.strerror}") from None
 
@@ -62,7 +81,7 @@ def _check_place(place: Path, root: Path) -> None:
         raise LoadError(f"{place} is a link that leads out of the model's directory: put the files there")
 
 
-def _check_entry(path: Path, root: Path) -> None:
+def _check_entry(path: Path, directory: Path, root: Path) -> None:
     shown = repr(str(path))[1:-1]
     try:
         if path.is_symlink():
@@ -79,8 +98,8 @@ def _check_entry(path: Path, root: Path) -> None:
         return
     if not stat.S_ISREG(status.st_mode):
         raise LoadError(f"{shown} is {_kind(status.st_mode)}, where a model has files only: remove it")
-    limit = TEMPLATE_BYTES if path.suffix == ".jinja" else _LIMITS.get(path.name, JSON_BYTES)
-    if path.suffix in (".json", ".jinja") and status.st_size > limit:
+    limit = READ.get(str(path.relative_to(directory)))
+    if limit is not None and status.st_size > limit:
         raise LoadError(f"{shown} has {status.st_size} bytes, such a file has at most {limit}: it is not of a model")
 
 
@@ -100,7 +119,7 @@ def read_json(file: Path, limit: int | None = None) -> dict[str, Any]:
     limit  bytes; None: the limit of the file's name
     """
     try:
-        return parse_json(read_bytes(file, limit or _LIMITS.get(file.name, JSON_BYTES)))
+        return parse_json(read_bytes(file, limit or READ.get(file.name, JSON_BYTES)))
     except ValueError as e:
         raise LoadError(f"{file} cannot be read: {e}") from None
 
@@ -124,10 +143,14 @@ def _constant(name: str) -> float:
     return float(name)
 
 
-def _integer(digits: str) -> int:
+def _integer(digits: str) -> int | float:
+    """Return a number. transformers writes 1000000000000000019884624838656 for a length without a limit."""
     if len(digits) > LONGEST_NUMBER:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+        raise ValueError(f"a number of {len(digits)} digits, Python reads at most {LONGEST_NUMBER}")
+    number = int(digits)
+    if -_WIDEST < number < _WIDEST:
+        return number
+    return float(digits)  # infinite from 309 digits on
 
 
 def read_bytes(file: Path, limit: int) -> bytes:

@@ -46,6 +46,7 @@ class Place:
         self.torch = packages / "torch" / "version.py"
         self.torch.write_text("__version__ = '2.8.0'\ncuda = '12.8'\n")
         shutil.copyfile(Path(__file__).with_name("stand_in_converter.py"), conversion / "convert_exl2.py")
+        (conversion.parent / "config.py").write_text("import glob\n")
         found = importlib.util.find_spec("exllamav2")
         assert found is not None
         assert found.origin is not None

@@ -26,7 +26,6 @@ from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json
-from tests.serving import ROOT
 from tools.demo_models import directory
 
 DEMO = directory("letters")
@@ -353,7 +352,7 @@ class Watch:
         elif event == "open" and isinstance(arguments[0], str):
             path = os.path.realpath(arguments[0])
             own = path.startswith(
-                (f"{self._model}/", sys.prefix, sys.base_prefix, str(ROOT), "/proc/", "/sys/", "/dev/null")
+                (f"{self._model}/", sys.base_prefix, *filter(None, sys.path), "/proc/", "/sys/", "/dev/null")
             )
             if (not own and arguments[0][:1] in "/.") or path.startswith(f"{self._outside}/"):
                 self.seen.append(f"opened {path}")

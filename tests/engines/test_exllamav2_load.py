@@ -1,6 +1,7 @@
 """Engine exllamav2 refuses bad models before it loads anything large, and calls the package correctly. Needs no GPU."""
 
 import json
+import shutil
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check_cache, check_directory, check_parallel, open_draft
 from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
 from model_worker.engines.exllamav2.options import Adapter, read_options, sizes_of
+from model_worker.engines.exllamav2.package_weights import only_the_models_weights
 from model_worker.engines.model_dir import ModelDir
 from protocol.process.worker_spec import EngineSpec
+from tests.engines.exllamav2_cpu.package import import_package
 from tests.engines.random_model import edit_json
 from tests.engines.synthetic_model import Header, write_header, write_llama
 
@@ -54,14 +57,35 @@ def test_shards_of_another_model(model: Path) -> None:
     (model / "second.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     refused(lambda: ModelDir(str(model)), "both hold", "remove the files")
     write_header(model / "second.safetensors", {"another": ("F16", (1,))})
-    ModelDir(str(model))
+    assert "another" in ModelDir(str(model)).tensors
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
-    refused(lambda: ModelDir(str(model)), "second.safetensors is not of this model")
+    assert [file.name for file in ModelDir(str(model)).weights] == ["model.safetensors"]
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "third.safetensors"}}))
     refused(lambda: ModelDir(str(model)), "lacks third.safetensors")
     index.write_text(json.dumps({"weight_map": {"a": "of-the-original.safetensors"}}))
     ModelDir(str(model))
+    index.write_text(json.dumps({"weight_map": {"a": "second.safetensors"}}))
+    refused(lambda: ModelDir(str(model)), "in model.safetensors, and another one", "second.safetensors", "remove one")
+
+
+def test_weights_in_mistrals_own_format_are_left_alone(model: Path) -> None:
+    """The package would take every safetensors file, and for each tensor the last file that has its name."""
+    write_header(model / "consolidated.safetensors", {"layers.0.attention.wq.weight": ("F16", (1,))})
+    assert [file.name for file in ModelDir(str(model)).weights] == ["model.safetensors"]
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(ModelDir(str(model)).tensors, "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    shutil.copy(model / "model-00001-of-00001.safetensors", model / "consolidated.safetensors")  # the same names
+    directory = ModelDir(str(model))
+    assert {tensor.file for tensor in directory.tensors.values()} == {"model-00001-of-00001.safetensors"}
+    config = import_package().ExLlamaV2Config()
+    config.model_dir = str(model)
+    with only_the_models_weights():
+        config.prepare()
+    assert {Path(file).name for file in config.tensor_file_map.values()} == {"model-00001-of-00001.safetensors"}
+    (model / "model-00001-of-00001.safetensors").unlink()
+    refused(lambda: ModelDir(str(model)), "Mistral's own format only", "consolidated.safetensors", "download")
 
 
 @pytest.mark.parametrize(

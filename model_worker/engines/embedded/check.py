@@ -10,7 +10,7 @@ from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import check_counts
 from model_worker.engines.opening import open_tokenizer
 from model_worker.engines.options import Options
-from model_worker.engines.vetting import Faults, understood
+from model_worker.engines.vetting import Faults, read_json, understood
 from model_worker.engines.weight_shapes import check_names_and_shapes
 from protocol.process.worker_spec import EngineSpec
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from model_worker.engines.tokenizer import Tokenizer
 
 DEFAULT_CHUNK_SIZE = 256
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FULL_ATTENTION = "full_attention"
 _SLIDING = "sliding_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
@@ -111,6 +112,14 @@ def _check_weights(directory: ModelDir) -> None:
         raise LoadError(
             f"{directory.path} holds an adapter (adapter_config.json), which engine transformers does not load"
         )
+    names = [file.name for file in directory.weights]
+    if names != [_WHOLE] and not (index := directory.path / _INDEX).is_file():
+        raise LoadError(
+            f"{directory.path} has its weights in {names[0]}: engine transformers reads {_WHOLE}, or the files that "
+            f"{_INDEX} names; rename the file, or use engine exllamav2"
+        )
+    if names != [_WHOLE] and "metadata" not in read_json(index):
+        raise LoadError(f'{index} has no key metadata, which transformers needs: write "metadata": {{}} into it')
     if "transformers_weights" in directory.config:
         raise LoadError(f"{directory.path}/config.json names its weights (transformers_weights): remove that key")
 

@@ -29,6 +29,7 @@ from typing import Any
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2 import extension
 from model_worker.engines.exllamav2.check import check_directory
+from model_worker.engines.exllamav2.package_weights import only_the_models_weights
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import ModelShape, read_shape
 from model_worker.engines.weight_shapes import check_layers
@@ -121,7 +122,8 @@ def run(parent: int, options: list[str]) -> None:
     bot_status.print_stage = _print_stage
     sys.argv[1:] = options
     try:
-        runpy.run_module("exllamav2.conversion.convert_exl2", run_name="__main__", alter_sys=True)
+        with only_the_models_weights():
+            runpy.run_module("exllamav2.conversion.convert_exl2", run_name="__main__", alter_sys=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # too late: it has ended by itself
 

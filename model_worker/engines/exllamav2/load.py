@@ -26,6 +26,7 @@ from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
 from model_worker.engines.exllamav2.package_tokenizer import make_tokenizer
+from model_worker.engines.exllamav2.package_weights import only_the_models_weights
 from model_worker.engines.exllamav2.sleep_memory import NoSleepError, SleepMemory, obstacle
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.vetting import understood
@@ -229,7 +230,7 @@ def _config(
     """Return the package's configuration of a model. Raises LoadError."""
     config = package.core.ExLlamaV2Config()
     config.model_dir = str(directory.path)
-    with _assertions_named(directory):
+    with _assertions_named(directory), only_the_models_weights():
         config.prepare()
         config.arch_compat_overrides(quiet=True)
     if config.no_flash_attn:

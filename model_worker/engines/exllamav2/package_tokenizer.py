@@ -5,13 +5,11 @@ The package would parse tokenizer.json twice more and have each id decoded alone
 compares it with what the package reads by itself.
 """
 
-import importlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import IO, Any
 
+from model_worker.engines.exllamav2.package_weights import replaced
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.text import Pieces
 
@@ -33,8 +31,8 @@ def make_tokenizer(core: Any, config: Any, ours: Tokenizer) -> Any:
         return {"added_tokens": added} if file.name.endswith("/tokenizer.json") else json.load(file)
 
     with (
-        _replaced("exllamav2.tokenizer.hf", "Tokenizer", SimpleNamespace(from_file=lambda path: library)),
-        _replaced("exllamav2.tokenizer.tokenizer", "json", SimpleNamespace(load=load)),
+        replaced("exllamav2.tokenizer.hf", "Tokenizer", SimpleNamespace(from_file=lambda path: library)),
+        replaced("exllamav2.tokenizer.tokenizer", "json", SimpleNamespace(load=load)),
     ):
         tokenizer = core.ExLlamaV2Tokenizer(config)
     if ours.pieces is not None:
@@ -44,18 +42,6 @@ def make_tokenizer(core: Any, config: Any, ours: Tokenizer) -> Any:
     tokenizer.get_id_to_piece_list(True)
     tokenizer.get_id_to_piece_list(False)
     return tokenizer
-
-
-@contextmanager
-def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
-    """Give a module of the package another value of a name for a while."""
-    changed = importlib.import_module(module)
-    before = getattr(changed, name)
-    setattr(changed, name, value)
-    try:
-        yield
-    finally:
-        setattr(changed, name, before)
 
 
 def _texts(pieces: Pieces, size: int) -> list[str]:
