@@ -293,10 +293,11 @@ class ModelConfig:
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
     """
     aliases: list[str] = field(default_factory=list)
-    """Further names of the model, for clients that ask for a fixed name. Letters, digits, ``.``, ``_``, ``-`` and
-    ``/``. A name belongs to one model only. A reload changes aliases without a restart of workers.
+    """Further names of the model, for clients that ask for a fixed name. Letters, digits, ``.``, ``_``, ``-``, ``/``
+    and ``:``, as in Ollama's names. A name belongs to one model only, and may be neither that of a variant
+    (``NAME:VARIANT``) nor that of a worker (``NAME:2``). A reload changes aliases without a restart of workers.
 
-    Example: [gpt-4o-mini, claude-local]
+    Example: [gpt-4o-mini, claude-local, "llama3.2:latest"]
     """
     variants: dict[str, VariantConfig] = field(default_factory=dict)
     """Settings under a name of their own. A request reaches the variant ``precise`` of the model ``qwen`` as

@@ -14,9 +14,10 @@ from protocol.errors import ErrorCode, RequestError
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
 from supervisor.config_model import ModelConfig, VariantConfig
 
-_ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 _VARIANT: Final = re.compile(r"[a-z][a-z0-9._-]{0,63}")
 """A variant begins with a letter, because ``letters:2`` is the second worker of ``letters``."""
+_WORKER: Final = re.compile(r"[1-9][0-9]?")
 MOST_NAMES: Final = 64
 """Most aliases, and most variants, of one model. Every answer of GET /v1/models lists all of them."""
 
@@ -93,9 +94,12 @@ def name_problems(
     """Yield (path of the key in models.yaml, message) for each name that cannot be used."""
     taken = dict.fromkeys(models, "the name of a model")
     for model, config in models.items():
+        for name in (model, *config.aliases):
+            taken |= {f"{name}:{variant}": f"the variant {variant} of {model}" for variant in config.variants}
+    for model, config in models.items():
         path = ("models", model)
         for index, alias in enumerate(config.aliases):
-            if problem := _alias_problem(alias, taken):
+            if problem := _alias_problem(alias, models, taken):
                 yield (*path, "aliases", index), problem
             taken.setdefault(alias, f"an alias of {model}")
         for variant in config.variants:
@@ -109,14 +113,15 @@ def name_problems(
         yield ("default_model",), f"is {default!r}: must be a model, an alias, or a variant of this file"
 
 
-def _alias_problem(alias: str, taken: Mapping[str, str]) -> str | None:
-    if ":" in alias:
-        return f"is {alias!r}: must have no colon, which divides a name from a variant"
+def _alias_problem(alias: str, models: Mapping[str, ModelConfig], taken: Mapping[str, str]) -> str | None:
     if not _ALIAS.fullmatch(alias):
-        rule = "use letters, digits, '.', '_', '-' and '/', at most 128, starting with a letter or digit"
+        rule = "use letters, digits, '.', '_', '-', '/' and ':', at most 128, starting with a letter or digit"
         return f"is {alias!r}: {rule}"
     if alias in (SUPERVISOR_NAME, GATEWAY_NAME):
         return f"is taken: the {alias}'s own log is called so"
     if alias in taken:
         return f"is {alias!r}, which is {taken[alias]} already: choose another name"
+    name, _, number = alias.partition(":")
+    if name in models and _WORKER.fullmatch(number):
+        return f"is {alias!r}, which stands for a worker of {name}: choose another name"
     return None

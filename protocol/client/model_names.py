@@ -15,6 +15,6 @@ def names_of(model: Mapping[str, Any]) -> list[str]:
 
 def means(model: Mapping[str, Any], name: str) -> bool:
     """Return whether a name means this model. A variant may stand behind an alias, too."""
-    base, _, variant = name.partition(":")
-    known = base == model["name"] or base in model.get("aliases", ())
-    return known and (not variant or variant in model.get("variants", ()))
+    known = (model["name"], *model.get("aliases", ()))
+    base, _, variant = name.rpartition(":")  # an alias may have a colon of its own
+    return name in known or (base in known and variant in model.get("variants", ()))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.client.model_names import means
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError
 from supervisor.config import load_config
@@ -37,6 +38,19 @@ def test_a_name_means_a_model_an_alias_or_a_variant(tmp_path: Path) -> None:
     assert found.describe("gone") == {"aliases": [], "variants": [], "default": None}
 
 
+def test_an_alias_may_have_a_colon_as_names_of_ollama_have(tmp_path: Path) -> None:
+    keys = "aliases: ['llama3.2:latest', 'hf.co/Org/M:Q4_K_M'], variants: {short: {sampling: {max_tokens: 3}}}"
+    found = names(tmp_path, f"models: {{a: {{{ENGINE}, {keys}}}, b: {{{ENGINE}}}}}\ndefault_model: 'llama3.2:latest'")
+    assert [found.find(name).model for name in ("llama3.2:latest", "hf.co/Org/M:Q4_K_M", "")] == ["a", "a", ""]
+    assert found.find_or_default("") == found.find("a")
+    assert unpack_body(found.find("llama3.2:latest:short").defaults) == {"sampling": {"max_tokens": 3}}
+    described = {"name": "a"} | found.describe("a")
+    assert [means(described, name) for name in ("a", "a:short", "llama3.2:latest", "llama3.2:latest:short")] == [
+        True
+    ] * 4
+    assert [means(described, name) for name in ("llama3.2", "latest", "a:latest", "b", "")] == [False] * 5
+
+
 def test_without_a_default_model_a_request_has_to_name_one(tmp_path: Path) -> None:
     found = names(tmp_path, f"models: {{a: {{{ENGINE}}}}}")
     with pytest.raises(RequestError, match="the request names no model") as refused:
@@ -51,7 +65,10 @@ def test_without_a_default_model_a_request_has_to_name_one(tmp_path: Path) -> No
         ("aliases: [a]", "aliases.0", "is 'a', which is the name of a model already"),
         ("aliases: [x, x]", "aliases.1", "is 'x', which is an alias of a already"),
         ("aliases: [theirs]", "models.b.aliases.0", "is 'theirs', which is an alias of a already"),
-        ("aliases: ['a:b']", "aliases.0", "must have no colon, which divides a name from a variant"),
+        ("aliases: ['a:p'], variants: {p: {}}", "aliases.0", "is 'a:p', which is the variant p of a already"),
+        ("aliases: ['theirs:q']", "aliases.0", "is 'theirs:q', which is the variant q of b already"),
+        ("aliases: ['b:2']", "aliases.0", "is 'b:2', which stands for a worker of b: choose another name"),
+        ("aliases: [':b']", "aliases.0", "is ':b': use letters, digits,"),
         ("aliases: ['']", "aliases.0", "is '': use letters, digits,"),
         ("aliases: [gateway]", "aliases.0", "is taken: the gateway's own log is called so"),
         ("aliases: x", "aliases", "must be a list"),
@@ -65,7 +82,10 @@ def test_without_a_default_model_a_request_has_to_name_one(tmp_path: Path) -> No
 )
 def test_a_name_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, keys: str, key: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        names(tmp_path, f"models:\n  a: {{{ENGINE}, {keys}}}\n  b: {{{ENGINE}, aliases: [theirs]}}\n")
+        names(
+            tmp_path,
+            f"models:\n  a: {{{ENGINE}, {keys}}}\n  b: {{{ENGINE}, aliases: [theirs], variants: {{q: {{}}}}}}\n",
+        )
     (problem,) = map(str, caught.value.problems)
     assert f"{key}: " in problem
     assert says in problem
