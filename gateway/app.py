@@ -21,9 +21,17 @@ from gateway.http.refusals import HANDLERS
 from gateway.http.responses import Application
 from gateway.metrics import metrics
 from gateway.openai.answers import chat, completion
-from gateway.openai.models import model, models
+from gateway.openai.models import adapters, current_model, model, models, templates
 from gateway.openai.schema import openapi
-from gateway.openai.tokenizing import detokenize, tokenize
+from gateway.openai.tokenizing import (
+    apply_template,
+    detokenize,
+    encode,
+    props,
+    tokenize,
+    tokenizer_info,
+    version,
+)
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
 from gateway.responses.answers import respond
@@ -40,11 +48,25 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("POST", "/messages/count_tokens", count_tokens),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
+    ("POST", "/apply-template", apply_template),
+    ("GET", "/tokenizer_info", tokenizer_info),
+    ("GET", "/props", props),
+    ("GET", "/version", version),
+    ("POST", "/token/encode", encode),
+    ("POST", "/token/decode", detokenize),
+    ("GET", "/model", current_model),
+    ("GET", "/model/list", models),
+    ("GET", "/template/list", templates),
+    ("GET", "/templates", templates),
+    ("GET", "/lora", adapters),
+    ("GET", "/loras", adapters),
+    ("GET", "/lora/list", adapters),
     ("GET", "/models", models),
     ("GET", "/usage", usage),
     ("GET", "/models/{name:path}", model),
 )
-"""OpenAI's APIs and Anthropic's. Clients are told its base URL with /v1, without it, and with two of them."""
+"""OpenAI's APIs and Anthropic's, and paths of vLLM, llama-server and TabbyAPI. Clients are told its base URL with /v1,
+without it, and with two of them."""
 
 
 def make_app(settings: GatewaySettings) -> Starlette:

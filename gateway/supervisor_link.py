@@ -7,7 +7,7 @@ from typing import Any, Final
 from gateway.http.callers import Caller
 from gateway.http.errors import ApiError
 from protocol.client.async_client import AsyncClient
-from protocol.errors import ConnectionLost
+from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.process.gateway_settings import GatewaySettings
 
 ORDERS = frozenset({"start", "stop", "sleep", "wake", "restart", "reload", "cancel_request"})
@@ -67,6 +67,20 @@ class SupervisorLink:
             return await client.call(verb, reply_timeout=client.timeout, **params, **caller.on_behalf_of())
         except TimeoutError as e:
             raise ApiError(504, f"the supervisor: {e}", code="no_answer", retry=True) from None
+
+    async def ask(self, caller: Caller, verb: str, **params: Any) -> dict[str, Any]:
+        """Send a question that a worker answers, and return the reply. Wait for a model that is being loaded.
+
+        A lazy model is loaded for the question, as for a request. The task is cancelled when the client leaves, so the
+        wait needs no end of its own. Raises the errors of ``call``.
+        """
+        while True:
+            try:
+                return await self.call(caller, verb, **params)
+            except WireError as e:
+                if e.code is not ErrorCode.MODEL_NOT_RUNNING or e.retry_after_ms is None:
+                    raise
+                await asyncio.sleep(e.retry_after_ms / 1000)
 
     async def _keep_connecting(self) -> None:
         while self._client is None:

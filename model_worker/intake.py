@@ -161,10 +161,13 @@ class Intake:
             resumed_ids=resumed_ids,
         )
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a text. Raises RequestError for a text that is too long to fit."""
+    def encode(self, prompt: str, *, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises RequestError for a text that is too long to fit.
+
+        add_special  begin with BOS where the model expects one
+        """
         self._check_size("prompt", [prompt])
-        return self._engine.encode(prompt)
+        return self._engine.encode(prompt) if add_special else self._engine.encode_rendered(prompt)
 
     def _encode(self, request: GenerateRequest, rendered: str | None) -> list[int]:
         if request.token_ids is not None:

@@ -1,6 +1,7 @@
 """Answer ASK messages: questions of clients about the model's tokenizer."""
 
 from struct import pack
+from typing import Any
 
 from model_worker.engine import Engine
 from model_worker.intake import Intake
@@ -8,21 +9,22 @@ from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.limits import MAX_FRAME
 from protocol.messages import Kind
-from protocol.questions import Detokenize, Tokenize
+from protocol.questions import AskTemplate, Detokenize, Question, Tokenize
 
 _MOST = MAX_FRAME[Kind.ANSWER] - 1024
 
 
-def answer(question: Tokenize | Detokenize, engine: Engine, intake: Intake, rendered: str | None = None) -> bytes:
+def answer(question: Question, engine: Engine, intake: Intake, rendered: str | None = None) -> bytes:
     """Return the body of ANSWER. If the question cannot be answered, the body holds the error.
 
     rendered  the text that the chat template made of ``question.messages``
     """
     try:
+        if isinstance(question, AskTemplate):
+            return _fitting(pack_body({"result": _template(engine)}))
         if isinstance(question, Detokenize):
             return _fitting(pack_body({"result": {"text": _text(question, engine)}}))
-        ids = intake.encode(question.prompt) if question.prompt is not None else engine.encode_rendered(rendered or "")
-        return _fitting(pack_body({"result": {"token_ids": pack(f"<{len(ids)}I", *ids), "count": len(ids)}}))
+        return _fitting(pack_body({"result": _tokens(question, engine, intake, rendered)}))
     except WireError as e:
         return failed(e)
 
@@ -30,6 +32,28 @@ def answer(question: Tokenize | Detokenize, engine: Engine, intake: Intake, rend
 def failed(error: WireError) -> bytes:
     """Return the body of ANSWER to a question that failed."""
     return pack_body({"error": error.to_wire()})
+
+
+def _tokens(question: Tokenize, engine: Engine, intake: Intake, rendered: str | None) -> dict[str, Any]:
+    if question.prompt is None:
+        ids = engine.encode_rendered(rendered or "")
+    else:
+        ids = intake.encode(question.prompt, add_special=question.add_special)
+    result: dict[str, Any] = {"token_ids": pack(f"<{len(ids)}I", *ids), "count": len(ids)}
+    result["context"] = engine.capabilities.context
+    if question.with_text:
+        result["text"] = question.prompt if rendered is None else rendered
+    if question.with_pieces:
+        result["pieces"] = [engine.token_bytes(token) for token in ids]
+    return result
+
+
+def _template(engine: Engine) -> dict[str, Any]:
+    template = engine.chat_template
+    if template is None:
+        return {"source": None, "tool_source": None, "special_tokens": {}}
+    named = dict(template.special_tokens)
+    return {"source": template.source, "tool_source": template.tool_source, "special_tokens": named}
 
 
 def _text(question: Detokenize, engine: Engine) -> str:

@@ -120,7 +120,7 @@ __all__ = [
     "Woke",
 ]
 
-QUESTION_VERBS: Final = frozenset({"tokenize", "detokenize"})
+QUESTION_VERBS: Final = frozenset({"tokenize", "detokenize", "chat_template"})
 """Verbs of CALL that a worker answers, see ``protocol.questions``. They are named here because the supervisor would
 start more slowly if it imported that module."""
 

@@ -2,8 +2,9 @@
 
 Only the supervisor uses the keys ``model`` and ``on_behalf_of``. It passes the bodies on as they came.
 
-tokenize    {prompt | messages, tools?, ...}  ->  {token_ids: bin, u32 little endian, count}
-detokenize  {token_ids: bin}                  ->  {text}
+tokenize       {prompt | messages, tools?, ...}  ->  {token_ids: bin, u32 little endian, count, text?, pieces?}
+detokenize     {token_ids: bin}                  ->  {text}
+chat_template  {}                                ->  {source, tool_source, special_tokens}
 """
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -20,6 +21,12 @@ class Tokenize(ChatFields):
     """Ask for the tokens of a prompt, or of a conversation as the model's own chat template renders it."""
 
     prompt: str | None = None
+    add_special: bool = True
+    """Begin the ids of a prompt with BOS where the model expects one. A chat template writes BOS itself."""
+    with_text: bool = False
+    """Return the text of the conversation, too, as the chat template renders it."""
+    with_pieces: bool = False
+    """Return the bytes of each token, too."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "Tokenize":
@@ -42,17 +49,28 @@ class Detokenize(BaseModel):
         return self
 
 
-QUESTIONS: dict[str, type[Tokenize] | type[Detokenize]] = {"tokenize": Tokenize, "detokenize": Detokenize}
+class AskTemplate(BaseModel):
+    """Ask for the model's chat template, and for the texts of its special tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def parse_question(verb: str, body: bytes) -> Tokenize | Detokenize:
+Question = Tokenize | Detokenize | AskTemplate
+QUESTIONS: dict[str, type[Question]] = {
+    "tokenize": Tokenize,
+    "detokenize": Detokenize,
+    "chat_template": AskTemplate,
+}
+
+
+def parse_question(verb: str, body: bytes) -> Question:
     """Return the validated question in the body of an ASK.
 
     Raises RequestError, which names the field. Its code is UNSUPPORTED if the verb is unknown here.
     """
     model = QUESTIONS.get(verb)
     if model is None:
-        raise RequestError(f"a worker answers {' and '.join(QUESTIONS)} only", field="verb", code=ErrorCode.UNSUPPORTED)
+        raise RequestError(f"a worker answers {', '.join(QUESTIONS)} only", field="verb", code=ErrorCode.UNSUPPORTED)
     try:
         fields = unpack_body(body)
         for name in ("model", ON_BEHALF_OF):

@@ -316,6 +316,12 @@ class TokenizeParams(ModelParams):
     """True: the text ends where the assistant speaks next."""
     continue_final_message: NotRequired[bool]
     """True: the answer continues the last message."""
+    add_special: NotRequired[bool]
+    """False: the ids of a prompt do not begin with BOS."""
+    with_text: NotRequired[bool]
+    """True: the reply has the text of the conversation, too, as the chat template renders it."""
+    with_pieces: NotRequired[bool]
+    """True: the reply has the bytes of each token, too."""
 
 
 class DetokenizeParams(ModelParams):
@@ -328,6 +334,22 @@ class TokenizeResult(TypedDict):
     """The ids, u32 little endian."""
     count: Tokens
     """The number of ids."""
+    context: Tokens
+    """The longest prompt and answer together."""
+    text: NotRequired[str]
+    """The rendered conversation, or the prompt, if `with_text` was true."""
+    pieces: NotRequired[list[bytes]]
+    """The bytes that each token adds to a text, or the name of a special token, if `with_pieces` was true."""
+
+
+class ChatTemplateResult(TypedDict):
+    """The chat template of a model, a program for Jinja. Null if the model has none."""
+
+    source: str | None
+    tool_source: str | None
+    """The template for conversations with tools, if the model has another one for them."""
+    special_tokens: dict[str, str]
+    """The texts of the special tokens by their names, such as `bos_token`."""
 
 
 class DetokenizeResult(TypedDict):
@@ -360,6 +382,7 @@ VERBS: Final[dict[str, Verb]] = {
         "Return the ids that the model would read for a prompt or a conversation.", TokenizeResult, TokenizeParams
     ),
     "detokenize": Verb("Return the text of ids.", DetokenizeResult, DetokenizeParams),
+    "chat_template": Verb("Return the model's chat template.", ChatTemplateResult, ModelParams),
     "start": Verb("Start the workers of a model.", OrderResult, ModelParams),
     "stop": Verb("Stop the workers of a model.", OrderResult, StopParams),
     "sleep": Verb(

@@ -125,13 +125,15 @@ _READINESS = (
 
 _TOKENIZES = (WorkerState.READY, WorkerState.WAKING, WorkerState.FALLING_ASLEEP, WorkerState.ASLEEP)
 """States in which a worker's tokenizer answers."""
+_COMING = (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF, WorkerState.UNLOADED)
+"""States of a worker that will be ready. One that was just woken is still unloaded while it waits for room."""
 
 
-def ready_worker(context: AdminContext, name: object, identity: Identity) -> Replica:
+def ready_worker(context: AdminContext, verb: str, name: object, identity: Identity) -> Replica:
     """Return a worker that can answer a question about this model. Raises WireError if there is none.
 
     A worker that sleeps can answer, since it keeps its tokenizer. One that is unloaded is started, so that the client
-    may ask again.
+    may ask again. But a look at its template starts nothing.
     """
     if not isinstance(name, str):
         raise RequestError("model is missing: name a model", field="model")
@@ -140,8 +142,11 @@ def ready_worker(context: AdminContext, name: object, identity: Identity) -> Rep
         return min(ready, key=lambda replica: context.scheduler.work(replica.name)[0])
     context.shutdown.check_not_begun()
     if any(replica.state is WorkerState.UNLOADED for replica in replicas):
+        if verb == "chat_template":
+            message = f"model {name!r} is not loaded, so its chat template is not known: a request loads it"
+            raise WireError(ErrorCode.MODEL_NOT_RUNNING, message)
         context.on_demand.wake(replicas[0].model)
-    if any(replica.state in (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF) for replica in replicas):
+    if any(replica.state in _COMING for replica in replicas):
         message = f"model {name!r} is being loaded: try later"
         raise WireError(ErrorCode.MODEL_NOT_RUNNING, message, retry_after_ms=1000)
     failed = [replica for replica in replicas if replica.state is WorkerState.FAILED]  # its error says most

@@ -182,7 +182,7 @@ class ClientMessages:
 
         variables  variables of the chat template, for a conversation that does not set them
         """
-        replica = calls.ready_worker(self._context, params.get("model"), caller)
+        replica = calls.ready_worker(self._context, message.verb, params.get("model"), caller)
         party = channel if caller is OWNER else self._authorizer.party(caller)
         number = self._queries.begin(replica.name, Asker(channel, message.call, party))
         replica.last_active = time.monotonic()

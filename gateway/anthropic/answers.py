@@ -55,15 +55,19 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)
 
 
-async def count_tokens(request: Request) -> Response:
+async def count_tokens(request: Request) -> WholeAnswer:
     """POST /v1/messages/count_tokens: the tokens of a conversation as the model's chat template renders it."""
     caller = caller_of(request)
     body = await read_json(request, request.app.state.settings.max_body, caller)
     wanted = read_request(body, notes_of(request), counts=True).wanted
     given: dict[str, Any] = {name: wanted.options.get(name) for name in _RENDERED}
-    with named(wanted):
-        reply = await request.app.state.link.call(caller, "tokenize", **tokenize_params(wanted.model, given))
-    return Response(orjson.dumps({"input_tokens": len(token_ids_in(reply))}), media_type="application/json")
+
+    async def compute() -> Response:
+        with named(wanted):
+            reply = await request.app.state.link.ask(caller, "tokenize", **tokenize_params(wanted.model, given))
+        return Response(orjson.dumps({"input_tokens": len(token_ids_in(reply))}), media_type="application/json")
+
+    return WholeAnswer(compute)
 
 
 async def _send(events: EventStream, shape: MessageEvents, answers: Answers, asked: Asked) -> None:

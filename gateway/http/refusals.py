@@ -15,7 +15,7 @@ from protocol.errors import WireError
 
 OFFERED: Final = (
     "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
-    "/v1/messages/count_tokens, /tokenize and /detokenize"
+    "/v1/messages/count_tokens, /tokenize and /detokenize; /openapi.json lists all"
 )
 NOT_OFFERED: Final = (
     ("/embeddings", "embeddings are not offered: these models generate text"),
@@ -36,6 +36,9 @@ NOT_OFFERED: Final = (
     ("/uploads", "files are not offered"),
     ("/fine_tuning", "fine-tuning is not offered"),
     ("/vector_stores", "vector stores are not offered"),
+    ("/model", "models are started by their first request, by `modelctl start`, or on the page"),
+    ("/lora", "adapters belong to their model in models.yaml, and cannot be exchanged"),
+    ("/template", "a chat template is its model's own, and cannot be exchanged"),
     ("/api", "the own APIs of Ollama and LM Studio are not offered: choose OpenAI's API, with the base URL /v1"),
 )
 """Beginnings of the paths of other APIs, after /v1, each with the reason of the refusal."""

@@ -46,6 +46,46 @@ async def model(request: Request) -> Response:
     raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured", field="model")
 
 
+async def current_model(request: Request) -> Response:
+    """GET /v1/model: the model that a request without a name reaches, or else one that is loaded, as TabbyAPI shows it.
+
+    ``?model=NAME`` asks for another one.
+    """
+    name, one = await shown_model(request)
+    parameters = {"max_seq_len": one["context"], "prompt_template": one["name"] if one["chat"] else None}
+    return Response(
+        orjson.dumps(_described(one, name, request) | {"parameters": parameters}), media_type="application/json"
+    )
+
+
+async def templates(request: Request) -> Response:
+    """GET /v1/template/list: the models that have a chat template, in TabbyAPI's shape."""
+    names = [one["name"] for one in await _listed(request) if one["chat"]]
+    return Response(orjson.dumps({"object": "list", "data": names}), media_type="application/json")
+
+
+async def adapters(request: Request) -> Response:
+    """GET /v1/loras: no adapter, in TabbyAPI's shape, because in models.yaml adapters belong to a model."""
+    caller_of(request)
+    return Response(orjson.dumps({"object": "list", "data": []}), media_type="application/json")
+
+
+async def shown_model(request: Request) -> tuple[str, dict[str, Any]]:
+    """Return the name, and the description in the supervisor's list, of the model that a GET without a body concerns.
+
+    The parameter ``model`` of the query names it. Without the parameter, it is the default model, else the first one
+    that is loaded, else the first one. Raises WireError if there is none.
+    """
+    listed = await _listed(request)
+    if name := request.query_params.get("model", ""):
+        found = [one for one in listed if means(one, name)]
+    else:
+        found = sorted(listed, key=lambda one: (one.get("default") is None, one["state"] != "ready"))
+    if not found:
+        raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured", field="model")
+    return name or found[0].get("default") or found[0]["name"], found[0]
+
+
 async def _listed(request: Request) -> list[dict[str, Any]]:
     state = request.app.state
     reply = await state.link.call(caller_of(request), "models")

@@ -195,11 +195,35 @@ def document() -> Schema:
             "/detokenize": _post(
                 "Return the text of token ids.", {"model": _MODEL, "tokens": ids}, ["model", "tokens"]
             ),
+            "/v1/token/encode": _post(
+                "Return the token ids of a text, as TabbyAPI does.", {"model": _MODEL, "text": _TEXT}, ["text"]
+            ),
+            "/v1/token/decode": _post(
+                "Return the text of token ids, as TabbyAPI does.", {"model": _MODEL, "tokens": ids}, ["tokens"]
+            ),
+            "/apply-template": _post(
+                "Return the text that the chat template makes of a conversation.",
+                {"model": _MODEL, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},
+                ["messages"],
+            ),
+            "/tokenizer_info": _get("Return the chat template and the special tokens of a loaded model."),
+            "/props": _get("Describe a loaded model, as llama-server does."),
+            "/version": _get("Return the version of the gateway."),
+            "/v1/model": _get("Describe the default model, or one that is loaded, as TabbyAPI does."),
+            "/v1/model/list": _get("List the models."),
+            **{
+                f"/v1/{path}": _get("List the models that have a chat template.")
+                for path in ("template/list", "templates")
+            },
+            **{f"/v1/{path}": _get("List no adapter, since they belong to models.") for path in _ADAPTERS},
             "/livez": _get("Answer while the gateway's process lives.", public=True),
             "/readyz": _get("Answer 200 if a model answers requests.", public=True),
             "/health": _get("Answer 200 if a model answers requests, and none is being loaded.", public=True),
         },
     }
+
+
+_ADAPTERS: Final = ("lora", "loras", "lora/list")
 
 
 def _options() -> Schema:

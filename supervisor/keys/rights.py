@@ -56,6 +56,7 @@ _OF_VERB = {
     "metrics": SEES_ALL,
     "tokenize": _INFER,
     "detokenize": _INFER,
+    "chat_template": _INFER,
     "start": _ADMIN,
     "stop": _ADMIN,
     "sleep": _ADMIN,

@@ -40,6 +40,7 @@ VERBS = {
     "metrics": STATUS,
     "tokenize": INFER,
     "detokenize": INFER,
+    "chat_template": INFER,
     "start": ADMIN,
     "stop": ADMIN,
     "sleep": ADMIN,
