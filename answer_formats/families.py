@@ -5,7 +5,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from answer_formats import deepseek, gemma, glm45, hermes, llama3, mistral, plain_json, qwen3_coder
+from answer_formats import (
+    function_tags,
+    gemma,
+    glm45,
+    hermes,
+    json_lists,
+    llama3,
+    mistral,
+    named_json,
+    plain_json,
+    python_calls,
+)
 from answer_formats.calls import Reader
 from answer_formats.rules import Rules, Shape, Wanted
 
@@ -36,22 +47,49 @@ def _gemma(tokens: tuple[str, str, str]) -> Family:
     )
 
 
-def _deepseek(*, fenced: bool) -> Family:
-    read, rules = partial(deepseek.read, fenced=fenced), partial(deepseek.rules, fenced=fenced)
-    return Family(deepseek.BEGINS, deepseek.ALSO, read, rules)
+def _listed(form: json_lists.Form) -> Family:
+    ends = (form.end,) if form.end else ()
+    return Family((form.begin,), ends, partial(json_lists.read, form=form), partial(json_lists.rules, form=form))
+
+
+def _named(form: named_json.Form) -> Family:
+    return Family(form.begins, form.also, partial(named_json.read, form=form), partial(named_json.rules, form=form))
+
+
+def _functions(functions: function_tags.Functions) -> Family:
+    return Family(
+        functions.begins,
+        (functions.section[1],),
+        partial(function_tags.read, functions=functions),
+        partial(function_tags.rules, functions=functions),
+    )
+
+
+def _lfm2(begin: str, end: str) -> Family:
+    read, rules = partial(python_calls.read_listed, end=end), partial(python_calls.rules_listed, end=end)
+    return Family((begin,), (end,), read, rules)
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "hermes": Family((hermes.BEGIN,), (hermes.END,), hermes.read, hermes.rules),
-    "qwen3_coder": Family(
-        (qwen3_coder.BEGIN, qwen3_coder.FUNCTION), (qwen3_coder.END,), qwen3_coder.read, qwen3_coder.rules
-    ),
+    "qwen3_coder": _functions(function_tags.QWEN3_CODER),
+    "seed_oss": _functions(function_tags.SEED_OSS),
+    "minimax_m2": _functions(function_tags.MINIMAX_M2),
     "glm45": Family((glm45.BEGIN,), glm45.ALSO, glm45.read, glm45.rules),
     "llama3": Family((llama3.BEGIN,), (), llama3.read, llama3.rules, llama3.OPENING),
-    "mistral": Family((mistral.BEGIN,), (), mistral.read, mistral.rules),
-    "mistral_args": Family((mistral.BEGIN,), (mistral.ARGUMENTS, mistral.ID), mistral.read_args, mistral.rules_args),
-    "deepseek_v3": _deepseek(fenced=True),
-    "deepseek_v31": _deepseek(fenced=False),
+    "mistral": _listed(json_lists.MISTRAL),
+    "mistral_args": Family((mistral.BEGIN,), (mistral.ARGUMENTS, mistral.ID), mistral.read, mistral.rules),
+    "granite": _listed(json_lists.GRANITE),
+    "phi4": _listed(json_lists.PHI4),
+    "apriel": _listed(json_lists.APRIEL),
+    "minimax_m1": _listed(json_lists.MINIMAX_M1),
+    "nemotron": _listed(json_lists.NEMOTRON),
+    "command_r7b": _listed(json_lists.COMMAND_R7B),
+    "deepseek_v3": _named(named_json.DEEPSEEK_V3),
+    "deepseek_v31": _named(named_json.DEEPSEEK_V31),
+    "kimi_k2": _named(named_json.KIMI_K2),
+    "functionary_v31": _named(named_json.FUNCTIONARY_V31),
+    "lfm2": _lfm2("<|tool_call_start|>", "<|tool_call_end|>"),
     "gemma3": Family((gemma.CODE, *gemma.JSON_FENCES), (), gemma.read_fences, gemma.rules_fences, gemma.OPENING),
     "function_gemma": _gemma(gemma.FUNCTION_GEMMA),
     "gemma4": _gemma(gemma.GEMMA_4),
@@ -65,11 +103,25 @@ _SIGNS: Final = (
     ("function_gemma", ("<start_function_call>",), ()),
     ("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), ()),
     ("mistral", ("[TOOL_CALLS]",), ()),
-    ("deepseek_v3", (deepseek.SEPARATOR, "```json"), ()),
-    ("deepseek_v31", (deepseek.SEPARATOR,), ()),
+    ("deepseek_v3", ("<｜tool▁sep｜>", "```json"), ()),
+    ("deepseek_v31", ("<｜tool▁sep｜>",), ()),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",), ()),
+    ("command_r7b", ("<|START_ACTION|>",), ()),
+    ("seed_oss", ("<seed:tool_call>", "<function="), ()),
+    ("minimax_m2", ("<minimax:tool_call>", "<invoke name="), ()),
+    ("nemotron", ("<TOOLCALL>",), ()),
+    ("apriel", ("<tool_calls>[",), ()),
+    ("minimax_m1", ("<tool_calls>", '{"name": '), ("<tool_call>",)),
+    ("lfm2", ("<|tool_call_start|>",), ()),
+    ("lfm2", ("<|tool_list_start|>",), ()),
+    ("lfm2", ("List of tools: [", "<|im_start|>"), ()),
+    ("phi4", ("<|/tool_call|>",), ()),
+    ("phi4", ("<|/tool|>",), ()),
+    ("granite", ("<|tool_call|>",), ()),
     ("qwen3_coder", ("<tool_call>", "<function="), ()),
     ("glm45", ("<tool_call>", "<arg_key>"), ()),
-    ("hermes", ("<tool_call>", "arguments"), ()),
+    ("hermes", ("<tool_call>", "arguments"), ("<invoke name=",)),
+    ("functionary_v31", ("<function=", "</function>"), ("<tool_call>",)),
     ("llama3", ("<|python_tag|>",), ("<|python_start|>",)),
     ("llama3", ("Environment: ipython",), ("<|python_start|>",)),
     ("gemma3", ("<start_of_turn>", "tool_code"), ()),
@@ -81,6 +133,9 @@ REASONING: Final = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<mm:think>", "</mm:think>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 """Markers before and behind the reasoning."""
 _TOKENS: Final = {"<|channel>thought": "<|channel>"}

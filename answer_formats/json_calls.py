@@ -7,7 +7,7 @@ from typing import Final
 from answer_formats.calls import Calls, Found
 from answer_formats.source import Source, Steps, ignore
 
-NAMES: Final = ("name", "function")
+NAMES: Final = ("name", "function", "tool_name")
 ARGUMENTS: Final = ("arguments", "parameters")
 """Hermes and Mistral were trained with the first one, Llama 3 with the second one. Models mix them up."""
 

@@ -5,19 +5,28 @@ from typing import Final
 
 from answer_formats.rules import Rules, Wanted, escaped, literal
 
-_BLANKS: Final = r"[ \t\r\n]{0,8}"
+BLANKS: Final = r"[ \t\r\n]{0,8}"
 """Blanks of JSON. In llguidance, \\s is every blank of Unicode. Some models write line breaks. A model that may write
 blanks without end does that, too."""
 
 
-def objects(rules: Rules, tools: Sequence[Wanted], arguments: str, rest: str = "", *, begun: bool = False) -> str:
+def objects(
+    rules: Rules,
+    tools: Sequence[Wanted],
+    arguments: str,
+    *,
+    rest: str = "",
+    name: str = '"name"',
+    begun: bool = False,
+) -> str:
     """Add a rule for a call of one of the tools, and return its name.
 
     arguments  the key of the arguments
     rest       regular expression of further members
+    name       regular expression of the key of the name, with what stands before it
     begun      whether the marker in front of the call ends with the key of the name
     """
-    head, middle = "/ ?" if begun else rf'/\{{{_BLANKS}"name": ?', f'/,{_BLANKS}"{arguments}": ?/'
+    head, middle = "/ ?" if begun else rf"/\{{{BLANKS}{name}: ?", f'/,{BLANKS}"{arguments}": ?/'
     return rules.any_of(f"{head}{escaped(literal(tool.name))}/ {middle} {tool.json()} {_end(rest)}" for tool in tools)
 
 
@@ -26,7 +35,7 @@ def opened(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
 
     llguidance takes the longest lexeme. So all that text could begin with, too, is one lexeme: up to the arguments.
     """
-    begin, middle = rf'{_BLANKS}\{{{_BLANKS}"name": ?', f',{_BLANKS}"{arguments}": ?'
+    begin, middle = rf'{BLANKS}\{{{BLANKS}"name": ?', f',{BLANKS}"{arguments}": ?'
     return rules.any_of(f"/{begin}{escaped(literal(tool.name))}{middle}/ {tool.json()} {_end()}" for tool in tools)
 
 
@@ -41,12 +50,12 @@ def opened_json(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
 
 
 def _end(rest: str = "") -> str:
-    return rf"/{rest}{_BLANKS}\}}/"
+    return rf"/{rest}{BLANKS}\}}/"
 
 
 def looks_opened(names: str) -> str:
     """Return the regular expression of how ``opened`` begins, in all ways that a parser reads."""
     any_blanks = r"[ \t\r\n]*"
     kind = f'("type"{any_blanks}:{any_blanks}"function"{any_blanks},{any_blanks})?'
-    name = f'"(name|function)"{any_blanks}:{any_blanks}"({names})"'
+    name = f'"(name|function|tool_name)"{any_blanks}:{any_blanks}"({names})"'
     return rf"{any_blanks}\{{{any_blanks}{kind}{name}"

@@ -1,15 +1,12 @@
-"""Mistral: a JSON list of calls behind [TOOL_CALLS], or [TOOL_CALLS]NAME[ARGS]{...} for each call.
+"""Mistral from tokenizer version 11 on: [TOOL_CALLS]NAME[ARGS]{...} for each call.
 
-Models up to the tokenizer version 7 write the list. Later models write the second form, some with the call's id:
-[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}.
+Some models write the call's id, too: [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}. Earlier models write a list (json_lists).
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 from answer_formats.calls import Calls, Found
-from answer_formats.json_calls import read_list
-from answer_formats.json_rules import objects
 from answer_formats.rules import NotOffered, Rules, Section, Shape, Wanted, literal
 from answer_formats.source import Source, Steps, ignore
 
@@ -19,18 +16,7 @@ ID: Final = "[CALL_ID]"
 
 
 def read(source: Source, calls: Calls, marker: str) -> Steps[Found]:
-    """Read the list of calls."""
-    return (yield from read_list(source, calls))
-
-
-def rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
-    """Write the grammar of the list of calls."""
-    call = objects(rules, tools, "arguments", rest=r'(, ?"id": ?"[a-zA-Z0-9]{1,64}")?')
-    return Shape([Section(f'" "? "[" {call}', more=f"/, ?/ {call}", close='"]"')])
-
-
-def read_args(source: Source, calls: Calls, marker: str) -> Steps[Found]:
-    """Read one call of the second form."""
+    """Read one call."""
     yield from source.blanks()
     name = yield from source.word("[{\n")
     if name is None:
@@ -53,8 +39,8 @@ def read_args(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     return Found.CALL
 
 
-def rules_args(rules: Rules, tools: Sequence[Wanted]) -> Shape:
-    """Write the grammar of the second form."""
+def rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+    """Write the grammar of calls."""
     for tool in tools:
         if set("[{\n").intersection(tool.name):
             raise NotOffered(f"tools: the name {tool.name[:64]!r} cannot be written in this model's format")

@@ -9,7 +9,7 @@ from typing import Final
 
 from answer_formats.calls import Calls, Found
 from answer_formats.members import members_rule
-from answer_formats.rules import NotOffered, Rules, Wanted, literal
+from answer_formats.rules import NotOffered, Rules, Section, Shape, Wanted, literal
 from answer_formats.schemas import Members, Schema
 from answer_formats.source import Source, Steps
 from answer_formats.values import strict_json, to_json
@@ -52,6 +52,38 @@ def read_call(source: Source, calls: Calls, *, suffix: str = "") -> Steps[Found]
         calls.arguments("}")
         calls.end()
     return Found.CALL
+
+
+def read_listed(source: Source, calls: Calls, marker: str, *, end: str) -> Steps[Found]:
+    """Read calls in a list, [NAME(key=value), ...], up to its end marker."""
+    yield from source.blanks()
+    if not (yield from source.literal("[")):
+        return Found.NOTHING
+    yield from source.blanks()
+    found = yield from read_call(source, calls)
+    if found is not Found.NOTHING:
+        if found is Found.CALL:
+            while (yield from calls.further(_read_further)):
+                pass
+        yield from source.blanks()
+        if (yield from source.literal("]")):
+            yield from source.blanks()
+            yield from source.closing(end)
+    return found
+
+
+def _read_further(source: Source, calls: Calls) -> Steps[Found]:
+    yield from source.blanks()
+    if not (yield from source.literal(",")):
+        return Found.NOTHING
+    yield from source.blanks()
+    return (yield from read_call(source, calls))
+
+
+def rules_listed(rules: Rules, tools: Sequence[Wanted], *, end: str) -> Shape:
+    """Write the grammar of calls in a list."""
+    call = rules.any_of(call_rules(rules, tools))
+    return Shape([Section(f'"[" {call}', f'", " {call}', f'"]" {literal(end)}')])
 
 
 def _argument(source: Source) -> Steps[str | None]:

@@ -93,7 +93,7 @@ def _member(rules: Rules, tool: Wanted, name: str, key: str, schema: Schema, for
 
 def checked(tool: Wanted, text: str) -> str:
     """Return a name or a key. Raises NotOffered if the format cannot write it."""
-    if not text or text != text.strip() or any(c in text for c in ("<", ">", "\n")) or len(text) > 200:
+    if not text or text != text.strip() or any(c in text for c in ("<", ">", "\n", '"')) or len(text) > 200:
         raise NotOffered(
             f"tools: {tool.name[:64]}: {text[:64]!r} cannot be written in the format in which this model writes calls"
         )

@@ -308,9 +308,8 @@ class ModelConfig:
     tool_format: ToolFormat = None
     """The format in which the model writes calls of tools. ``off``: the model does not call tools.
 
-    The [formats](http-api.md#formats-of-calls) are ``hermes``, ``qwen3_coder``, ``glm45``, ``llama3``, ``mistral``,
-    ``mistral_args``, ``deepseek_v3``, ``deepseek_v31``, ``gemma3``, ``function_gemma`` and ``gemma4``. ``status`` shows
-    the format of a loaded model.
+    [Formats of calls](http-api.md#formats-of-calls) names them all, such as ``hermes``, ``llama3`` and ``json``.
+    ``status`` shows the format of a loaded model.
 
     Default: the format that the chat template shows
     Example: hermes

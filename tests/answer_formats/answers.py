@@ -129,6 +129,61 @@ def _gemma(begin: str, end: str, quote: str) -> Callable[[Sequence[Call]], str]:
     return lambda calls: "".join(f"{begin}call:{name}{written(arguments)}{end}" for name, arguments in calls)
 
 
+def _seed_oss(calls: Sequence[Call]) -> str:
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        values = "".join(f"<parameter={key}>{_raw(value)}</parameter>\n" for key, value in arguments.items())
+        return f"<seed:tool_call>\n<function={name}>\n{values}</function>\n</seed:tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def _minimax_m2(calls: Sequence[Call]) -> str:
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        values = "".join(f'<parameter name="{key}">{_raw(value)}</parameter>\n' for key, value in arguments.items())
+        return f'<invoke name="{name}">\n{values}</invoke>\n'
+
+    return f"<minimax:tool_call>\n{''.join(one(*call) for call in calls)}</minimax:tool_call>"
+
+
+def _listed(begin: str, end: str, extra: str = "") -> Callable[[Sequence[Call]], str]:
+    def write(calls: Sequence[Call]) -> str:
+        shown = (f'{{"name": "{name}", "arguments": {_json(arguments)}{extra}}}' for name, arguments in calls)
+        return f"{begin}[{', '.join(shown)}]{end}"
+
+    return write
+
+
+def _minimax_m1(calls: Sequence[Call]) -> str:
+    return f"<tool_calls>\n{_plain_json(calls)}\n</tool_calls>"
+
+
+def _command_r7b(calls: Sequence[Call]) -> str:
+    shown = (
+        f'    {{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {_json(arguments)}}}'
+        for number, (name, arguments) in enumerate(calls)
+    )
+    return "<|START_ACTION|>[\n" + ",\n".join(shown) + "\n]<|END_ACTION|>"
+
+
+def _kimi_k2(calls: Sequence[Call]) -> str:
+    shown = (
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{_json(arguments)}<|tool_call_end|>"
+        for number, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(shown)}<|tool_calls_section_end|>"
+
+
+def _functionary_v31(calls: Sequence[Call]) -> str:
+    return "".join(f"<function={name}>{_json(arguments)}</function>" for name, arguments in calls)
+
+
+def _lfm2(calls: Sequence[Call]) -> str:
+    shown = (
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
+    )
+    return f"<|tool_call_start|>[{', '.join(shown)}]<|tool_call_end|>"
+
+
 def _plain_json(calls: Sequence[Call]) -> str:
     return plain_json.calls_text(calls)
 
@@ -145,12 +200,34 @@ WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "gemma3, code": ("gemma3", _tool_code),
     "function_gemma": ("function_gemma", _gemma("<start_function_call>", "<end_function_call>", "<escape>")),
     "gemma4": ("gemma4", _gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "seed_oss": ("seed_oss", _seed_oss),
+    "minimax_m2": ("minimax_m2", _minimax_m2),
+    "granite": ("granite", _listed("<|tool_call|>", "")),
+    "phi4": ("phi4", _listed("<|tool_call|>", "<|/tool_call|>")),
+    "apriel": ("apriel", _listed("<tool_calls>", "</tool_calls>", ', "id": "call_1"')),
+    "minimax_m1": ("minimax_m1", _minimax_m1),
+    "nemotron": ("nemotron", _listed("<TOOLCALL>", "</TOOLCALL>")),
+    "command_r7b": ("command_r7b", _command_r7b),
+    "kimi_k2": ("kimi_k2", _kimi_k2),
+    "functionary_v31": ("functionary_v31", _functionary_v31),
+    "lfm2": ("lfm2", _lfm2),
     "json, fence": ("json", lambda calls: f"```json\n{_plain_json(calls)}\n```"),
 }
 """For each way to write calls: the name of its format, and the function that writes calls."""
+PYTHON = {
+    "gemma3, code": ("```tool_code\n", "\n", "\n```"),
+    "lfm2": ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+}
+"""For each way to write Python calls: what stands before, between and behind them."""
+JSON = frozenset(
+    ("hermes", "llama3", "mistral", "granite", "phi4", "apriel", "minimax_m1", "nemotron", "command_r7b", "json")
+)
+"""Formats that can write any name, because it stands in JSON."""
 _OWN_ENDS = {
     "qwen3_coder": ("</parameter>",),
     "glm45": ("</arg_value>",),
+    "seed_oss": ("</parameter>",),
+    "minimax_m2": ("</parameter>",),
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
 }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from answer_formats.families import FAMILIES, markers_of
 from answer_formats.parser import AnswerParser
 from answer_formats.parts import CallArguments, CallEnd, CallStart
-from tests.answer_formats.answers import TOOLS, WRITERS, Call, bare
+from tests.answer_formats.answers import PYTHON, TOOLS, WRITERS, Call, bare
 from tests.answer_formats.splitting import Cut, Meant, check_divisions, divided, parsed
 
 TIME: Call = ("get_time", {})
@@ -119,7 +119,7 @@ def test_an_id_is_told() -> None:
     assert parts == [CallStart(0, "get_time", "abcDEF123"), CallArguments(0, "{}"), CallEnd(0)]
 
 
-@pytest.mark.parametrize("way", [way for way, (format, _) in WRITERS.items() if format != "gemma3"])
+@pytest.mark.parametrize("way", [way for way in WRITERS if way not in PYTHON])
 def test_strings_are_told_while_they_come(way: str) -> None:
     format, write = WRITERS[way]
     parser = AnswerParser(tool_format=format, tools=TOOLS)

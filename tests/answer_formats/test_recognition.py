@@ -45,7 +45,25 @@ TEMPLATES = [
     ("<start_of_turn>user\\n{{ content }}<end_of_turn>", (None, None)),
     (
         "{{ '<seed:tool_call>\\n<function=' + name }}<seed:think></seed:think>",
-        (None, ("<seed:think>", "</seed:think>")),
+        ("seed_oss", ("<seed:think>", "</seed:think>")),
+    ),
+    ("""{% set begin = '<minimax:tool_call>' %}<invoke name="{{ name }}"> arguments </think>""", ("minimax_m2", THINK)),
+    ("""]<]minimax[>[<tool_call>]<]minimax[>[<invoke name="{{ name }}"> arguments""", (None, None)),
+    ("""within <tool_call></tool_call> XML tags {{ '<tool_calls>[{"name": ' }} arguments""", ("apriel", None)),
+    ("""{{ '<tool_calls>\\n' }}{{ '{"name": "' + name }}""", ("minimax_m1", None)),
+    ("""{{- '<TOOLCALL>[{"name": "' + name }}</TOOLCALL>""", ("nemotron", None)),
+    (
+        "<|START_THINKING|><|END_THINKING|><|START_ACTION|>[{'tool_name': }]<|END_ACTION|>",
+        ("command_r7b", ("<|START_THINKING|>", "<|END_THINKING|>")),
+    ),
+    ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>", ("kimi_k2", None)),
+    ("<|system|>{{ content }}<|tool|>{{ tools }}<|/tool|>", ("phi4", None)),
+    ("respond only with <|tool_call|> followed by a JSON list of tools", ("granite", None)),
+    ("List of tools: <|tool_list_start|>[", ("lfm2", None)),
+    ("<|im_start|>List of tools: [{{ tool }}]", ("lfm2", None)),
+    (
+        "Environment: ipython <|python_tag|>{{ '<function=' + name + '>' + arguments + '</function>' }}",
+        ("functionary_v31", None),
     ),
     ("<|im_start|>{{ content }}", (None, None)),
     # Llama 4 writes calls as a list of Python calls, which is another format.

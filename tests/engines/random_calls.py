@@ -38,6 +38,12 @@ END = "</s>"
 _CLOSERS = {
     "hermes": ("\n</tool_call>",),
     "qwen3_coder": ("\n</function>\n</tool_call>", "\n</parameter>"),
+    "seed_oss": ("\n</function>\n</seed:tool_call>", "</parameter>"),
+    "minimax_m2": ("\n</invoke>\n</minimax:tool_call>", "</parameter>"),
+    "minimax_m1": ("\n</tool_calls>",),
+    "kimi_k2": ("<|tool_calls_section_end|>", "<|tool_call_end|>"),
+    "functionary_v31": ("</function>",),
+    "lfm2": (")", "]<|tool_call_end|>"),
     "glm45": ("</tool_call>", "\n</tool_call>", "</arg_value>"),
     "deepseek_v3": ("<｜tool▁calls▁end｜>", "\n```<｜tool▁call▁end｜>"),
     "deepseek_v31": ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"),

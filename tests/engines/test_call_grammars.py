@@ -13,9 +13,11 @@ from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar,
 from protocol.errors import ErrorCode, RequestError
 from tests.answer_formats.answers import (
     EMPTY,
+    JSON,
     LINES,
     NESTED,
     NUMBER,
+    PYTHON,
     SIMPLE,
     TOOLS,
     WRITERS,
@@ -48,10 +50,11 @@ def allows(text: str, constraint: str) -> bool:
 def written(way: str, *calls: Call) -> str:
     """Return calls as the grammar has them, which writes the values of Python calls as JSON."""
     format, write = WRITERS[way]
-    if way == "gemma3, code":
+    if way in PYTHON:
+        begin, between, end = PYTHON[way]
         shown = (", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in args.items()) for _, args in calls)
         lines = (f"{name}({args})" for (name, _), args in zip(calls, shown, strict=True))
-        return "```tool_code\n" + "\n".join(lines) + "\n```"
+        return begin + between.join(lines) + end
     text = write(calls)
     return text.replace("\nTrue\n", "\ntrue\n").replace("\nNone\n", "\nnull\n") if format == "qwen3_coder" else text
 
@@ -143,7 +146,7 @@ STRING_SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("format", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize("format", ["glm45", "qwen3_coder", "seed_oss", "minimax_m2"])
 @pytest.mark.parametrize(("schema", "good", "bad"), STRING_SCHEMAS)
 def test_strings_without_quotes_follow_their_schema(format: str, schema: Any, good: list[str], bad: list[str]) -> None:
     whole = {"properties": {"x": schema}, "required": ["x"], "$defs": {"color": {"enum": ["red"]}}}
@@ -174,16 +177,14 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_tool_and_key(format: str
     assert attempt(BYTES, "tools", constraint(format, required=False, tools=[fine, ("bad", bad)])) is None
 
 
-@pytest.mark.parametrize("format", ["glm45", "qwen3_coder", "gemma4", "gemma3"])
+@pytest.mark.parametrize("format", ["glm45", "qwen3_coder", "seed_oss", "minimax_m2", "gemma4", "gemma3", "lfm2"])
 def test_an_object_that_the_format_writes_itself(format: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1}
     error = refused(constraint(format, tools=[("bad", schema)], required=True))
     assert error.message.startswith("tools: bad: minProperties ")
 
 
-@pytest.mark.parametrize(
-    "format", [format for format in FAMILIES if format not in ("hermes", "llama3", "mistral", "json")]
-)
+@pytest.mark.parametrize("format", [format for format in FAMILIES if format not in JSON])
 def test_a_name_that_the_format_cannot_write(format: str) -> None:
     error = refused(constraint(format, tools=[("a<b\n[", {})], required=False))
     assert "cannot be written" in error.message
@@ -205,7 +206,7 @@ def test_recursion(format: str) -> None:
     made = constraint(format, tools=[("f", schema)], required=True)
     assert attempt(BYTES, "tools", made) is None
     write = next(write for name, write in WRITERS.values() if name == format)
-    if format != "gemma3":
+    if format not in ("gemma3", "lfm2"):
         assert allows(write([("f", {"tree": {"n": 1, "next": {"n": 2, "next": {}}}})]), made)
 
 
@@ -254,9 +255,11 @@ def test_a_schema_that_cannot_be_read_is_refused_only_if_it_has_to_be_enforced(
     assert wrong is None
     assert set(loose) <= {"f"}
     free = loosened(made, ["f"])
-    write = next(write for name, write in WRITERS.values() if name == format)
-    if format == "gemma3":  # the grammar writes JSON values
-        write = bare(format) or write
+    way = next(way for way, (name, _) in WRITERS.items() if name == format)
+
+    def write(calls: list[Call]) -> str:
+        return written(way, *calls)
+
     assert allows(write([("f", {"a": "x", "b_2": [1, {"c": None}]})]), free)
     assert allows(write([("f", {})]), free)
     assert not allows(write([("fine", {"n": "x"})]), free)
