@@ -235,9 +235,7 @@ def test_adapters_that_do_not_fit(model: Path, tmp_path: Path) -> None:
     refused(check(tensors={key.format(7, "A"): ("F16", (4, 512))}), "the model has 2 layers")
     refused(check(tensors={key.format(0, "A"): ("F16", (4, 512))}), "lora_A without the other half")
     refused(check(tensors={key.format(0, "B"): ("I32", (256, 4))}), "dtype I32")
-    refused(check(tensors={"base_model.model.lm_head.weight": ("F16", (320, 256))}), "lm_head.weight is not supported")
-    refused(check(use_dora=True), "use_dora=True, which ExLlamaV2 does not compute")
-    refused(check(rank_pattern={"q_proj": 2}), "rank_pattern")
+    refused(check(tensors={"base_model.model.lm_head.weight": ("F16", (320, 256))}), "lm_head.weight", "merge")
     refused(check(r="4"), "r='4': it must be the rank")
     refused(check(lora_alpha=None), "lora_alpha=None")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -247,6 +245,35 @@ def test_adapters_that_do_not_fit(model: Path, tmp_path: Path) -> None:
             check_adapter(adapter, directory)
     edit_json(model / "config.json", architectures=["Gemma2ForCausalLM"])
     refused(lambda: check_adapter(write_adapter(tmp_path / "lora"), ModelDir(str(model))), "Gemma2ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"use_dora": True}, "use_dora=True, a variant of LoRA that ExLlamaV2 does not compute"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"use_qalora": True, "qalora_group_size": 16}, "use_qalora=True"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens=[1, 2]"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': such an adapter belongs to changed weights"),
+        ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16"),
+        ({"init_lora_weights": "olora"}, "olora"),
+        ({"modules_to_save": ["lm_head"]}, "replace whole parts of a model"),
+        ({"peft_type": "IA3"}, "peft_type='IA3': only LoRA adapters are served"),
+    ],
+)
+def test_adapters_that_would_be_computed_wrongly(model: Path, tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    adapter = write_adapter(tmp_path / "lora", **config)
+    refused(lambda: check_adapter(adapter, ModelDir(str(model))), says, "merge_and_unload")
+
+
+def test_adapters_that_are_plain(model: Path, tmp_path: Path) -> None:
+    for start in (True, False, "gaussian", "eva"):
+        adapter = write_adapter(
+            tmp_path / "lora", init_lora_weights=start, peft_type="LORA", use_dora=False, layer_replication=None,
+            alora_invocation_tokens=None, modules_to_save=None, bias="none", use_rslora=True,
+        )  # fmt: skip
+        assert len(check_adapter(adapter, ModelDir(str(model)))) == 2
 
 
 def test_adapters_follow_the_order_of_exl2_mlps(tmp_path: Path) -> None:

@@ -28,6 +28,18 @@ ARCHITECTURES = (
 """Architectures whose layers all pass adapters on. For others (parallel blocks, experts, 32-bit residuals, names with a
 prefix) the package refuses adapters, or leaves a part of them out."""
 WEIGHTS = "adapter_model.safetensors"
+_MERGE = "merge the adapter into the model's weights (merge_and_unload of peft) and serve the result"
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the model's own weights as they are. peft changes those weights for the others
+(pissa, olora, corda, loftq, mica, ...) whenever it loads the adapter, and the package does not."""
+_VARIANTS = (
+    "fan_in_fan_out", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "rank_pattern", "alpha_pattern",
+    "alora_invocation_tokens", "layer_replication", "target_parameters", "arrow_config", "kasa_config",
+    "monteclora_config",
+)  # fmt: skip
+"""Keys of adapter_config.json that change what peft computes, and that the package does not read, or refuses."""
+_REPLACING = "modules_to_save", "trainable_token_indices"
+"""Keys that name whole matrices or rows which the adapter brings along."""
 _KEY = re.compile(r"model\.layers\.(\d+)\.(self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.lora_([AB])\.weight$")
 
 
@@ -60,7 +72,9 @@ def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         match = _KEY.search(name)
         if match is None:
-            raise LoadError(f"{name} is not supported: only the projections of attention and MLP are")
+            raise LoadError(
+                f"it holds {name[:200]!r}: only adapters of the projections of attention and MLP are served; {_MERGE}"
+            )
         if int(match[1]) >= shape.layers:
             raise LoadError(f"{name}: the model has {shape.layers} layers")
         if tensor.dtype not in ("F16", "BF16", "F32"):
@@ -88,9 +102,27 @@ def _check_config(file: Path) -> int:
         raise LoadError(f"{file.name} has r={rank!r}: it must be the rank")
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise LoadError(f"{file.name} has lora_alpha={alpha!r}: it must be a number")
-    for key in ("fan_in_fan_out", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save"):
+    kind = config.get("peft_type")
+    if kind not in (None, "LORA"):
+        raise LoadError(f"{file.name} has peft_type={kind!r:.60}: only LoRA adapters are served; {_MERGE}")
+    for key in _VARIANTS:
         if config.get(key):
-            raise LoadError(f"{file.name} has {key}={config[key]!r}, which ExLlamaV2 does not compute")
+            raise LoadError(
+                f"{file.name} has {key}={config[key]!r:.80}, a variant of LoRA that ExLlamaV2 does not compute: {_MERGE}"
+            )
+    start = config.get("init_lora_weights")
+    if start not in _PLAIN_STARTS:
+        raise LoadError(
+            f"{file.name} has init_lora_weights={start!r:.60}: such an adapter belongs to changed weights of the model, "
+            f"which ExLlamaV2 does not change: {_MERGE}, or convert the adapter to plain LoRA when you save it "
+            "(path_initial_model_for_weight_conversion of peft)"
+        )
+    for key in _REPLACING:
+        if config.get(key):
+            raise LoadError(
+                f"{file.name} has {key}={config[key]!r:.80}: adapters that replace whole parts of a model, such as its "
+                f"head or its embeddings, are not served; {_MERGE}"
+            )
     return rank
 
 
