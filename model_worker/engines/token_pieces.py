@@ -7,7 +7,7 @@ table, the whole vocabulary is decoded both with the table and by the tokenizer,
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tokenizers
@@ -30,18 +30,32 @@ class NoPieces(Exception):
 def read_pieces(tokenizer: tokenizers.Tokenizer, size: int) -> Pieces:
     """Return the table of ids below ``size``. Raises NoPieces."""
     steps = _steps(tokenizer.decoder)
-    skipped = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
-    tokens: list[str | None] = [tokenizer.id_to_token(token_id) for token_id in range(size)]
-    tokens = [None if token in skipped else token for token in tokens]
+    special = special_tokens(tokenizer)
+    tokens: list[str | None] = [None if i in special else tokenizer.id_to_token(i) for i in range(size)]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         pieces = Pieces(_byte_level(tokens))
     elif steps in ([_REPLACE, _BYTES, _FUSE], [_REPLACE, _BYTES, _FUSE, _STRIP]):
         pieces = Pieces(_sentencepiece(tokens), byte_runs=True, strips_space=_STRIP in steps)
     else:
         raise NoPieces(f"the decoder is of another kind ({' + '.join(step['type'] for step in steps) or 'none'})")
-    if not all(_agrees(tokenizer, pieces, ids) for ids in _samples(pieces)):
+    if not all(_agrees(tokenizer, pieces, ids, special) for ids in _samples(pieces)):
         raise NoPieces("its table does not give what the tokenizer decodes")
     return pieces
+
+
+def special_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+    """Return the names of the tokens that add nothing to a text, by id."""
+    return {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+
+def decode_without(tokenizer: tokenizers.Tokenizer, skipped: Collection[int], ids: Iterable[int]) -> str:
+    """Return the text of ids, without those in ``skipped``.
+
+    The library would skip special tokens by their text. It does not find those that tokenizer.json calls normalized (old
+    files of Llama): their text in the vocabulary is ``▁<s>``, so "<s>" would stand in answers.
+    """
+    text: str = tokenizer.decode([i for i in ids if i not in skipped], skip_special_tokens=False)
+    return text
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
@@ -104,11 +118,11 @@ def _samples(pieces: Pieces) -> Iterator[list[int]]:
             yield [chunk[0], *(between.pop() if between else ()), *chunk[1:]]
 
 
-def _agrees(tokenizer: tokenizers.Tokenizer, pieces: Pieces, ids: list[int]) -> bool:
+def _agrees(tokenizer: tokenizers.Tokenizer, pieces: Pieces, ids: list[int], special: Collection[int]) -> bool:
     if pieces.byte_runs or pieces.strips_space:
         stream = PieceDetokenizer(pieces)
         text = "".join(map(stream.push, ids)) + stream.flush()
     else:  # a stream gives the same, in four times the time
         parts = [pieces.table[i] or b"" for i in ids]
         text = b"".join(p.encode() if isinstance(p, str) else p for p in parts).decode(errors="replace")
-    return bool(text == tokenizer.decode(ids, skip_special_tokens=True))
+    return text == decode_without(tokenizer, special, ids)

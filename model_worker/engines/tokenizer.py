@@ -13,7 +13,7 @@ import tokenizers
 
 from model_worker.engine import PLAIN, ChatTemplate, Layout, LoadError
 from model_worker.engines.model_dir import MOST_IDS, ModelDir, token_text
-from model_worker.engines.token_pieces import NoPieces, read_pieces
+from model_worker.engines.token_pieces import NoPieces, decode_without, read_pieces, special_tokens
 from model_worker.engines.tokenizer_growth import check_growth
 from model_worker.engines.vetting import TEMPLATE_BYTES, is_panic, read_bytes
 from model_worker.stop_strings import ContentStops
@@ -49,8 +49,7 @@ class Tokenizer:
         self._special = {name: text for name in names if (text := token_text(config.get(name)))}
         self._bos_id = self.token_id(self._special.get("bos_token", ""))
         self.eos_ids = directory.eos_ids(self.token_id)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token for token, known in added.items() if known.special)
+        self._special_names = special_tokens(self._tokenizer)
         self._sources: dict[frozenset[int], Pieces | Decode] = {}
         """How ids become text, by the special tokens that are part of it."""
         self.chat_template = _chat_template(directory, self._special)
@@ -116,8 +115,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens; incomplete UTF-8 becomes U+FFFD. Unknown ids have no text."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return decode_without(self._tokenizer, self._special_names, token_ids)
 
     def decode_given(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids. Raises RequestError (field "token_ids") for ids beyond the vocabulary."""
@@ -130,7 +128,7 @@ class Tokenizer:
         name."""
         piece = self.pieces.table[token_id] if self.pieces and 0 <= token_id < len(self.pieces.table) else None
         if piece is None:
-            piece = self._tokenizer.id_to_token(token_id) or ""
+            piece = self._special_names.get(token_id) or self._tokenizer.id_to_token(token_id) or ""
         return piece if isinstance(piece, bytes) else piece.encode(errors="surrogatepass")
 
     def stream(self, context: Sequence[int], stops: Iterable[str] = (), layout: Layout = PLAIN) -> TextStream:
@@ -156,11 +154,10 @@ class Tokenizer:
             for token, text in shown.items():
                 table[token] = text
             return replace(self.pieces, table=table)
-        hidden = self._special_ids.difference(shown)
+        hidden = self._special_names.keys() - shown.keys()
 
         def decode(token_ids: Sequence[int]) -> str:
-            text: str = self._tokenizer.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
-            return text
+            return decode_without(self._tokenizer, hidden, token_ids)
 
         return decode
 
@@ -168,7 +165,7 @@ class Tokenizer:
         """Return the special tokens with these names, by id. Such a token adds nothing to a text unless it is asked
         for."""
         named = {text: self.token_id(text) for text in texts}
-        return {token: text for text, token in named.items() if token is not None and token in self._special_ids}
+        return {token: text for text, token in named.items() if token is not None and token in self._special_names}
 
 
 def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatTemplate | None:

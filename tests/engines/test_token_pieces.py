@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from model_worker.engine import Layout
 from model_worker.engines import tokenizer as model_tokenizer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.token_pieces import NoPieces, read_pieces
@@ -243,3 +244,26 @@ def test_a_model_streams_by_its_table_or_says_why_not(tmp_path: Path, capfd: pyt
         parts = [stream.push(token_id) for token_id in ids[2:]]
         assert "".join(text for text, _ in parts[:4]) == ": d b"
         assert any(found for _, found in parts)
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_special_tokens_that_are_normalized_have_no_text(strips: bool, tmp_path: Path) -> None:
+    """Old files of Llama call their special tokens normalized. tokenizers 0.23 decodes them as text, even if it is asked
+    to skip special tokens."""
+    library = Tokenizer.from_str(sentencepiece(strips).to_str())
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.add_special_tokens([AddedToken("</s>", normalized=True)])
+    end = library.token_to_id("</s>")
+    shutil.copytree(directory("letters"), tmp_path / "model")
+    library.save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer = model_tokenizer.Tokenizer(ModelDir(str(tmp_path / "model")))
+    hello, world = library.token_to_id("▁Hello"), library.token_to_id("▁world")
+    ids = [end, hello, end, world, end]
+    wanted = "Hello world" if strips else " Hello world"
+    assert tokenizer.decode(ids) == wanted
+    assert tokenizer.pieces is not None
+    for stream in (tokenizer.stream([]), tokenizer.stream([], layout=Layout(visible=frozenset({"<s>"})))):
+        assert "".join(stream.push(i)[0] for i in ids) + stream.finish() == wanted
+    window = Detokenizer(tokenizer.decode)
+    assert "".join(map(window.push, ids)) + window.flush() == wanted
+    assert tokenizer.token_bytes(end) == b"</s>"
