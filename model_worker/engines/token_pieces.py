@@ -51,8 +51,8 @@ def special_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
 def decode_without(tokenizer: tokenizers.Tokenizer, skipped: Collection[int], ids: Iterable[int]) -> str:
     """Return the text of ids, without those in ``skipped``.
 
-    The library would skip special tokens by their text. It does not find those that tokenizer.json calls normalized (old
-    files of Llama): their text in the vocabulary is ``▁<s>``, so "<s>" would stand in answers.
+    The library would skip special tokens by their text. It does not find those that tokenizer.json calls normalized, as
+    old files of Llama do: their text in the vocabulary is ``▁<s>``, so "<s>" would stand in answers.
     """
     text: str = tokenizer.decode([i for i in ids if i not in skipped], skip_special_tokens=False)
     return text

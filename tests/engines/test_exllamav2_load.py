@@ -262,7 +262,7 @@ def test_adapters_that_do_not_fit(model: Path, tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type='IA3': only LoRA adapters are served"),
     ],
 )
-def test_adapters_that_would_be_computed_wrongly(model: Path, tmp_path: Path, config: dict[str, Any], says: str) -> None:
+def test_variants_of_lora(model: Path, tmp_path: Path, config: dict[str, Any], says: str) -> None:
     adapter = write_adapter(tmp_path / "lora", **config)
     refused(lambda: check_adapter(adapter, ModelDir(str(model))), says, "merge_and_unload")
 

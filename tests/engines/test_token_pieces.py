@@ -248,8 +248,8 @@ def test_a_model_streams_by_its_table_or_says_why_not(tmp_path: Path, capfd: pyt
 
 @pytest.mark.parametrize("strips", [True, False])
 def test_special_tokens_that_are_normalized_have_no_text(strips: bool, tmp_path: Path) -> None:
-    """Old files of Llama call their special tokens normalized. tokenizers 0.23 decodes them as text, even if it is asked
-    to skip special tokens."""
+    """Old files of Llama call their special tokens normalized. tokenizers 0.23 decodes them as text, even if it is
+    asked to skip special tokens."""
     library = Tokenizer.from_str(sentencepiece(strips).to_str())
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     library.add_special_tokens([AddedToken("</s>", normalized=True)])

@@ -37,7 +37,7 @@ _VARIANTS = (
     "alora_invocation_tokens", "layer_replication", "target_parameters", "arrow_config", "kasa_config",
     "monteclora_config",
 )  # fmt: skip
-"""Keys of adapter_config.json that change what peft computes, and that the package does not read, or refuses."""
+"""Keys of adapter_config.json that change what peft computes, and that the package does not read or refuses."""
 _REPLACING = "modules_to_save", "trainable_token_indices"
 """Keys that name whole matrices or rows which the adapter brings along."""
 _KEY = re.compile(r"model\.layers\.(\d+)\.(self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.lora_([AB])\.weight$")
@@ -108,13 +108,14 @@ def _check_config(file: Path) -> int:
     for key in _VARIANTS:
         if config.get(key):
             raise LoadError(
-                f"{file.name} has {key}={config[key]!r:.80}, a variant of LoRA that ExLlamaV2 does not compute: {_MERGE}"
+                f"{file.name} has {key}={config[key]!r:.80}, a variant of LoRA that ExLlamaV2 does not "
+                f"compute: {_MERGE}"
             )
     start = config.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
         raise LoadError(
-            f"{file.name} has init_lora_weights={start!r:.60}: such an adapter belongs to changed weights of the model, "
-            f"which ExLlamaV2 does not change: {_MERGE}, or convert the adapter to plain LoRA when you save it "
+            f"{file.name} has init_lora_weights={start!r:.60}: such an adapter belongs to changed weights of the "
+            f"model, which ExLlamaV2 does not change: {_MERGE}, or convert the adapter to plain LoRA when you save it "
             "(path_initial_model_for_weight_conversion of peft)"
         )
     for key in _REPLACING:
