@@ -98,7 +98,8 @@ def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     needs = {}
     if (checked := faults.of(lambda: check(spec))) is not None:
         options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
-        faults.of(lambda: check_defaults(question["sampling"], offered(options.speculates)))
+        known = offered(speculates=options.speculates, tensor_parallel=options.tensor_parallel)
+        faults.of(lambda: check_defaults(question["sampling"], known))
         # Further counts serve only to name a remedy if the model does not fit on the first count.
         faults.of(lambda: check_parallel(options, directory, sizes, question["counts"][0]))
         for count in question["counts"]:

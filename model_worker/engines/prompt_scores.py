@@ -38,11 +38,13 @@ def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> tuple[torch.
 class PromptPieces:
     """Cuts the log-probabilities of one prompt into the pieces that events report.
 
-    next  the number of the next token that has to be added
+    prompt  the ids of the whole prompt
+    top     the number of likeliest tokens at each place
+    next    the number of the next token that has to be added
     """
 
     def __init__(self, job_id: int, prompt: Sequence[int], scoring: PromptScoring) -> None:
-        self._job, self._prompt, self.top = job_id, prompt, scoring.top
+        self._job, self.prompt, self.top = job_id, prompt, scoring.top
         self.next = self._reported = scoring.first
         self._ids: list[Array] = []
         self._logprobs: list[Array] = []
@@ -50,11 +52,11 @@ class PromptPieces:
     def wanted(self, begin: int, end: int) -> range:
         """Return the places to score among those that are computed, ``begin`` to ``end - 1``. A place tells of the
         token behind it."""
-        return range(max(begin, self.next - 1), min(end, len(self._prompt) - 1))
+        return range(max(begin, self.next - 1), min(end, len(self.prompt) - 1))
 
     def behind(self, places: range) -> Sequence[int]:
         """Return the prompt's tokens behind these places."""
-        return self._prompt[places.start + 1 : places.stop + 1]
+        return self.prompt[places.start + 1 : places.stop + 1]
 
     def add(self, ids: Array, logprobs: Array) -> list[PromptLogprobs]:
         """Add what ``score`` returned for the next places. Return the pieces that are complete."""
@@ -68,20 +70,20 @@ class PromptPieces:
 
     def alone(self) -> list[PromptLogprobs]:
         """Return the only piece of a prompt of one token; no piece for any other prompt."""
-        if len(self._prompt) > 1:
+        if len(self.prompt) > 1:
             return []
-        return [PromptLogprobs(self._job, 1, 0, self._prompt[0], b"", b"")]
+        return [PromptLogprobs(self._job, 1, 0, self.prompt[0], b"", b"")]
 
     @property
     def _size(self) -> int:
         """The number of tokens in the next piece."""
-        last = min(-(-self._reported // PIECE) * PIECE, len(self._prompt) - 1)
+        last = min(-(-self._reported // PIECE) * PIECE, len(self.prompt) - 1)
         return max(0, last + 1 - self._reported)
 
     def _cut(self, size: int) -> PromptLogprobs:
         ids, logprobs = np.concatenate(self._ids), np.concatenate(self._logprobs)
         first, self._reported = self._reported, self._reported + size
         self._ids, self._logprobs = [ids[size:]], [logprobs[size:]]
-        before = self._prompt[first - 1]
+        before = self.prompt[first - 1]
         top = ids.shape[1] - 1
         return PromptLogprobs(self._job, first, top, before, ids[:size].tobytes(), logprobs[:size].tobytes())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from model_worker.engine import PromptScoring
 from model_worker.engines.exllamav2.decode.buckets import fitting, most_captured, page_sizes, row_sizes
 from model_worker.engines.exllamav2.decode.pace import Pace
 from protocol.request import SamplingParams
@@ -148,7 +149,7 @@ def test_more_rows_than_were_captured_go_the_package_s_way() -> None:
 def test_a_prompt_is_read_in_pieces_between_the_steps_of_an_answer() -> None:
     """Without a measurement the pace allows a page, and once pages are too slow, a page again: never nothing."""
     h, rng = harness(chunk=4 * PAGE, pages=24), random.Random(10)
-    h.pace.tokens = lambda running: PAGE if running else 4 * PAGE  # type: ignore[method-assign]
+    h.pace.tokens = lambda running, scored: PAGE if running else 4 * PAGE  # type: ignore[method-assign]
     running = h.submit(h.random_ids(rng, 10), 100)
     for _ in range(3):
         h.driver.step()
@@ -170,8 +171,8 @@ def test_a_gap_is_counted_for_the_chunk_that_was_read_in_it() -> None:
     h, rng = harness(chunk=4 * PAGE, pages=24), random.Random(12)
     sizes = iter([PAGE, 2 * PAGE, PAGE, PAGE])
     measured: list[int] = []
-    h.pace.tokens = lambda running: next(sizes) if running else 4 * PAGE  # type: ignore[method-assign]
-    h.pace.measured = lambda gap_s, tokens: measured.append(tokens)  # type: ignore[method-assign]
+    h.pace.tokens = lambda running, scored: next(sizes) if running else 4 * PAGE  # type: ignore[method-assign]
+    h.pace.measured = lambda gap_s, tokens, scored: measured.append(tokens)  # type: ignore[method-assign]
     h.submit(h.random_ids(rng, 10), 60)
     for _ in range(3):
         h.driver.step()
@@ -201,6 +202,35 @@ def test_the_pace_follows_what_was_measured() -> None:
     for _ in range(50):
         pace.measured(0.050, 0)
     assert pace.tokens(running=True) == 256, "steps alone are beyond the limit: prompts still go on"
+
+
+def test_tokens_with_log_probabilities_have_a_pace_of_their_own() -> None:
+    pace = Pace(2048, limit_s=0.030)
+    pace.measured(0.006, 0)
+    pace.measured(0.006 + 256 * 5e-6, 256)
+    assert pace.tokens(running=True) == 2048
+    assert pace.tokens(running=True, scored=True) == 256, "nothing is known yet"
+    pace.measured(0.006 + 256 * 30e-6, 256, scored=True)
+    assert pace.tokens(running=True, scored=True) == 512
+    assert pace.tokens(running=True) == 2048
+
+
+def test_a_prompt_with_log_probabilities_is_read_at_its_own_pace() -> None:
+    h, rng = harness(chunk=4 * PAGE, pages=24), random.Random(14)
+    measured: list[tuple[int, bool]] = []
+    h.pace.tokens = lambda running, scored: PAGE if scored else 4 * PAGE  # type: ignore[method-assign]
+    h.pace.measured = lambda gap_s, tokens, scored: measured.append((tokens, scored))  # type: ignore[method-assign]
+    running = h.submit(h.random_ids(rng, 10), 60)
+    for _ in range(3):
+        h.driver.step()
+    h.submit(h.random_ids(rng, 4 * PAGE + 1), 5, prompt_logprobs=PromptScoring(1))
+    while len(measured) < 20:
+        h.driver.step()
+    h.submit(h.random_ids(rng, 4 * PAGE + 1), 5)
+    h.driver.run()
+    h.check()
+    assert [each for each in measured if each[0]] == [(PAGE, True)] * 4 + [(4 * PAGE, False)]
+    assert len(running.ids) == 60
 
 
 def some_sampling(rng: random.Random) -> SamplingParams:

@@ -9,8 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from model_worker.engine import PromptScoring
+from model_worker.engines.exllamav2.options import offered
 from model_worker.engines.exllamav2.sampling import PieceSearch, TokenBias
 from protocol.errors import RequestError
+from tests.engines.driver import Outcome
 from tests.engines.exllamav2_cpu.harness import PAGE, VOCAB, Harness
 from tests.engines.exllamav2_cpu.oracle import OracleLogits
 from tests.engines.test_exllamav2_generating import PROMPT, SPECULATION, log_softmax, sampling
@@ -216,3 +219,110 @@ def test_token_bias_is_undone_for_tokens_taken_back() -> None:
     bias.count_only([5])
     assert bias.tensor.tolist() == [-1.5 if i == 5 else 0.0 for i in range(64)]
     assert PAGE == 256
+
+
+# log-probabilities of prompts
+
+
+def check_prompt(h: Harness, outcome: Outcome) -> None:
+    scoring, prompt = outcome.job.prompt_logprobs, outcome.job.prompt_ids
+    assert scoring is not None
+    found = outcome.prompt_logprobs
+    assert [one.token_id for one in found] == list(prompt[scoring.first :])
+    for number, one in enumerate(found, scoring.first):
+        true = log_softmax(h.logits(np.array(prompt[:number])))
+        assert one.logprob == pytest.approx(true[one.token_id], abs=1e-5)
+        best = np.argsort(-true)[: scoring.top]
+        assert [token for token, _ in one.top] == best.tolist()
+        assert [value for _, value in one.top] == pytest.approx(true[best], abs=1e-5)
+
+
+def computed(h: Harness) -> int:
+    """Return the number of prompt tokens that were computed, and forget them."""
+    tokens = sum(size for _, size, _ in h.model.forwards if size > 1)
+    h.model.forwards.clear()
+    return tokens
+
+
+@pytest.mark.parametrize("speculate", SPECULATION)
+@pytest.mark.parametrize("chunk", [PAGE, 3 * PAGE])
+def test_log_probabilities_of_prompts(speculate: str | None, chunk: int) -> None:
+    h, rng = Harness(pages=32, chunk=chunk, speculate=speculate), random.Random(3)
+    for size, first, top in ((1, 1, 2), (2, 1, 0), (256, 1, 20), (257, 1, 1), (258, 1, 1), (900, 1, 2), (900, 300, 2),
+                             (900, 513, 0), (900, 899, 1)):  # fmt: skip
+        ids = h.random_ids(rng, size)
+        for _ in range(2):  # the second time the prompt is in the cache
+            check_prompt(h, h.answer(ids, 20, prompt_logprobs=PromptScoring(top, first)))
+            h.answer(ids, 20)
+    h.check()
+    h.driver.assert_idle()
+
+
+def test_only_what_is_asked_for_is_computed_again() -> None:
+    h, rng = Harness(pages=16), random.Random(4)
+    ids = h.random_ids(rng, 1000)
+    h.model.forwards.clear()
+    h.answer(ids, 5)
+    assert computed(h) == 999
+    h.answer(ids, 5)
+    assert computed(h) == 0
+    check_prompt(h, h.answer(ids, 5, prompt_logprobs=PromptScoring(1)))
+    assert computed(h) == 999
+    outcome = h.answer(ids, 5, prompt_logprobs=PromptScoring(1, 600))
+    check_prompt(h, outcome)
+    assert computed(h) == 999 - 512
+    assert outcome.finished is not None
+    assert outcome.finished.cached_tokens == 512
+    h.answer(ids, 5)
+    assert computed(h) == 0, "the pages that others know were left as they are"
+    h.check()
+
+
+def test_prompts_with_log_probabilities_beside_others() -> None:
+    """Equal prompts, prompts that begin alike, and running answers: none reads what belongs to another."""
+    for seed in range(6):
+        h, rng = Harness(pages=40, batch=6, chunk=PAGE * (1 + seed % 3)), random.Random(seed)
+        shared = h.random_ids(rng, 600)
+        running = [h.submit(h.random_ids(rng, 20), 60) for _ in range(2)]
+        scored = []
+        for _ in range(8):
+            for _ in range(rng.randrange(4)):
+                h.driver.step()
+            ids = shared[: rng.randrange(1, 600)] + h.random_ids(rng, rng.randrange(300))
+            if rng.random() < 0.5:
+                first = rng.randrange(1, max(2, len(ids)))
+                scored.append(h.submit(ids, 9, prompt_logprobs=PromptScoring(rng.randrange(3), first)))
+            else:
+                running.append(h.submit(ids, 9))
+            if rng.random() < 0.2:
+                h.driver.cancel(rng.choice(scored + running))
+        h.driver.run()
+        for outcome in scored:
+            if outcome.finished is not None:
+                check_prompt(h, outcome)
+        h.check()
+        h.driver.assert_idle()
+
+
+def test_an_answer_that_goes_back_reports_its_prompt_once() -> None:
+    h, rng = Harness(pages=16), random.Random(5)
+    ids = h.random_ids(rng, 700)
+    plain = h.answer(ids, 12)
+    outcome = h.answer(ids, 12, banned_strings=(plain.text[2:4],), prompt_logprobs=PromptScoring(1))
+    check_prompt(h, outcome)
+    assert outcome.finished is not None
+
+
+def test_all_log_probabilities_are_forgotten_by_a_reset() -> None:
+    h, rng = Harness(pages=16), random.Random(6)
+    gone = h.submit(h.random_ids(rng, 900), 9, prompt_logprobs=PromptScoring(1))
+    h.driver.step()
+    h.engine.reset()
+    gone.cancelled = True
+    check_prompt(h, h.answer(h.random_ids(rng, 300), 9, prompt_logprobs=PromptScoring(1)))
+    h.driver.assert_idle()
+
+
+def test_a_model_in_tensor_parallel_does_not_offer_them() -> None:
+    assert "prompt_logprobs" in offered(speculates=True, tensor_parallel=False)
+    assert "prompt_logprobs" not in offered(speculates=False, tensor_parallel=True)

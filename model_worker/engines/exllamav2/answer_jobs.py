@@ -13,8 +13,10 @@ from model_worker.engines.draws import Draws
 from model_worker.engines.exllamav2.answer import Redraw
 from model_worker.engines.exllamav2.batch import Batch
 from model_worker.engines.exllamav2.load import Loaded
+from model_worker.engines.exllamav2.prompt_scoring import PromptScorer
 from model_worker.engines.exllamav2.sampling import NEVER, PieceSearch, TokenBias, settings_of, xtc_is_on
 from model_worker.engines.healing import Healing
+from model_worker.engines.prompt_scores import PromptPieces
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
 
@@ -60,6 +62,7 @@ class AnswerJobs:
             bias=bias,
             first_bias=self._first_bias(healing.allowed if healing else None, ()),
             constraint=constraint,
+            scorer=self._scorer(job),
         )
         handle.limit_draw()
         if constraint and not handle.can_draw():
@@ -119,6 +122,10 @@ class AnswerJobs:
             identifier=job.id,
             **varying,
         )
+
+    def _scorer(self, job: Job) -> PromptScorer | None:
+        scoring = job.prompt_logprobs
+        return None if scoring is None else PromptScorer(PromptPieces(job.id, job.prompt_ids, scoring), self._drawable)
 
     def _first_bias(self, allowed: Iterable[int] | None, blocked: Iterable[int]) -> torch.Tensor | None:
         """Return the bias that limits only the next draw, or None if nothing limits it."""

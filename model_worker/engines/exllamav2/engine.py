@@ -74,6 +74,8 @@ class ExLlamaV2Engine:
         read_options(spec)  # raises LoadError for wrong options
         self._spec = spec
         self._answers: dict[int, ExLlamaV2Answer] = {}
+        self._scored: dict[int, Any] = {}
+        """The AnswerJobs by job, whose prompts have log-probabilities that are not reported yet."""
         self._meter = Meter()
         self._capabilities: Capabilities | None = None
 
@@ -101,7 +103,8 @@ class ExLlamaV2Engine:
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
             max_batch_size=self._spec.max_batch_size,
-            offered=offered(loaded.draft_tokens > 0) - (frozenset() if self._healer else {"token_healing"})
+            offered=offered(speculates=loaded.draft_tokens > 0, tensor_parallel=loaded.model.tp_context is not None)
+            - (frozenset() if self._healer else {"token_healing"})
             | (CONSTRAINTS if pieces else frozenset()),
             chat=self._tokenizer.has_chat_template,
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),
@@ -116,8 +119,9 @@ class ExLlamaV2Engine:
         """Compute jobs of all kinds, so that the first requests wait for nothing that is loaded at first use."""
         room = self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens
         groups = warming.groups(
-            self.capabilities.context, room, loaded.chunk_size, self._spec.max_batch_size, self._drawable
-        )
+            self.capabilities.context, room, loaded.chunk_size, self._spec.max_batch_size, self._drawable,
+            scores="prompt_logprobs" in self.capabilities.offered,
+        )  # fmt: skip
         for done, group in enumerate(groups):
             progress("warmup", done, len(groups))
             for job in group:
@@ -187,6 +191,8 @@ class ExLlamaV2Engine:
         )
         self._batch.add(handle)
         self._answers[job.id] = answer
+        if handle.scorer is not None:
+            self._scored[job.id] = handle
 
     def _healing(self, job: Job) -> Healing | None:
         if not job.token_healing:
@@ -236,6 +242,7 @@ class ExLlamaV2Engine:
         if self._constraints is not None and self._constraints.cancel(job_id):
             return
         answer = self._answers.pop(job_id, None)
+        self._scored.pop(job_id, None)
         if answer is not None:
             self._batch.cancel(answer.handle)
 
@@ -247,6 +254,7 @@ class ExLlamaV2Engine:
             self._loop.forget()
         self._batch.clear()
         self._answers.clear()
+        self._scored.clear()
 
     def step(self) -> list[EngineEvent]:
         """Run one round of the generator: a chunk of every prompt that is being read, then a token of every answer.
@@ -263,6 +271,7 @@ class ExLlamaV2Engine:
         results: list[Any] = []
         if self._batch.open(results):
             self._meter.step(time.monotonic() - before, 0, 0, True)
+            events += self._prompt_logprobs()
             return events + [said for result in results if (said := self._progress(result)) is not None]
         self._generator.min_sampling_threads = THREADED if self._is_worth_threads() else 1 << 30
         if self._loop is not None:
@@ -270,6 +279,8 @@ class ExLlamaV2Engine:
         else:
             results += self._generator.iterate()
         now = time.monotonic()
+        if self._scored:
+            events += self._prompt_logprobs()
         jobs = tokens = 0
         read = False
         for result in results:
@@ -291,6 +302,15 @@ class ExLlamaV2Engine:
                 self._finish(answer, event)
             events.append(event)
         self._meter.step(now - before, jobs, tokens, read)
+        return events
+
+    def _prompt_logprobs(self) -> list[EngineEvent]:
+        """Return the log-probabilities of prompts that have come from the GPU: all of them before the first token."""
+        events: list[EngineEvent] = []
+        for job_id, handle in list(self._scored.items()):
+            events += handle.scorer.take(wait=bool(handle.fresh))
+            if handle.scorer.done:
+                del self._scored[job_id]
         return events
 
     def _progress(self, result: dict[str, Any]) -> Prefilling | None:
@@ -328,6 +348,7 @@ class ExLlamaV2Engine:
 
     def _finish(self, answer: ExLlamaV2Answer, event: Finished | Failed) -> None:
         del self._answers[event.job]
+        self._scored.pop(event.job, None)
         handle = answer.handle
         if handle.ended is None:
             self._batch.cancel(handle)

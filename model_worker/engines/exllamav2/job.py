@@ -13,6 +13,7 @@ would give a later prompt the keys and values of another place, or would end the
 """
 
 import math
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from model_worker.engines.exllamav2.gpu_draws.host import draw_by_rule
 from model_worker.engines.exllamav2.gpu_draws.rule import draws_by_rule, rule_of
 from model_worker.engines.exllamav2.ngram import NGrams
 from model_worker.engines.exllamav2.pages import complete_page, release
+from model_worker.engines.exllamav2.prompt_scoring import PromptScorer
 from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
 from model_worker.engines.exllamav2.xtc import draw_excluding_top
 from protocol.errors import RequestError
@@ -62,6 +64,7 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
     mask         bits of the tokens that the constraint allows next; None if it allows all
     xtc          (probability, threshold, ids that are never left out), or None
     constraint   the answer's constraint (engines/constraint), at the position where the answer goes on
+    scorer       computes log-probabilities of the prompt, from one sequence; None if the request does not ask for them
     begun        whether a token of the answer has been drawn here
     ended        why the answer has ended: "stop" (an end token), "length", or because of the constraint: COMPLETE,
                  FinishReason.BANNED if no token is left to draw, FAILED with ``failure``
@@ -91,7 +94,9 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         by_rule: bool = False,
         xtc: tuple[float, float, Collection[int]] | None = None,
         constraint: AnyConstraint | None = None,
+        scorer: PromptScorer | None = None,
     ) -> None:
+        self.scorer = scorer
         self.bias, self.first_bias = bias, first_bias
         self.constraint = constraint
         self.failure: RequestError | None = None
@@ -359,6 +364,70 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         # The package's text and results are not made here. These tensors for them would take half a megabyte per
         # thousand ids of vocabulary.
         self.held_tokens = self.held_k_tokens = self.held_k_probs = self.held_probs = self.held_logits = None
+
+        if self.scorer is not None:
+            self._own_pages(self.scorer.place // PAGE_TOKENS)
+
+    def _own_pages(self, first: int) -> None:
+        """Give the prompt's full pages from this one on names that no other prompt has.
+
+        So they are not found in the cache: their places are computed again. And nobody else reads or writes them.
+        """
+        sequence = self.sequences[0]
+        shared = sequence.page_hashes[:first]
+        own = [os.urandom(len(name)) for name in sequence.page_hashes[first:]]
+        sequence.page_hashes = shared + own
+        self.all_unique_hashes = [*dict.fromkeys(shared), *own]
+
+    def prefill(self, results: list[Any]) -> None:
+        """Compute the next chunk of the prompt, and its log-probabilities if they are wanted."""
+        scorer, generator, sequence = self.scorer, self.generator, self.sequences[0]
+        chunk = generator.max_chunk_size
+        if scorer is None or sequence.prefill_complete:
+            super().prefill(results)
+            return
+        own = scorer.place // PAGE_TOKENS * PAGE_TOKENS
+        if sequence.kv_position >= own:
+            self._prefill_scored(scorer, sequence, results)
+            return
+        generator.max_chunk_size = min(chunk, own - sequence.kv_position)
+        try:
+            super().prefill(results)
+        finally:
+            generator.max_chunk_size = chunk
+
+    def _prefill_scored(self, scorer: PromptScorer, sequence: Any, results: list[Any]) -> None:
+        """Compute the next chunk of a sequence with own pages, as the package does, but take nothing from the cache."""
+        generator, total = self.generator, len(sequence.sequence_ids) - 1
+        begin = sequence.kv_position
+        end = min((begin + generator.max_chunk_size) // PAGE_TOKENS * PAGE_TOKENS, total)
+        if end > begin:
+            ids = sequence.sequence_ids.torch_slice(begin, end)
+            pages = self.get_block_index(sequence, end).unsqueeze(0)
+            params = generator.get_paged_params(1, pages, torch.tensor([begin], dtype=torch.int32), end - begin)
+            if generator.draft_model:
+                generator.draft_model.forward_chunk(
+                    input_ids=ids, preprocess_only=True, attn_params=params, cache=generator.draft_cache
+                )
+            scorer.read(generator.model, ids, begin, generator.cache, params, generator.current_loras)
+            sequence.kv_position = end
+            for index in range(begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+                page, start = sequence.allocated_pages[index], index * PAGE_TOKENS
+                page.prev_hash = sequence.allocated_pages[index - 1].phash if index else None
+                page.kv_position = min(end - start, PAGE_TOKENS)
+                first = max(begin - start, 0)
+                page.sequence[:, first : page.kv_position].copy_(
+                    sequence.sequence_ids.torch_slice(start + first, start + page.kv_position)
+                )
+                page.can_revert = False
+            following = end // PAGE_TOKENS
+            if not end % PAGE_TOKENS and following < len(sequence.allocated_pages):  # the first draw begins this page
+                page = sequence.allocated_pages[following]
+                page.kv_position, page.can_revert = 0, False
+                page.prev_hash = sequence.allocated_pages[following - 1].phash
+            progress = {"curr_progress": end, "max_progress": total, "serial": self.serial_number}
+            results.append({"job": self, "stage": "prefill", "eos": False, "identifier": self.identifier, **progress})
+        sequence.prefill_complete = sequence.kv_position >= total
 
     def unread(self) -> int:
         """Return how many tokens of the prompts have still to be computed. Tokens in the cache are not counted."""

@@ -25,6 +25,7 @@ OFFERED = frozenset(SamplingParams.model_fields) | {
     "token_healing",
     "logprobs",
     "top_logprobs",
+    "prompt_logprobs",
     "negative_prompt",
 }
 """Options of a request that the engine offers. Guidance needs two sequences per job, so it excludes speculation."""
@@ -95,12 +96,18 @@ class ExLlamaV2Options:
         return self.ngram_draft or self.draft_model is not None
 
 
-def offered(speculates: bool) -> frozenset[str]:
+SCORED_LOGITS = 1 << 23
+"""Logits of a prompt that are computed at once, for its log-probabilities: 65 places of a vocabulary of 128,256 ids."""
+
+
+def offered(*, speculates: bool, tensor_parallel: bool) -> frozenset[str]:
     """Return the options that a request may have (``Capabilities.offered``).
 
-    speculates  whether the model has a draft model or drafts by n-grams
+    speculates       whether the model has a draft model or drafts by n-grams
+    tensor_parallel  whether each layer is split over several GPUs: no GPU then has a prompt's hidden states
     """
-    return OFFERED - GUIDANCE if speculates else OFFERED
+    left_out = GUIDANCE if speculates else frozenset[str]()
+    return OFFERED - left_out - ({"prompt_logprobs"} if tensor_parallel else frozenset[str]())
 
 
 @dataclass(frozen=True)

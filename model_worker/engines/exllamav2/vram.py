@@ -23,7 +23,7 @@ from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.decode.buckets import PASSES, most_captured, page_sizes, row_sizes
 from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
-from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.options import SCORED_LOGITS, ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor
 from model_worker.engines.model_shape import ModelShape, read_shape
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
@@ -201,7 +201,14 @@ def _activation_bytes(shape: ModelShape, sizes: Sizes, quantized: bool) -> int:
     attention = sizes.chunk_size * 2 * (2 * shape.hidden + 2 * queries + 2 * keys) + 2 * 2 * sizes.positions * keys
     # Plain weights: gate, its activation and up, beside input and output.
     mlp = 0 if quantized else sizes.chunk_size * 2 * (5 * shape.hidden + 3 * shape.intermediate)
-    return max(attention, mlp)
+    return max(attention, mlp, _scored_bytes(shape))
+
+
+def _scored_bytes(shape: ModelShape) -> int:
+    """Return the bytes that are alive while log-probabilities of a prompt are computed: logits in fp16 and float32, and
+    their exponentials."""
+    padded = -(-shape.vocab // 32) * 32
+    return (2 + 4 + 4) * padded * max(1, SCORED_LOGITS // padded)
 
 
 def _logits_bytes(shape: ModelShape, sizes: Sizes) -> int:

@@ -3,7 +3,7 @@
 At their first use kernels are loaded and scratch memory grows. That must not delay the first request of any kind.
 """
 
-from model_worker.engine import Job
+from model_worker.engine import Job, PromptScoring
 from protocol.process.worker_spec import PAGE_TOKENS
 from protocol.request import SamplingParams
 
@@ -12,7 +12,7 @@ STEPS = 4
 """Tokens of each answer of a full batch."""
 
 
-def groups(context: int, room: int, chunk_size: int, batch: int, drawable: int) -> list[list[Job]]:
+def groups(context: int, room: int, chunk_size: int, batch: int, drawable: int, *, scores: bool) -> list[list[Job]]:
     """Return groups of jobs. The jobs of a group are computed together.
 
     context     tokens of prompt and answer together
@@ -20,6 +20,7 @@ def groups(context: int, room: int, chunk_size: int, batch: int, drawable: int) 
     chunk_size  prompt tokens computed at a time
     batch       answers of a full batch
     drawable    ids below this are in the vocabulary
+    scores      whether log-probabilities of prompts are offered
     """
     new = min(STEPS, context - 1)
     longest = min(context, room) - new
@@ -31,4 +32,6 @@ def groups(context: int, room: int, chunk_size: int, batch: int, drawable: int) 
     full = [Job(-1 - number, prompt, new, GREEDY, min_new_tokens=new) for number, prompt in enumerate(prompts)]
     short = (0,) * min(longest, 2)
     log_probabilities = [Job(-1, short, 1, GREEDY, top_logprobs=1)]
-    return [*chunks, full, log_probabilities]
+    whole = (0,) * min(longest, chunk_size + 1)
+    of_prompts = [Job(-1, whole, 1, GREEDY, prompt_logprobs=PromptScoring(1))] if len(whole) > 1 and scores else []
+    return [*chunks, full, log_probabilities, *([of_prompts] if of_prompts else [])]

@@ -67,6 +67,19 @@ class OracleLogits:
         return ids[len(prompt) :].tolist()
 
 
+class _Passes:
+    """The norm and the head, in whose place the oracle's hidden states are logits already."""
+
+    device_idx: int | None = None
+    padding = 0
+
+    def __init__(self, size: int) -> None:
+        self.out_features = size
+
+    def forward(self, states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return states
+
+
 class OracleModel:
     """The methods of a model that the generator calls. ``config``: the package's, of a demo model with other sizes."""
 
@@ -77,6 +90,8 @@ class OracleModel:
         """(rows, tokens of each row, whether it was prefill) of each call."""
         self.fail_at: int | None = None
         """Number of the call that raises, from 0."""
+        self.modules = [_Passes(-(-config.vocab_size // 32) * 32) for _ in range(2)]
+        self.head_layer_idx, self.tp_context = 1, None
 
     def forward_chunk(
         self, input_ids: torch.Tensor, cache: Any, attn_params: Any, preprocess_only: bool = False, **_: Any
@@ -103,7 +118,7 @@ class OracleModel:
             if not preprocess_only:
                 for at in range(size):
                     out[row, at, : self.logits.vocab] = torch.from_numpy(self.logits(read[: past + at + 1]))
-        return {} if preprocess_only else {"logits": out}
+        return {} if preprocess_only else {"logits": out, "last_state": out}
 
 
 def make_cache(core: Any, model: OracleModel, size: int) -> Any:

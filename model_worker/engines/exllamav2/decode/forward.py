@@ -29,7 +29,7 @@ def use_graphs(model: Any, cache: Any, graphs: DecodeGraphs, prompts: PromptPass
             )
             return result
 
-        if given is not cache or attn_params is None:
+        if given is not cache or attn_params is None or rest.get("return_last_state"):
             return launched(input_ids, attn_params)
         # A draft model's last pass of a step draws nothing either, and is as large as the others.
         if input_ids.shape[1] == graphs.queries and (not preprocess_only or graphs.behind is None):

@@ -144,7 +144,7 @@ class DecodeGraphs:
             return
         if not self._head:
             return
-        _finish(self._model, hidden)
+        finish(self._model, hidden)
         self.logits[:rows].copy_(hidden)
         if self.behind is not None:
             self.behind(self.logits[:rows], rows)
@@ -210,7 +210,7 @@ def _segments(modules: Sequence[Any]) -> list[tuple[int, list[Any]]]:
     return found
 
 
-def _finish(model: Any, logits: torch.Tensor) -> None:
+def finish(model: Any, logits: torch.Tensor) -> None:
     """Do to the head's output what the package does behind its last module (model.py, forward_chunk)."""
     if model.config.final_logit_softcapping:
         _softcap(logits, model.config.final_logit_softcapping)

@@ -83,6 +83,7 @@ class _Flight:
     by_host   the spans whose token the host draws, in the order of the logits that were asked for
     masked    the jobs that drew under their constraint
     read      prompt tokens that were queued before the step, behind the step before it
+    scored    whether some of them had their log-probabilities computed
     """
 
     queued: Any
@@ -90,6 +91,7 @@ class _Flight:
     by_host: list[_Span]
     masked: set[Any]
     read: int
+    scored: bool
 
 
 class DecodeLoop:
@@ -111,7 +113,7 @@ class DecodeLoop:
         self._generator, self._steps, self._package, self._pace, self._clock = generator, steps, package, pace, clock
         self._flight: _Flight | None = None
         self._accepted_at: float | None = None  # None: no answer has waited since
-        self._read_since = 0  # prompt tokens, since a step was queued
+        self._read_since, self._scored_since = 0, False  # prompt tokens, since a step was queued
 
     @torch.inference_mode()
     def iterate(self, results: list[Any]) -> None:
@@ -124,12 +126,12 @@ class DecodeLoop:
         spans, pages = self._spans()
         if not spans:
             self._accept(results)
-            self._accepted_at, self._read_since = None, 0
+            self._accepted_at, self._read_since, self._scored_since = None, 0, False
             return
         if not self._steps.fits(spans[-1][2], pages):
             self._accept(results)
             self._package(results)
-            self._accepted_at, self._read_since = None, 0
+            self._accepted_at, self._read_since, self._scored_since = None, 0, False
             return
         if self._flight is not None and not all(draws_ahead(job) for job, _, _ in spans):
             self._accept(results)
@@ -161,7 +163,8 @@ class DecodeLoop:
             return
         generator = self._generator
         chunk = generator.max_chunk_size
-        left = self._pace.tokens(running=any(job.is_prefill_done() for job in generator.active_jobs))
+        scored = any(job.scorer is not None for job in reading)
+        left = self._pace.tokens(any(job.is_prefill_done() for job in generator.active_jobs), scored)
         try:
             for job in reading:
                 generator.max_chunk_size = left
@@ -169,6 +172,7 @@ class DecodeLoop:
                 job.prefill(results)
                 read = sum(sequence.kv_position for sequence in job.sequences) - before
                 self._read_since += read
+                self._scored_since = self._scored_since or (read > 0 and job.scorer is not None)
                 left -= -(-read // PAGE_TOKENS) * PAGE_TOKENS
                 if left <= 0:
                     break
@@ -226,9 +230,10 @@ class DecodeLoop:
                 pages = _page_numbers(job, sequence)[: length // PAGE_TOKENS + 1]
                 step.append(Row((token,), length, pages, source))
         wanted = [row for _, first, last in by_host for row in range(first, last)]
-        read, self._read_since = self._read_since, 0
+        read, scored = self._read_since, self._scored_since
+        self._read_since, self._scored_since = 0, False
         masked = {job for job in jobs if job is not None and not draws_ahead(job)}
-        return _Flight(self._steps.queue(step, jobs, places, wanted), spans, by_host, masked, read)
+        return _Flight(self._steps.queue(step, jobs, places, wanted), spans, by_host, masked, read, scored)
 
     def _accept(self, results: list[Any]) -> None:
         """Read and accept the step that has not been read, if there is one."""
@@ -261,7 +266,7 @@ class DecodeLoop:
                     job.note_logprob(computed.logprobs[first])
             if job.receive_sample(None, job.drawn_tensor, None, None, None, None, results)[0]:
                 ended.append(job)
-        self._note_gap(flight.read)
+        self._note_gap(flight.read, scored=flight.scored)
         waiting = generator.num_remaining_jobs()
         for job in ended:
             job.deallocate_pages()
@@ -269,8 +274,9 @@ class DecodeLoop:
         if waiting and not generator.num_remaining_jobs():
             generator.defrag_cache()
 
-    def _note_gap(self, read: int) -> None:
-        """Note the time since the step before was accepted, in which ``read`` prompt tokens were read.
+    def _note_gap(self, read: int, *, scored: bool) -> None:
+        """Note the time since the step before was accepted, in which ``read`` prompt tokens were read, some of them
+        ``scored``.
 
         A gap without prompts is no measure of a step if a chunk has been queued behind that step: the launches of a
         chunk that is not captured take the host's time.
@@ -278,7 +284,7 @@ class DecodeLoop:
         now = self._clock()
         behind = self._flight.read if self._flight is not None else 0
         if self._accepted_at is not None and (read or not behind):
-            self._pace.measured(now - self._accepted_at, read)
+            self._pace.measured(now - self._accepted_at, read, scored)
         self._accepted_at = now
 
     def _draw_by_host(self, flight: _Flight, logits: torch.Tensor, active: set[Any]) -> None:
