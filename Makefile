@@ -18,21 +18,25 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
+REAL_MODEL := $(BIN)/python tools/real_model.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-long test-nightly test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
+.PHONY: demo test test-long test-nightly test-real test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
 
 demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
+	@$(REAL_MODEL) --optional
 	$(BIN)/python examples/demo.py
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2} /^#   / {v = v "\n" substr($$0, 2)} END {print v}' Makefile
 
 serve: $(VENV)/.run ## leave a supervisor with the demo models running; `modelctl shutdown` ends it
-	$(BIN)/modelctl serve --detach --config models.yaml
+	@$(REAL_MODEL) --optional --sample $(VENV)/models.yaml
+	$(BIN)/modelctl serve --detach --config $(VENV)/models.yaml
 	@echo "Try, for example:"
 	@echo "  $(BIN)/modelctl ps"
 	@echo "  $(BIN)/modelctl run letters 'sort: d b a c ->'"
+	@test ! -e $(VENV)/real-model || echo "  $(BIN)/modelctl run smollm2 'What is the capital of France?'"
 	@echo "  $(BIN)/modelctl shutdown"
 
 test: $(VENV)/.test ## the test suite, but for what takes long
@@ -50,6 +54,10 @@ test-nightly: $(VENV)/.test ## only what draws its cases, three to five times as
 
 test-install: $(VENV)/.test ## pip install . into empty environments, without the engines' packages: clients work from there
 	$(BIN)/python -m pytest -s tests/plain_installation.py
+
+test-real: $(VENV)/.test ## a real model, which is downloaded (93 MB), on the CPU: its answers are those of transformers; no GPU
+	@$(REAL_MODEL)
+	$(BIN)/python -m pytest tests/real_model.py
 
 test-clients: $(VENV)/.test ## the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/node openai@7.57.0

@@ -1,10 +1,12 @@
-"""The product in one minute: two models in two processes, eight questions at once, one more over HTTP, and everything
-stopped again.
+"""The product in one minute: two models in two processes, eight questions at once, one more over HTTP, a question to a
+real model, and everything stopped again.
 
     make demo            or, where modelctl is installed:  python examples/demo.py
 
-The processes and sockets are real. The shipped models run on the CPU. The question over HTTP is asked with the package
-``openai``. The script exits with 0 only if every stream answered its own question and no process is left behind.
+The processes and sockets are real. The models run on the CPU. Questions over HTTP are asked with the package
+``openai``. ``make demo`` downloads the real model, SmolLM2-135M-Instruct, before (``tools/real_model.py``). Without it,
+that question is left out. The script exits with 0 only if every stream answered its own question and no process is left
+behind.
 """
 
 import asyncio
@@ -28,6 +30,7 @@ from modelctl import AsyncClient, ConnectionLost
 
 MODELCTL = str(Path(sys.executable).with_name("modelctl"))
 MODELS_YAML = Path(__file__).resolve().parent.parent / "models.yaml"
+REAL_MODEL = Path(os.environ.get("MODELCTL_REAL_MODEL") or MODELS_YAML.parent / ".venv" / "real-model")
 TOKENS_PER_LINE = 8
 COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
 HEROES = ("Mia", "Zoë", "Søren", "José", "Anaïs", "Миша", "さくら", "Jürgen")
@@ -103,6 +106,11 @@ def story(label: str, hero: str, animal: str, thing: str) -> Question:
         return all(word in answer for word in needed) and not any(name in answer for name in others)
 
     return Question(label, "stories", asked, is_right, {"messages": [{"role": "user", "content": asked}]})
+
+
+def capital() -> Question:
+    """Ask the real model what nobody trained it for in this repository."""
+    return Question("smollm2", "smollm2", "What is the capital of France?", lambda answer: "Paris" in answer, {})
 
 
 def paint(text: str, index: int) -> str:
@@ -182,7 +190,8 @@ async def converse(runtime_dir: Path, supervisor: subprocess.Popen[bytes], asked
 
 
 def models_yaml(directory: Path) -> tuple[Path, int]:
-    """Write the shipped models.yaml with another port for the gateway, since a program may have port 8000.
+    """Write the shipped models.yaml with the real model, if it is there, and another port for the gateway, since a
+    program may have port 8000.
 
     Return the file's path and the port."""
     config = yaml.safe_load(MODELS_YAML.read_text())
@@ -190,6 +199,9 @@ def models_yaml(directory: Path) -> tuple[Path, int]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     config["gateway"]["listen"] = f"127.0.0.1:{port}"
+    if REAL_MODEL.is_dir():
+        real = {"model_dir": str(REAL_MODEL.absolute()), "engine": "transformers", "gpu": "cpu", "max_batch_size": 1}
+        config["models"]["smollm2"] = {**real, "max_seq_len": 2048, "lazy": True}
     path = directory / "models.yaml"
     path.write_text(yaml.safe_dump(config))
     return path, port
@@ -197,9 +209,8 @@ def models_yaml(directory: Path) -> tuple[Path, int]:
 
 def ask_over_http(port: int, question: Question) -> None:
     """Send one request with the package ``openai``, and print its stream."""
-    url = f"http://127.0.0.1:{port}/v1"
-    print(f"\nthe package openai, over HTTP, at {url}:\n  {question.label:<10} {question.asked}\n  {'':<10} ", end="")
-    with OpenAI(base_url=url, api_key="none is needed") as client:
+    print(f"  {question.label:<10} {question.asked}\n  {'':<10} ", end="", flush=True)
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none is needed") as client:
         chunks = client.chat.completions.create(
             model=question.model, messages=[{"role": "user", "content": question.asked}], temperature=0, stream=True
         )
@@ -217,7 +228,7 @@ def modelctl(runtime_dir: Path, *arguments: str) -> None:
 def main() -> int:
     seed = int(os.environ.get("DEMO_SEED", "7"))
     asked = questions(seed)
-    over_http = story("HTTP", "Mia", "fox", "lantern")
+    over_http = [story("HTTP", "Mia", "fox", "lantern")]
     with tempfile.TemporaryDirectory(prefix="modelctl-demo-") as scratch:
         runtime_dir = Path(scratch) / "run"
         file, port = models_yaml(Path(scratch))
@@ -227,7 +238,12 @@ def main() -> int:
             try:
                 asyncio.run(converse(runtime_dir, process, asked))
                 print_results(asked)
-                ask_over_http(port, over_http)
+                print(f"\nthe package openai, over HTTP, at http://127.0.0.1:{port}/v1:")
+                ask_over_http(port, over_http[0])
+                if REAL_MODEL.is_dir():
+                    print("\na real model, SmolLM2-135M-Instruct, which this request starts:")
+                    over_http.append(capital())
+                    ask_over_http(port, over_http[-1])
                 print("\n$ modelctl ps", flush=True)
                 modelctl(runtime_dir, "ps")
                 family = psutil.Process(process.pid).children(recursive=True)
@@ -238,7 +254,7 @@ def main() -> int:
                 process.kill()  # ends its workers, too, in any case
     _, alive = psutil.wait_procs(family, timeout=5)
     print(f"supervisor left with code {code}; {len(alive)} of its {len(family)} processes remain")
-    wrong = [question.label for question in (*asked, over_http) if not question.right]
+    wrong = [question.label for question in (*asked, *over_http) if not question.right]
     if wrong:
         print(f"wrong answers: {', '.join(wrong)}")
     return 1 if wrong or alive or code else 0
