@@ -35,6 +35,7 @@ from gateway.openai.tokenizing import (
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
 from gateway.responses.answers import respond
+from gateway.responses.stored_items import StoredItems
 from gateway.supervisor_link import SupervisorLink
 from gateway.usage import usage
 from protocol.errors import WireError
@@ -70,7 +71,8 @@ without it, and with two of them."""
 
 
 def make_app(settings: GatewaySettings) -> Starlette:
-    """Return the application. Its ``state`` has ``settings``, ``link``, ``live``, ``keep_alive`` and ``bodies``."""
+    """Return the application. Its ``state`` has ``settings``, ``link``, ``live``, ``keep_alive``, ``bodies`` and
+    ``stored_items``."""
 
     @asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
@@ -109,6 +111,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
     )
     app.state.settings = settings
     app.state.bodies = BodyMemory.of(settings)
+    app.state.stored_items = StoredItems.of(settings, app.state.bodies)
     app.state.keep_alive = KeepAlive(0 if settings.keepalive == "off" else settings.keepalive_s)
     app.router.redirect_slashes = False
     return app

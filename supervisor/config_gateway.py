@@ -67,6 +67,11 @@ def parse_origin(value: object) -> str:
     return value.lower()
 
 
+def parse_stored(value: object) -> int:
+    """Return the bytes of a size, or 0. Raises ValueError."""
+    return 0 if type(value) is int and value == 0 else parse_size(value)
+
+
 Listen = Annotated[Address, Read(parse_address, "ADDRESS:PORT")]
 HostName = Annotated[str, Read(parse_host, "host name")]
 Origin = Annotated[str, Read(parse_origin, "origin")]
@@ -133,6 +138,14 @@ class GatewayConfig:
     Default: 256MiB, or four times max_body if that is more
     Example: 1GiB
     """
+    stored_items: Annotated[int | None, Read(parse_stored, "size or 0")] = None
+    """Most bytes of items of /v1/responses that the gateway keeps in its memory, for clients that refer to earlier
+    items and responses. They are kept for an hour at most, and never on disk. One key may use an eighth of them. 0
+    keeps nothing. With several ``processes`` nothing is kept: a client's next request may reach another process.
+
+    Default: 128MiB, or 0 with several processes
+    Example: 0
+    """
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     """Sign of life on a stream that was silent for ten seconds. ``comment``: a comment of server-sent events, which
     says what the request waits for. ``chunk``: a chunk without text, for clients that fail at comments. ``off``: none.
@@ -163,6 +176,9 @@ def gateway_problems(config: GatewayConfig) -> list[tuple[str, str]]:
     if config.body_memory is not None and bodies * config.max_body > config.body_memory:
         message = f"is {config.body_memory} bytes: must be at least {bodies} times max_body, {bodies * config.max_body}"
         problems.append(("body_memory", f"{message}, or max_body smaller"))
+    if config.stored_items and config.processes > 1:
+        message = f"is {config.stored_items} bytes with {config.processes} processes, which do not share what they keep"
+        problems.append(("stored_items", f"{message}: use processes: 1, or stored_items: 0"))
     if (config.certificate is None) != (config.private_key is None):
         key, other = "certificate", "private_key"
         if config.certificate is None:

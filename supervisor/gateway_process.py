@@ -15,19 +15,21 @@ from typing import Any
 
 from protocol.limits import GATEWAY_NAME
 from protocol.process.engine_packages import missing_for_gateway
-from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.gateway_settings import STORED_ITEMS, GatewaySettings
 from protocol.process.log_style import LogStyle
+from protocol.process.private_paths import make_private, open_private
 from supervisor.config import Config
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.event_history import EventKind, noted
 from supervisor.gateway_child import GatewayChild
-from supervisor.logs import log_path, prepare
+from supervisor.logs import log_dir, log_path, prepare
 from supervisor.placement.circuit_breaker import Restarts
 
 CHECK_S = 0.25
 """Seconds between two checks whether a process or the port is missing, or a process hangs."""
 RESTART_S, RESTART_MAX_S = 0.5, 30.0
 """Pauses between attempts to start a process or to open the port. A process that ran longer is started at once."""
+SECRET_BYTES = 32
 LEAVE_S = 3.0
 """Seconds that processes may take to end at the supervisor's end, before they are killed."""
 BACKLOG = 4096
@@ -96,7 +98,8 @@ class GatewayProcesses:
         Connections wait in the listening sockets meanwhile. With another address, the former sockets are closed.
         Return whether anything differs.
         """
-        settings = replace(settings, cookie_secret=self._settings.cookie_secret)  # people stay signed in
+        was = self._settings
+        settings = replace(settings, cookie_secret=was.cookie_secret, seal_secret=was.seal_secret)  # both stay valid
         if (config, settings) == (self._config, self._settings):
             return False
         if config is None or self._config is None or config.listen != self._config.listen:
@@ -286,6 +289,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         private_key=path(config.private_key),
         certificate_changed_at=max(changed_at(config.certificate), changed_at(config.private_key)),
         max_body=config.max_body,
+        stored_items=_stored_items(config),
         body_memory=config.body_memory,
         keepalive=config.keepalive,
         reasoning_key=config.reasoning_key,
@@ -294,7 +298,36 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
     )
 
 
+def _stored_items(config: GatewayConfig) -> int:
+    if config.processes > 1:
+        return 0
+    return STORED_ITEMS if config.stored_items is None else config.stored_items
+
+
 def supervisors_settings(config: Config, runtime_dir: Path) -> GatewaySettings:
     """Return the settings of the processes of a supervisor's own gateway."""
     settings = settings_of(config.gateway or GatewayConfig(), config.file.parent)
-    return replace(settings, runtime_dir=str(runtime_dir), log=str(log_path(runtime_dir, GATEWAY_NAME)))
+    log = str(log_path(runtime_dir, GATEWAY_NAME))
+    return with_seal_secret(replace(settings, runtime_dir=str(runtime_dir), log=log), runtime_dir)
+
+
+def with_seal_secret(settings: GatewaySettings, runtime_dir: Path) -> GatewaySettings:
+    """Return the settings with the secret in the supervisor's state directory. It is made once, and survives restarts.
+
+    If the file cannot be used, the settings keep their own secret, which does not outlive this program.
+    """
+    path = log_dir(runtime_dir).parent / "gateway-secret"
+    try:
+        make_private(path.parent)
+        with open(open_private(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+") as file:
+            secret = file.read(65)
+            if not secret:
+                secret = settings.seal_secret
+                file.write(secret)
+                file.flush()
+                os.fsync(file.fileno())
+        if len(bytes.fromhex(secret)) == SECRET_BYTES:
+            return replace(settings, seal_secret=secret)
+    except (OSError, ValueError):  # ValueError: the file holds something else
+        pass
+    return settings

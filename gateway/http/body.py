@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -32,11 +33,13 @@ class BodyMemory:
     share  most bytes of one owner: a key's id, or ``_UNCHECKED``. With ``auth: none`` nobody can be told from anybody
            else, so all are one owner, whose share is all
     held   bytes of the unfinished bodies, by owner
+    makes_room  is told how many bytes the bodies leave, whenever more of a body comes. What else takes memory gives way
     """
 
     most: int
     share: int
     held: Counter[str] = field(default_factory=Counter)
+    makes_room: Callable[[int], None] | None = None
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> "BodyMemory":
@@ -60,6 +63,8 @@ class BodyMemory:
                 retry=True,
             )
         self.held[owner] += size
+        if self.makes_room is not None:
+            self.makes_room(self.most - self.held.total())
 
     def give_back(self, owner: str, size: int) -> None:
         """Stop counting bytes of a body."""

@@ -25,7 +25,7 @@ NOT_OFFERED: Final = (
     ("/realtime", "the realtime API is not offered"),
     ("/moderations", "moderation is not offered"),
     ("/rerank", "reranking is not offered"),
-    ("/responses", "responses are not stored, and only POST /v1/responses is offered"),
+    ("/responses", "responses cannot be fetched: only POST /v1/responses is offered, which takes previous_response_id"),
     ("/conversations", "conversations are not stored: send the earlier items in the input of /v1/responses"),
     ("/messages/batches", "batches are not offered: send the messages one by one"),
     ("/complete", "Anthropic's older API is not offered: use /v1/messages"),

@@ -1,6 +1,6 @@
 """The events of a streamed response, in the order that OpenAI's client packages check."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import orjson
@@ -9,7 +9,7 @@ from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reason
 from gateway.answering import Block
 from gateway.http.errors import ApiError
 from gateway.openai.chunks import finish_reason
-from gateway.responses.objects import PREFIX, ResponseObject, is_cut, item_of, new_id, part_of
+from gateway.responses.objects import PREFIX, ResponseObject, is_cut, new_id, part_of
 from protocol.errors import WireError
 
 _TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
@@ -20,10 +20,12 @@ class ResponseEvents:
     """The events of one response. They have one open item at a time.
 
     Every event has a number. The numbers begin with 0 and have no gap.
+
+    keep  is given the complete response before its last event is sent, which is when a client may refer to it
     """
 
-    def __init__(self, response: ResponseObject) -> None:
-        self._response = response
+    def __init__(self, response: ResponseObject, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._response, self._keep = response, keep
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: Block | None = None
@@ -54,6 +56,7 @@ class ResponseEvents:
         begun = self.begin()
         closed = self._close("incomplete" if is_cut(reason) else "completed")
         response = self._response.ended(reason, self._output, usage)
+        self._keep(response)
         return begun + closed + self._event(f"response.{response['status']}", {"response": response})
 
     def fail(self, error: ApiError | WireError) -> bytes:
@@ -79,7 +82,7 @@ class ResponseEvents:
         self._open = block
         self._item_id = new_id(PREFIX[block.kind])
         self._call_id = block.id or new_id("call")
-        item = item_of(block, self._item_id, self._call_id, "in_progress")
+        item = self._response.item_of(block, self._item_id, self._call_id, "in_progress")
         added = self._event("response.output_item.added", {"output_index": len(self._output), "item": item})
         if block.kind == "call":
             return before + added
@@ -91,13 +94,13 @@ class ResponseEvents:
         if block is None:
             return b""
         if block.kind == "call":
-            call = {"name": block.name, "arguments": block.text}
+            call = {"name": self._response.name_of(block), "arguments": block.text}
             ended = self._of_item("response.function_call_arguments.done", call)
         else:
             done = {"text": block.text} if block.kind == "reasoning" else {"text": block.text, "logprobs": []}
             ended = self._of_part(f"response.{_TEXTS[block.kind]}.done", done)
             ended += self._of_part("response.content_part.done", {"part": part_of(block)})
-        item = item_of(block, self._item_id, self._call_id, status)
+        item = self._response.item_of(block, self._item_id, self._call_id, status)
         ended += self._event("response.output_item.done", {"output_index": len(self._output), "item": item})
         self._output.append(item)
         return ended

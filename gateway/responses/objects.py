@@ -1,12 +1,15 @@
 """The JSON of responses and of their items in OpenAI's Responses API."""
 
+import secrets
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
-from uuid import uuid4
 
 from gateway.answering import Block, ParsedAnswer
 from gateway.http.errors import ApiError, error_body
 from gateway.openai.chunks import finish_reason
+from gateway.responses.sealing import Sealer
 from protocol.errors import WireError
 from protocol.messages import FinishReason
 
@@ -16,26 +19,8 @@ _INCOMPLETE: Final = {FinishReason.LENGTH: "max_output_tokens", FinishReason.BAN
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id, such as ``resp_...``."""
-    return f"{prefix}_{uuid4().hex}"
-
-
-def item_of(block: Block, item_id: str, call_id: str, status: str) -> dict[str, Any]:
-    """Return an item of the output. ``call_id``: the id of the call, if the item is one."""
-    if block.kind == "call":
-        return {
-            "id": item_id,
-            "type": "function_call",
-            "status": status,
-            "call_id": call_id,
-            "name": block.name,
-            "arguments": block.text,
-        }
-    if block.kind == "reasoning":
-        content = [part_of(block)] if block.pieces else []
-        return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
-    content = [part_of(block)] if block.pieces else []
-    return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+    """Return a new id with 128 random bits, such as ``resp_...``. Nobody can guess the id of what is kept."""
+    return f"{prefix}_{secrets.token_hex(16)}"
 
 
 def part_of(block: Block) -> dict[str, Any]:
@@ -60,15 +45,49 @@ def usage_of(given: dict[str, Any]) -> dict[str, Any]:
 class ResponseObject:
     """The object of one response, which changes while the answer is generated.
 
-    id      its id, such as ``resp_...``
-    model   the name of the model
-    echoed  keys that repeat the request
+    id          its id, such as ``resp_...``
+    model       the name of the model
+    echoed      keys that repeat the request
+    namespaces  (namespace, name) of functions that belong to a namespace, by the names that the model sees
+    sealer      encrypts the reasoning, if the request asked for that
     """
 
-    def __init__(self, model: str, echoed: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        echoed: dict[str, Any],
+        namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        sealer: Sealer | None = None,
+    ) -> None:
+        self._namespaces, self._sealer = namespaces, sealer
         self.id = new_id("resp")
         self._about = {"id": self.id, "object": "response", "created_at": int(time.time()), "model": model}
         self._echoed = echoed
+
+    def item_of(self, block: Block, item_id: str, call_id: str, status: str) -> dict[str, Any]:
+        """Return an item of the output. ``call_id``: the id of the call, if the item is one."""
+        if block.kind == "call":
+            namespace, name = self._namespaces.get(block.name, (None, block.name))
+            item: dict[str, Any] = {
+                "id": item_id,
+                "type": "function_call",
+                "status": status,
+                "call_id": call_id,
+                "name": name,
+                "arguments": block.text,
+            }
+            return item if namespace is None else item | {"namespace": namespace}
+        content = [part_of(block)] if block.pieces else []
+        if block.kind == "text":
+            return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+        item = {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
+        if self._sealer is None:
+            return item
+        return item | {"encrypted_content": self._sealer.seal(block.text) if status != "in_progress" else None}
+
+    def name_of(self, block: Block) -> str:
+        """Return the name of the function that a call calls, without its namespace."""
+        return self._namespaces.get(block.name, ("", block.name))[1]
 
     def begun(self) -> dict[str, Any]:
         """Return the response before its first item."""
@@ -97,7 +116,7 @@ class ResponseObject:
         cut = answer.finish_reason in _INCOMPLETE
         last = len(answer.blocks) - 1
         output = [
-            item_of(
+            self.item_of(
                 block,
                 new_id(PREFIX[block.kind]),
                 block.id or new_id("call"),

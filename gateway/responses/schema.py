@@ -37,6 +37,7 @@ _ITEMS: Final[Schema] = {
             _MESSAGE,
             _of_type("function_call", ["call_id", "name", "arguments"], call_id=_TEXT, name=_TEXT, arguments=_TEXT),
             _of_type("function_call_output", ["call_id", "output"], call_id=_TEXT, output=_texts("input_text")),
+            _of_type("item_reference", ["id"], id=_TEXT),
             _of_type(
                 "reasoning", [], summary={"type": "array", "items": _of_type("summary_text", ["text"], text=_TEXT)}
             ),
@@ -51,6 +52,12 @@ _TOOL: Final = _of_type(
     parameters={"anyOf": [_OBJECT, _NONE]},
     strict={"type": ["boolean", "null"]},
 )
+_LEFT_OUT: Final[Schema] = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
+}
+"""Tools of other types: the functions of a namespace are offered, and all else is left out."""
 _FORMAT: Final[Schema] = {
     "anyOf": [
         _of_type("text", []),
@@ -61,16 +68,18 @@ _FORMAT: Final[Schema] = {
 RESPONSES: Final[Schema] = {
     "input": {"anyOf": [_TEXT, _ITEMS]},
     "instructions": _TEXT,
-    "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
+    "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": {"anyOf": [_TOOL, _LEFT_OUT]}},
     "tool_choice": {
         "anyOf": [{"enum": ["auto", "none", "required"]}, _of_type("function", ["name"], name=_TEXT)],
     },
     "parallel_tool_calls": {"type": "boolean", "default": True},
     "max_output_tokens": {"type": "integer", "minimum": 1},
-    "text": {"type": "object", "properties": {"format": _FORMAT}},
+    "text": {"type": "object", "properties": {"format": _FORMAT, "verbosity": _TEXT}},
     "reasoning": {"type": "object", "properties": {"effort": _TEXT}},
-    "include": {"type": "array", "items": {"enum": ["reasoning.encrypted_content"]}},
-    "truncation": {"enum": ["disabled"]},
+    "include": {"type": "array", "items": _TEXT},
+    "previous_response_id": {"type": ["string", "null"]},
+    "store": {"type": ["boolean", "null"]},
+    "truncation": {"enum": ["auto", "disabled", None]},
     "stream": {"type": "boolean", "default": False},
 }
 """Properties of a request to /v1/responses that other requests do not have, or have in another shape."""

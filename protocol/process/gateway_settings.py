@@ -11,6 +11,8 @@ MIB = 1 << 20
 ReasoningKey = Literal["reasoning_content", "reasoning"]
 SHARE: Final = 4
 """One key may use the fourth part of ``body_memory``."""
+STORED_ITEMS: Final = 128 * MIB
+"""Bytes of responses' items that one gateway process keeps, unless models.yaml says it."""
 READY: Final = b"+"
 """What a gateway process writes to its standard input, a socket, about once a second while it serves."""
 TROUBLE: Final = b"!"
@@ -42,6 +44,9 @@ class GatewaySettings:
     keepalive_s    seconds of silence after which that is sent
     reasoning_key  the key of a chat's reasoning in messages and deltas
     unknown_options  "ignore": options that nobody knows are ignored, and the answer says so. "refuse": they are errors
+    stored_items   most bytes of responses' items that the process keeps in memory; 0 keeps none
+    seal_secret    secret that encrypts the reasoning of responses, 32 bytes in hex; the same for all
+                   gateways of one supervisor
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
     parent         pid of the process that started this one, and with which it ends; None to live on
     log            path of the process's log; None to write to standard error
@@ -68,6 +73,8 @@ class GatewaySettings:
     keepalive_s: float = 10.0
     reasoning_key: ReasoningKey = "reasoning_content"
     unknown_options: Literal["ignore", "refuse"] = "ignore"
+    stored_items: int = STORED_ITEMS
+    seal_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     parent: int | None = None
     log: str | None = None

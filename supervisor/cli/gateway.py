@@ -37,6 +37,7 @@ PATIENCE_S = 35.0
 @click.option("--certificate", help="PEM file of the certificate chain, for HTTPS.")
 @click.option("--private-key", help="PEM file of its private key.")
 @click.option("--max-body", help="Largest body of a request.  [default: 16MiB]")
+@click.option("--stored-items", help="Bytes of responses' items that are kept in memory.  [default: 128MiB]")
 @click.option("--keepalive", metavar="comment|chunk|off", help="What keeps silent streams open.  [default: comment]")
 @click.option(
     "--reasoning-key",
@@ -59,7 +60,7 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
     from protocol.client.client_key import ClientKey
     from protocol.process.engine_packages import missing_for_gateway
     from protocol.process.log_output import begin_log
-    from supervisor.gateway_process import CHECK_S, GatewayProcesses, settings_of
+    from supervisor.gateway_process import CHECK_S, GatewayProcesses, settings_of, with_seal_secret
 
     config = _config_of(given)
     style = LogStyle(log_level, log_format)
@@ -72,7 +73,7 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
             raise CommandFailure(exit_codes.CONFIG, "bad_key", str(e)) from None
         settings = replace(settings, connect=str(way["endpoint"]), key_file=str(Path(way["key"]).absolute()))
     else:
-        settings = replace(settings, runtime_dir=str(runtime_dir))
+        settings = with_seal_secret(replace(settings, runtime_dir=str(runtime_dir)), runtime_dir)
     if (missing := missing_for_gateway()) is not None:
         raise CommandFailure(exit_codes.CONFIG, "not_installed", missing)
     begin_log("gateway", style)

@@ -140,7 +140,7 @@ def test_what_clients_always_send_is_accepted(port: int, more: dict[str, Any]) -
         ("POST", "/v1/embeddings", 404, "embeddings are not offered"),
         ("POST", "/v1/audio/speech", 404, "audio is not offered"),
         ("POST", "/v1/images/generations", 404, "images are not offered"),
-        ("POST", "/v1/responses/resp_1/cancel", 404, "responses are not stored"),
+        ("POST", "/v1/responses/resp_1/cancel", 404, "responses cannot be fetched"),
         ("POST", "/v1/messages/batches", 404, "batches are not offered"),
         ("GET", "/api/tags", 404, "Ollama"),
         ("POST", "/api/chat", 404, "Ollama"),

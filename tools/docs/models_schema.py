@@ -63,6 +63,7 @@ _READ: Mapping[str, Schema] = {
     },
     "days": {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,5}d$"}, {"type": "integer", "minimum": 1}]},
     "size": _SIZE,
+    "size or 0": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_BYTES}, _SIZE["anyOf"][1]]},
     "size from 64KiB to 64GiB": {
         "anyOf": [{"type": "integer", "minimum": LEAST_HELD, "maximum": MOST_HELD}, _SIZE["anyOf"][1]]
     },
