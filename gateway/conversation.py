@@ -10,10 +10,6 @@ from gateway.http.notes import Notes
 
 BETWEEN: Final = "\n\n"
 """Stands between texts that the client sent apart: blocks of one turn, and neighbouring turns of one role."""
-
-
-REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
-"""The form of instructions within a conversation. Claude Code has introduced it, and many models have seen it."""
 OMITTED_IMAGE: Final = "[image omitted: this model reads text only]"
 """Stands for a picture in the result of a tool. The client sends that result again with each later turn, so a refusal
 would end the conversation."""
@@ -36,38 +32,25 @@ def image_text(part: Any, notes: Notes) -> str | None:
 class Conversation:
     """A conversation that grows by one block at a time. Neighbouring blocks of one role become one message.
 
-    Clients add instructions in the middle of a conversation, and many templates refuse a system message there. Moved to
-    the first system message, the instructions would change the beginning of the prompt, so that nothing of the
-    conversation is in the model's cache any more. So they become a part of the turn before them, or of the next one if
-    that is the assistant's. They make no turn of the user behind the result of a call: many templates show the model
-    the reasoning since the user's last turn.
+    The worker puts the messages into the form that the model's chat template takes: see ``model_worker.conversations``.
     """
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        self._reminders: list[str] = []
-        """Instructions that wait for the next turn."""
         self._called: dict[str, str] = {}
         """The name of the tool that each call called, by the id of the call."""
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the messages for ``AsyncClient.generate``. Nothing may be added afterwards."""
-        self._end_reminders()
         return self._messages
 
     def system(self, text: str) -> None:
         """Add instructions."""
-        if self.newest in (None, "system"):
-            self._add_text("system", text)
-        elif self.newest == "assistant":
-            self._reminders.append(REMINDER.format(text))
-        else:
-            self._messages[-1]["content"] += BETWEEN + REMINDER.format(text)
+        self._add_text("system", text)
 
     def user(self, text: str) -> None:
         """Add a text of the user."""
-        reminders, self._reminders = self._reminders, []
-        self._add_text("user", BETWEEN.join((*reminders, text)))
+        self._add_text("user", text)
 
     def said(self, text: str) -> None:
         """Add a text of the assistant. The assistant's texts are joined as the model wrote them: with nothing between.
@@ -93,8 +76,7 @@ class Conversation:
 
     def result(self, call_id: str, text: str) -> None:
         """Add the result of a call. Some templates need the name of the tool, which the client sent with the call."""
-        reminders, self._reminders = self._reminders, []
-        message = {"role": "tool", "content": BETWEEN.join((text, *reminders)), "tool_call_id": call_id}
+        message = {"role": "tool", "content": text, "tool_call_id": call_id}
         if (name := self._called.get(call_id)) is not None:
             message["name"] = name
         self._messages.append(message)
@@ -105,7 +87,6 @@ class Conversation:
         return self._messages[-1]["role"] if self._messages else None
 
     def _assistant(self) -> dict[str, Any]:
-        self._end_reminders()
         if self.newest != "assistant":
             self._messages.append({"role": "assistant", "content": ""})
         return self._messages[-1]
@@ -115,9 +96,3 @@ class Conversation:
             self._messages[-1]["content"] += BETWEEN + text
         else:
             self._messages.append({"role": role, "content": text})
-
-    def _end_reminders(self) -> None:
-        """Make a turn of instructions that no turn of the user follows."""
-        if self._reminders:
-            reminders, self._reminders = self._reminders, []
-            self._add_text("user", BETWEEN.join(reminders))

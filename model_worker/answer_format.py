@@ -5,41 +5,76 @@
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from answer_formats.families import beginnings_of, markers_of, opening_of, reasoning_tokens, recognise
+from answer_formats.parser import AnswerParser, ReasoningMarkers, Tool
+from answer_formats.parts import CallArguments, CallStart
+from model_worker.conversations import Form
 from model_worker.engine import ChatTemplate, Layout, Place
+from model_worker.template_probes import NAME, SCHEMA, VALUES
 from protocol.errors import RequestError
 from protocol.process.worker_spec import OFF, WorkerSpec
 from protocol.request import GenerateRequest
 
+GENERAL: Final = "json"
+"""The format for models whose chat template shows no calls."""
 LONGEST_TOOLS: Final = 1 << 19
 """Characters of JSON of the tools of a request, without their descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes.
+    """How a model writes, and what its chat template can take.
 
     tools      name of the format of its calls; None if it is not known
     reasoning  the markers before and behind its reasoning; None if it does not reason, or its markers are not known
+    parallel   whether an answer may have several calls
+    forms      what the chat template can take: without tools, and with tools; empty without a template
     """
 
     tools: str | None = None
     reasoning: tuple[str, str] | None = None
+    parallel: bool = True
+    forms: tuple[Form, ...] = ()
 
     @classmethod
-    def of(cls, template: ChatTemplate | None, spec: WorkerSpec) -> "AnswerFormat":
-        """Return the format of a model with this chat template. Keys of models.yaml come before the template."""
+    def of(cls, template: ChatTemplate | None, spec: WorkerSpec, forms: Sequence[Form] = ()) -> "AnswerFormat":
+        """Return the format of a model with this chat template. Keys of models.yaml come before the template.
+
+        A format that the template shows is taken only if its reader can read the call that the template has written in
+        a probe.
+
+        forms  as ``rendering.probe_template`` returns them
+        """
         if template is None:
             return cls()
         tools, reasoning = recognise(template.source, template.tool_source)
+        if forms and tools is not None and not reads_back(tools, forms[-1].call, reasoning):
+            tools = None
+        if forms and not forms[-1].calls and not forms[-1].error:
+            tools = GENERAL
         if spec.tool_format is not None:
             tools = None if spec.tool_format == OFF else spec.tool_format
         if spec.reasoning is not None:
             reasoning = None if spec.reasoning == OFF else spec.reasoning
-        return cls(tools, reasoning)
+        if tools == GENERAL:
+            forms = [replace(form, general=True, parallel=True) for form in forms]
+        return cls(tools, reasoning, all(form.parallel for form in forms[-1:]), tuple(forms))
+
+    @property
+    def template_error(self) -> str:
+        """Why the chat template can render no conversation; "" if it can, or if there is no template."""
+        return self.forms[0].error and self.forms[-1].error if self.forms else ""
+
+    @property
+    def template_changes(self) -> str:
+        """What the template makes of conversations, in a line for people."""
+        if self.template_error:
+            return f"completions only: {self.template_error}"
+        return ", ".join(dict.fromkeys(text for form in self.forms for text in form.changes()))
 
     def layout(self, request: GenerateRequest, place: Place) -> Layout:
         """Return how the answer to a request is written. ``place``: where its prompt ends."""
@@ -81,10 +116,25 @@ class AnswerFormat:
         return {"tools": self.tools, "reasoning": list(self.reasoning) if self.reasoning else None, "inside": inside}
 
 
-def calls_text(request: GenerateRequest, format: str) -> str:
+def reads_back(format: str, call: str, reasoning: tuple[str, str] | None = None) -> bool:
+    """Return whether the reader of a format finds the probes' call in a text, with its name and its arguments."""
+    markers = None if reasoning is None else ReasoningMarkers(*reasoning)
+    parser = AnswerParser(tool_format=format, tools=[Tool(NAME, SCHEMA)], reasoning=markers)
+    parts = [*parser.feed(call), *parser.finish()]
+    names = [part.name for part in parts if isinstance(part, CallStart)]
+    arguments = "".join(part.json for part in parts if isinstance(part, CallArguments))
+    try:
+        return names == [NAME] and json.loads(arguments) == VALUES
+    except ValueError:
+        return False
+
+
+def calls_text(request: GenerateRequest, format: str, parallel: bool = True) -> str:
     """Return the constraint of the calls that a request allows, as JSON. ``constraint_grammar`` reads it.
 
     If the request has a constraint of its own, an answer without calls has that shape.
+
+    parallel  whether the model's chat template shows several calls of one answer
 
     Raises RequestError for tools from which no constraint can be made.
     """
@@ -98,7 +148,7 @@ def calls_text(request: GenerateRequest, format: str) -> str:
             "format": format,
             "tools": [tool for tool in tools if tool["name"] in allowed],
             "required": request.tool_choice == "required",
-            "parallel": request.parallel_tool_calls,
+            "parallel": request.parallel_tool_calls and parallel,
             "text": None if request.tool_choice == "required" else request.constraint,
         },
         ensure_ascii=False,

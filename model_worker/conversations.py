@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
+from answer_formats import plain_json
+
 BETWEEN: Final = "\n\n"
 """Stands between texts that are merged into one message."""
 REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
@@ -24,8 +26,8 @@ REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 NULL_CONTENTS: Final = ("absent", "empty", "null")
 """Ways to write that a message with calls has no text."""
 ARGUMENTS: Final = ("text", "map", "flat")
-"""Ways to write the arguments of a call: as JSON text, as a map, or as a map of texts. Some templates write a map within
-the arguments as Python would, so they get it as JSON text."""
+"""Ways to write the arguments of a call: as JSON text, as a map, or as a map of texts. Some templates write a map
+within the arguments as Python would, so they get it as JSON text."""
 NINE: Final = re.compile(r"[A-Za-z0-9]{9}")
 """The ids of calls that Mistral's templates take."""
 _LETTERS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -64,6 +66,8 @@ class Form:
     turn_ends          what it writes behind the words of the assistant: at the end of the conversation, and before the
                        next words of the user
     call               what it writes for the call of the probe; "" if it shows no calls
+    general            whether tools, calls and results become texts of the format json, because the template shows no
+                       calls
     """
 
     error: str = ""
@@ -89,6 +93,7 @@ class Form:
     tools_list: bool = False
     turn_ends: tuple[str, ...] = ()
     call: str = ""
+    general: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """Return the fields, for the template's process."""
@@ -109,9 +114,10 @@ class Form:
             "one call a turn": self.calls and not self.parallel,
             "ids of nine characters": self.nine,
             "no text beside calls": self.calls and not self.text_beside_calls,
-            "no calls": not self.calls,
-            "no results": not self.results,
-            "no tools": not self.tools,
+            "tools and calls written by the format json": self.general,
+            "no calls": not self.calls and not self.general,
+            "no results": not self.results and not self.general,
+            "no tools": not self.tools and not self.general,
         }
         return [text for text, holds in told.items() if holds]
 
@@ -120,7 +126,9 @@ class Form:
         """Return the form that the template's process has found. Raises ValueError for anything else."""
         if not isinstance(given, dict) or given.keys() != {field.name for field in fields(cls)}:
             raise ValueError("no form")
-        values = {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in given.items()}
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list | tuple) else value for key, value in given.items()
+        }
         for field in fields(cls):
             value = values[field.name]
             texts = value if isinstance(value, tuple) else ()
@@ -144,6 +152,8 @@ def adapt(
     Raises UnfitError.
     """
     adapted = [_without_empty_calls(message) for message in messages]
+    if form.general:
+        adapted, tools = _as_texts(adapted, tools), None
     adapted = _with_systems(adapted, form)
     adapted = _merged(adapted, form)
     adapted = _with_calls(adapted, form)
@@ -161,11 +171,47 @@ def _without_empty_calls(message: Message) -> Message:
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
+def _as_texts(messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
+    """Write tools, calls and results as the texts that the format json has for them."""
+    turns: list[Message] = []
+    if tools:
+        first = messages[0] if messages[0]["role"] in INSTRUCTING else {"role": "system", "content": ""}
+        turns.append(_joined(first, plain_json.tools_text(tools)))
+        messages = messages[1:] if messages[0]["role"] in INSTRUCTING else messages
+    names: dict[Any, str] = {}
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            written: list[tuple[str, Any]] = []
+            for call in calls:
+                function = call.get("function")
+                function = function if isinstance(function, dict) else {}
+                name, arguments = str(function.get("name", "")), function.get("arguments") or {}
+                names[call.get("id")] = name
+                decoded = _decoded(arguments) if isinstance(arguments, str) else arguments
+                written.append((name, arguments if decoded is None else decoded))
+            text, before = plain_json.calls_text(written), message.get("content")
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            turns.append({**kept, "content": f"{before}\n{text}" if before else text})
+        elif message["role"] == "tool":
+            text = plain_json.result_text(
+                message.get("name") or names.get(message.get("tool_call_id")), message["content"]
+            )
+            last = turns[-1] if turns else None
+            if last is not None and "is_result" in last:
+                last["content"] += "\n" + text
+            else:
+                turns.append({"role": "user", "content": text, "is_result": True})
+        else:
+            turns.append(message)
+    return [{key: value for key, value in turn.items() if key != "is_result"} for turn in turns]
+
+
 def _with_systems(messages: list[Message], form: Form) -> list[Message]:
     """Put the instructions where the template shows them."""
     first = next((i for i, message in enumerate(messages) if message["role"] not in INSTRUCTING), len(messages))
     leading = [_instructing(message, form.developer) for message in messages[:first]]
-    if len(leading) > 1 and not (form.several_systems and len({message["role"] for message in leading}) == 1):
+    of_one_role = len({message["role"] for message in leading}) == 1
+    if len(leading) > 1 and not (form.several_systems and (of_one_role or form.developer_within)):
         text = BETWEEN.join(message["content"] for message in leading)
         leading = [{**leading[0], "content": text}]
     turns: list[Message] = []
@@ -175,7 +221,9 @@ def _with_systems(messages: list[Message], form: Form) -> list[Message]:
     for message in messages[first:]:
         if message["role"] in INSTRUCTING:
             kept = _instructing(message, form.developer_within)
-            if form.developer_within if kept["role"] == "developer" else form.system_within:
+            if turns and "tool_calls" in turns[-1]:  # between a call and its result no other turn may be
+                waiting.append(REMINDER.format(message["content"]))
+            elif form.developer_within if kept["role"] == "developer" else form.system_within:
                 turns.append(kept)
             elif turns and turns[-1]["role"] in ("user", "tool"):
                 turns[-1] = _joined(turns[-1], REMINDER.format(message["content"]))
@@ -286,7 +334,9 @@ def _arguments(given: Any, form: Form) -> Any:
         return given
     if as_text:
         return json.dumps(given, ensure_ascii=False)
-    return {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in given.items()}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in given.items()
+    }
 
 
 def _decoded(text: str) -> dict[str, Any] | None:

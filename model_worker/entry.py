@@ -180,6 +180,7 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     from model_worker.intake import check_defaults
     from model_worker.link import SupervisorLink
     from model_worker.loop import WorkerLoop
+    from model_worker.rendering import probe_template
 
     link = SupervisorLink(spec)
     link.hello()
@@ -204,7 +205,9 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     if engine.constraints is not None and spec.engine.device != "cpu":
         engine.constraints.begin()  # on the CPU the first requests need that second of processor themselves
     lease.loading()
-    format = AnswerFormat.of(engine.chat_template, spec)
+    template = engine.chat_template
+    forms = () if template is None else probe_template(template, lease.loading)
+    format = AnswerFormat.of(template, spec, forms)
     loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow, format)
     # The objects of the loaded model stay, too. Without gc.freeze() the garbage collector scans all of them whenever
     # enough new objects have gathered. Each scan stops every stream for about 160 ms.

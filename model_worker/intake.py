@@ -72,6 +72,9 @@ class Intake:
             return None
         if self._engine.chat_template is None:
             raise RequestError("the model has no chat template: send prompt instead of messages", field="messages")
+        if why := self._format.template_error:
+            message = f"the model's chat template renders no conversation ({why}): send prompt instead of messages"
+            raise RequestError(message, field="messages")
         texts = [text or "" for message in request.messages for text in (message.content, message.reasoning_content)]
         self._check_size("messages", texts)
         return request.for_template()
@@ -95,7 +98,7 @@ class Intake:
         is_free = request.tool_choice == "auto" and request.constraint is None
         if is_free and "tools" not in self._capabilities.offered:
             return None
-        return "tools", calls_text(request, self._format.tools)
+        return "tools", calls_text(request, self._format.tools, self._format.parallel)
 
     def layout(self, request: GenerateRequest, rendered: str | None) -> Layout:
         """Return how the answer to a request is written. ``rendered`` is as for ``job``."""

@@ -118,7 +118,7 @@ class WorkerLoop:
         self._intake = Intake(engine, sampling, limits, format)
         self._format = format
         template = engine.chat_template
-        self._renderer = None if template is None else Renderer(template, self._intake.longest_text)
+        self._renderer = None if template is None else Renderer(template, self._intake.longest_text, format.forms)
         self._writer = EventWriter()
         self._token_bytes = lru_cache(1 << 16)(engine.token_bytes)
         self._ids = itertools.count(1)

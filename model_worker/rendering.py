@@ -11,24 +11,29 @@ clients may retry.
 """
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from model_worker.conversations import Form
 from model_worker.engine import ChatTemplate
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.helper_environment import helper_environment
 
 RENDER_S = 1.0
 """Seconds of processor time for compiling and rendering a template. After that the process's own timer ends it."""
+PROBES_S = 2.0
+"""Seconds of processor time for all probes of a model's templates."""
 LEASE_S = 10.0
 """Seconds of wall-clock time that a process may take for one conversation. A process that has neither answered nor used
 up its processor time by then has stopped working, and is killed."""
@@ -66,14 +71,17 @@ class Renderer:
 
     template  the model's chat template
     limit     the largest size of a rendered text, in bytes
+    forms     what the template can take: of the one for conversations without tools, and of the one for those with
+              tools (see ``probe_template``). Without forms, the template gets each conversation as it is
 
     ``ask`` takes a conversation under a key. ``collect`` returns the results in the order in which they are done. A
     result is the text, or RequestError (field "messages"), or WireError HELPER_FAILED if the processes were killed or
     stopped working, or WireError INTERNAL if the process crashed.
     """
 
-    def __init__(self, template: ChatTemplate, limit: int) -> None:
+    def __init__(self, template: ChatTemplate, limit: int, forms: Sequence[Form] = ()) -> None:
         self._sources = template.source, template.tool_source or template.source
+        self._forms: list[dict[str, Any] | None] = [form.to_wire() for form in forms] or [None, None]
         self._fixed = {
             "special_tokens": dict(template.special_tokens),
             "limit": limit,
@@ -149,8 +157,9 @@ class Renderer:
             try:
                 if free is None:
                     self._children.append(free := _Child(now))
-                source = self._sources[bool(chat.conversation["tools"])]
-                free.give(chat, msgpack.packb({**self._fixed, **chat.conversation, "template": source}), now)
+                which = bool(chat.conversation["tools"])
+                fixed = {**self._fixed, "template": self._sources[which], "form": self._forms[which]}
+                free.give(chat, msgpack.packb({**fixed, **chat.conversation}), now)
             except OSError as e:
                 if free is not None:
                     free.chat = None
@@ -267,7 +276,7 @@ class _Child:
             answer = msgpack.unpackb(packed)
             if not isinstance(answer, dict) or not isinstance(answer.get("text", b""), bytes):
                 raise ValueError("no answer")
-            if not answer.keys() & {"text", "size", "error"}:
+            if not answer.keys() & {"text", "size", "error", "forms"}:
                 raise ValueError("no answer")
             answer.get("text", b"").decode()
         except (ValueError, msgpack.UnpackException):
@@ -302,6 +311,41 @@ class _Child:
         self.socket.close()
         if self._mailbox >= 0:
             os.close(self._mailbox)
+
+
+def probe_template(template: ChatTemplate, alive: Callable[[], None] = lambda: None) -> tuple[Form, Form]:
+    """Return what a model's template can take, for conversations without tools and with tools. Blocks for a moment.
+
+    alive  is called at least every tenth of a second
+
+    Raises ChildProcessError if the process that renders chats cannot be started, or is killed twice.
+    """
+    sources = [template.source, *([template.tool_source] if template.tool_source else [])]
+    request = {"templates": sources, "special_tokens": dict(template.special_tokens), "seconds": PROBES_S}
+    for _ in range(MOST_TRIES):
+        child = _Child(time.monotonic())
+        try:
+            child.give(_Chat(0, 0, {}), msgpack.packb(request), time.monotonic())
+            while child.answer is None and not child.gone:
+                alive()
+                select.select([child.socket], [], [], 0.1)
+                child.look(time.monotonic())
+            if child.answer is not None:
+                forms = [Form.from_wire(form) for form in child.answer["forms"]]
+                return forms[0], forms[-1]
+            child.process.wait()
+            why = child.why()
+        except (KeyError, IndexError, TypeError, ValueError):
+            why = WireError(ErrorCode.INTERNAL, "it answers nonsense")
+        finally:
+            child.end()
+            child.process.wait()
+            child.free()
+        if why.code is not ErrorCode.HELPER_FAILED:
+            late = child.process.returncode == -signal.SIGPROF
+            error = f"it takes longer than {PROBES_S:g} s of processor time for a few words" if late else why.message
+            return (failed := Form(error=error)), failed
+    raise ChildProcessError(why.message)
 
 
 def _failed(how: str) -> WireError:

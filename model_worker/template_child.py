@@ -26,6 +26,8 @@ import jinja2.ext
 import jinja2.sandbox
 import msgpack
 
+from model_worker.conversations import Form, UnfitError, adapt
+from model_worker.template_probes import probe
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 
@@ -39,6 +41,8 @@ _QUOTE = 8
 """A message quotes a conversation if it repeats this many characters of it in a row."""
 _CUT = "CUT-HERE-41c7d3a9 "
 """A mark behind the message that is to be continued. Its blank shows whether the template trims messages."""
+_LONGEST_PROBE = 1 << 20
+"""Characters of a rendered probe. A template that writes more for some words takes no conversation."""
 
 
 class _Refused(Exception):
@@ -93,20 +97,22 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
     Return {text: bytes}, or {size: bytes} if the text is beyond the limit, or {error: a sentence for the client}. The
     sentence quotes nothing of the conversation.
 
-    request  template, special_tokens, messages, tools, variables, add_generation_prompt, continue_final_message, and
-             limit: the largest size of the text in bytes
+    request  template, special_tokens, messages, tools, variables, add_generation_prompt, continue_final_message, form
+             (what the template can take), and limit: the largest size of the text in bytes
     """
-    messages, limit = request["messages"], request["limit"]
+    messages, tools, limit = request["messages"], request["tools"], request["limit"]
     try:
         if request["continue_final_message"]:
             if not isinstance(messages[-1].get("content"), str):
                 return {"error": "continue_final_message: the last message has no content to continue"}
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _CUT}]
+        if request["form"] is not None:
+            messages, tools = adapt(messages, tools, Form.from_wire(request["form"]))
         pieces: list[str] = []
         size = 0
         for piece in _compiled(request["template"]).generate(
             messages=messages,
-            tools=request["tools"],
+            tools=tools,
             add_generation_prompt=request["add_generation_prompt"],
             **request["special_tokens"],
             **request["variables"],
@@ -123,6 +129,8 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
             text = text[:at] if text.startswith(_CUT, at) else text[:at].rstrip()
         encoded = text.encode()
         return {"text": encoded} if len(encoded) <= limit else {"size": len(encoded)}
+    except UnfitError as e:
+        return {"error": str(e)}
     except _Refused as e:
         return {"error": f"the model's chat template refuses: {_quotes_nothing(str(e), request)}"}
     except jinja2.TemplateSyntaxError as e:
@@ -133,6 +141,41 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "the model's chat template renders what is not valid Unicode"}
     except Exception as e:  # a template is a program and may raise anything
         return {"error": f"the model's chat template fails: {type(e).__name__}: {_quotes_nothing(str(e), request)}"}
+
+
+def probe_forms(request: dict[str, Any]) -> dict[str, Any]:
+    """Return {forms}: what each of the templates can take, in the order in which they are given.
+
+    request  templates, special_tokens
+    """
+    forms: list[dict[str, Any]] = []
+    for source in request["templates"]:
+        why = ""
+
+        def draw(messages: Any, tools: Any = None, end: bool = True, source: str = source) -> str | None:
+            nonlocal why
+            pieces: list[str] = []
+            size = 0
+            try:
+                for piece in _compiled(source).generate(
+                    messages=messages, tools=tools, add_generation_prompt=end, **request["special_tokens"]
+                ):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _LONGEST_PROBE:
+                        raise ValueError("it writes more than 1 MiB for a few words")
+            except MemoryError:
+                raise
+            except Exception as e:  # a template is a program and may raise anything
+                why = why or f"{type(e).__name__}: {e}"[:_SHOWN]
+                return None
+            return "".join(pieces)
+
+        form = probe(draw).to_wire()
+        if form["error"] and why:
+            form["error"] = why
+        forms.append(form)
+    return {"forms": forms}
 
 
 def _quotes_nothing(message: str, request: dict[str, Any]) -> str:
@@ -184,7 +227,7 @@ def main(parent: int, mailbox: int) -> None:
         request = msgpack.unpackb(os.pread(mailbox, int.from_bytes(head, "little"), 0), strict_map_key=False)
         # The limit is on this process's own processor time: on a busy machine a good template takes long by the clock.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        answer = render(request)
+        answer = probe_forms(request) if "templates" in request else render(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         packed = msgpack.packb(answer)
         os.pwrite(mailbox, packed, 0)

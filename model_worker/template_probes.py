@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from os.path import commonprefix
 from typing import Any, Final
 
 from model_worker.conversations import ARGUMENTS, NINE, NULL_CONTENTS, REASONING, Form, Message
@@ -20,8 +19,14 @@ LONGEST_CALL: Final = 1 << 14
 """Characters of the text of a call, and of the end of a turn, that are kept."""
 NAME: Final = "look_up_qz7"
 """The tool that the probes call."""
-VALUES: Final = {"place_qz": "Oslo Qz7", "deep_qz": {"on_qz": True}}
+VALUES: Final[dict[str, Any]] = {"place_qz": "Oslo Qz7", "deep_qz": {"on_qz": True}}
 """The arguments of the probes' call. The inner value shows whether a template writes Python instead of JSON."""
+SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"place_qz": {"type": "string"}, "deep_qz": {"type": "object"}},
+    "required": ["place_qz", "deep_qz"],
+}
+"""The schema of the probes' call."""
 TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {
@@ -205,7 +210,7 @@ def _call_text(draw: Draw, messages: Sequence[Message], tools: Any) -> str:
         before = draw(messages[:1], tools, end)
         if before and whole.startswith(before):
             return whole[len(before) :][:LONGEST_CALL]
-    return whole[len(commonprefix([before or "", whole])) :][:LONGEST_CALL]
+    return whole[whole.rfind(_U) + len(_U) :][:LONGEST_CALL] if _U in whole else ""
 
 
 def _turn_ends(draw: Draw, parts: Sequence[str]) -> tuple[str, ...]:
@@ -253,9 +258,9 @@ def _in_parts(messages: Sequence[Message], roles: Sequence[str]) -> list[Message
 
 
 def _calling(ids: Sequence[str], arguments: str, content: str) -> Message:
-    values = [VALUES, {**VALUES, "place_qz": "Bergen Qz8"}]
+    values: list[dict[str, Any]] = [VALUES, {**VALUES, "place_qz": "Bergen Qz8"}]
     if arguments == "flat":
-        values = [{**value, "deep_qz": json.dumps(value["deep_qz"])} for value in values]
+        values = [{key: v if isinstance(v, str) else json.dumps(v) for key, v in value.items()} for value in values]
     calls = [
         {
             "id": id,
@@ -264,8 +269,10 @@ def _calling(ids: Sequence[str], arguments: str, content: str) -> Message:
         }
         for id, value in zip(ids, values, strict=False)
     ]
-    text = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}[content]
-    return {"role": "assistant", **text, "tool_calls": calls}
+    call: Message = {"role": "assistant", "content": "" if content == "empty" else None, "tool_calls": calls}
+    if content == "absent":
+        del call["content"]
+    return call
 
 
 def _result(text: str, id: str) -> Message:

@@ -58,14 +58,15 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
-    """The role of the speaker."""
+    role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
+    """The role of the speaker. ``developer`` is a system message under its newer name."""
     content: str | None = None
     """The text. Only an assistant's turn with tool_calls may leave it out or set it to null."""
     name: Annotated[str, Field(max_length=256)] | None = None
     """The name of the speaker, for the template."""
     tool_calls: Maps = None
-    """In an assistant's turn: maps as the template expects them, usually {type, function: {name, arguments}}."""
+    """In an assistant's turn: usually {id, type, function: {name, arguments}}. The arguments are a map, or its
+    JSON text."""
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     """In a tool's turn: the id of the call that the turn answers, for the template."""
     reasoning_content: str | None = None

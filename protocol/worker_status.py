@@ -64,8 +64,13 @@ class WorkerStatus(TypedDict):
     """The number of requests that are computed at once, from models.yaml."""
     chat: bool | None
     """True if the model has a chat template."""
+    template: str | None
+    """What the worker changes in conversations for the model's chat template, for people, or why the template renders
+    none. Null if the template takes every conversation."""
     tool_format: str | None
     """The name of the format in which the model writes calls of tools; null if it is not known."""
+    parallel_tool_calls: bool | None
+    """True if one answer may have several calls. False if the chat template shows only one."""
     reasoning: ReasoningMarkers | None
     """The markers of the model's reasoning; null if it does not reason."""
     active: int

@@ -1,20 +1,32 @@
 """Render conversations as a worker does."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from model_worker.answer_format import AnswerFormat
+from model_worker.conversations import Form
 from model_worker.engine import ChatTemplate, Engine
-from model_worker.rendering import Renderer
+from model_worker.rendering import Renderer, probe_template
 from protocol.chat import ChatFields
 from protocol.errors import WireError
+from protocol.process.worker_spec import EngineSpec, WorkerSpec
 from tests.serving import wait_until
 
 
-def render(template: ChatTemplate, messages: list[dict[str, Any]], limit: int = 1 << 20, **fields: Any) -> str:
+def render(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    limit: int = 1 << 20,
+    forms: Sequence[Form] = (),
+    **fields: Any,
+) -> str:
     """Return the text that a template makes of messages. It is rendered in a process of its own, as in a worker.
+
+    forms  what the template can take. Without them, the messages stay as they are
 
     Raises the WireError with which the request would end.
     """
-    renderer = Renderer(template, limit)
+    renderer = Renderer(template, limit, forms)
     try:
         conversation = ChatFields.model_validate({"messages": messages, **fields})
         renderer.ask(1, 1, conversation.for_template())
@@ -24,6 +36,12 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]], limit: int = 
     if isinstance(outcome, WireError):
         raise outcome
     return outcome
+
+
+def format_of(template: ChatTemplate) -> AnswerFormat:
+    """Return what a worker finds out about a template when it has loaded the model."""
+    spec = WorkerSpec(EngineSpec("m", "transformers", "/m"), 1, "", "ipc:///back", b"W", "/logs/m.log", 7)
+    return AnswerFormat.of(template, spec, probe_template(template))
 
 
 def chat_ids(engine: Engine, *contents: str) -> list[int]:

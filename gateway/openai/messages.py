@@ -2,11 +2,9 @@
 
 from typing import Any, Final
 
-import orjson
-
 from gateway.http.errors import ApiError
 
-ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES: Final = {"developer": "developer", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI's roles, each with the role that chat templates know."""
 KEPT: Final = ("name", "tool_call_id")
 DROPPED: Final = frozenset({"refusal", "annotations", "parsed"})
@@ -85,7 +83,7 @@ def _read_content(place: str, given: Any) -> str | None:
 
 
 def _read_tool_calls(place: str, given: Any) -> list[Any]:
-    """Return the calls with their arguments as objects. OpenAI sends them as JSON text, and templates take objects.
+    """Return the calls as the client sent them. The worker gives their arguments the form that the template takes.
 
     ``parsed_arguments`` is left out. The helpers of the package openai add it.
     """
@@ -94,12 +92,7 @@ def _read_tool_calls(place: str, given: Any) -> list[Any]:
     calls: list[Any] = []
     for call in given:
         function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = orjson.loads(function["arguments"] or "{}")
-            except orjson.JSONDecodeError:
-                arguments = function["arguments"]
-            kept = {key: value for key, value in function.items() if key != "parsed_arguments"}
-            call = call | {"function": kept | {"arguments": arguments}}
+        if isinstance(function, dict) and "parsed_arguments" in function:
+            call = call | {"function": {key: value for key, value in function.items() if key != "parsed_arguments"}}
         calls.append(call)
     return calls

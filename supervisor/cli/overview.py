@@ -54,6 +54,7 @@ def of_model(m: Values) -> Entries:
             "attention": m.get("attention"),
             "decoding": m.get("decoding"),
             "context": _context(m),
+            "template": m.get("template"),
             "vram": _vram(m),
             "requests": _requests(m),
             "cache": _cache(m.get("engine_stats") or {}),

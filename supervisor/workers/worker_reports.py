@@ -19,6 +19,8 @@ _READY: dict[str, tuple[type, ...]] = {
     "attention": (str,),
     "decoding": (str,),
     "chat": (bool,),
+    "template": (str,),
+    "parallel_tool_calls": (bool,),
     "tool_format": (str, type(None)),
     "sleep_bytes": (int, type(None)),
     "no_sleep": (str,),

@@ -136,7 +136,7 @@ def test_what_differs_between_requests_leaves_the_beginning_of_the_prompt_as_it_
     first: Any = read_request(body(messages, 1), Notes()).wanted.options["messages"]
     second: Any = read_request(body(later, 2), Notes()).wanted.options["messages"]
     assert second[: len(first)] == first
-    assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in second] == ["system", "user", "system", "assistant", "user"]
 
 
 def test_a_conversation_that_has_grown_too_long_is_refused_with_both_numbers(client: anthropic.Anthropic) -> None:

@@ -2,8 +2,6 @@
 
 from gateway.conversation import Conversation
 
-NOTE = "<system-reminder>\nnote\n</system-reminder>"
-
 
 def test_neighbouring_blocks_of_one_role_are_one_message() -> None:
     talk = Conversation()
@@ -39,44 +37,15 @@ def test_neighbouring_blocks_of_one_role_are_one_message() -> None:
     ]
 
 
-def contents(talk: Conversation) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in talk.messages()]
-
-
-def test_instructions_within_a_conversation_leave_its_beginning_as_it_is() -> None:
+def test_instructions_stay_where_the_client_put_them() -> None:
     talk = Conversation()
     talk.system("rules")
     talk.user("hello")
+    talk.said("hi")
     talk.system("note")
-    assert contents(talk) == [("system", "rules"), ("user", f"hello\n\n{NOTE}")]
-
-    talk = Conversation()
-    talk.user("hello")
-    talk.called("1", "look", {})
-    talk.system("note")  # between a call and its result, where no other turn may be
-    talk.result("1", "seen")
-    assert contents(talk) == [("user", "hello"), ("assistant", ""), ("tool", f"seen\n\n{NOTE}")]
-    talk.system("note")  # makes no turn of the user
-    assert contents(talk)[-1] == ("tool", f"seen\n\n{NOTE}\n\n{NOTE}")
-
-
-def test_instructions_behind_the_assistants_turn_wait_for_the_next_one() -> None:
-    for end in ("user", "assistant", "nothing"):
-        talk = Conversation()
-        talk.user("hello")
-        talk.said("hi")
-        talk.system("note")
-        if end == "user":
-            talk.user("more")
-        elif end == "assistant":
-            talk.said("more")
-        begun = [("user", "hello"), ("assistant", "hi")]
-        more = {
-            "user": [("user", f"{NOTE}\n\nmore")],
-            "assistant": [("user", NOTE), ("assistant", "more")],
-            "nothing": [("user", NOTE)],
-        }
-        assert contents(talk) == [*begun, *more[end]]
+    talk.user("more")
+    said = [(message["role"], message["content"]) for message in talk.messages()]
+    assert said == [("system", "rules"), ("user", "hello"), ("assistant", "hi"), ("system", "note"), ("user", "more")]
 
 
 def test_reasoning_without_an_answer_is_a_turn() -> None:
