@@ -9,6 +9,7 @@ from answer_formats import (
     function_tags,
     gemma,
     glm45,
+    harmony,
     hermes,
     json_lists,
     llama3,
@@ -28,6 +29,10 @@ class Family:
     begins   texts with which calls begin
     also     further markers that are special tokens of some models, and part of the text that a parser reads
     opening  character with which a call may begin at the beginning of an answer; "" if only markers begin calls
+    headers  texts that stand between the parts of an answer, and are part of none. Answers without tools have them, too
+    ends     special tokens that end an answer
+    lead     text that may stand before a message of the answer; "" for none
+    head     text that stands before the text that the user reads; "" for none
     """
 
     begins: tuple[str, ...]
@@ -35,6 +40,10 @@ class Family:
     read: Reader
     rules: Callable[[Rules, Sequence[Wanted]], Shape]
     opening: str = ""
+    headers: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    lead: str = ""
+    head: str = ""
 
 
 def _gemma(tokens: tuple[str, str, str]) -> Family:
@@ -47,9 +56,9 @@ def _gemma(tokens: tuple[str, str, str]) -> Family:
     )
 
 
-def _listed(form: json_lists.Form) -> Family:
-    ends = (form.end,) if form.end else ()
-    return Family((form.begin,), ends, partial(json_lists.read, form=form), partial(json_lists.rules, form=form))
+def _listed(form: json_lists.Form, *headers: str) -> Family:
+    read, rules = partial(json_lists.read, form=form), partial(json_lists.rules, form=form)
+    return Family((form.begin,), (form.end,) if form.end else (), read, rules, headers=headers)
 
 
 def _named(form: named_json.Form) -> Family:
@@ -81,10 +90,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mistral_args": Family((mistral.BEGIN,), (mistral.ARGUMENTS, mistral.ID), mistral.read, mistral.rules),
     "granite": _listed(json_lists.GRANITE),
     "phi4": _listed(json_lists.PHI4),
-    "apriel": _listed(json_lists.APRIEL),
+    "apriel": _listed(json_lists.APRIEL, "[END FINAL RESPONSE]"),
     "minimax_m1": _listed(json_lists.MINIMAX_M1),
     "nemotron": _listed(json_lists.NEMOTRON),
-    "command_r7b": _listed(json_lists.COMMAND_R7B),
+    "command_r7b": _listed(json_lists.COMMAND_R7B, "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     "deepseek_v3": _named(named_json.DEEPSEEK_V3),
     "deepseek_v31": _named(named_json.DEEPSEEK_V31),
     "kimi_k2": _named(named_json.KIMI_K2),
@@ -93,12 +102,24 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": Family((gemma.CODE, *gemma.JSON_FENCES), (), gemma.read_fences, gemma.rules_fences, gemma.OPENING),
     "function_gemma": _gemma(gemma.FUNCTION_GEMMA),
     "gemma4": _gemma(gemma.GEMMA_4),
+    "harmony": Family(
+        harmony.BEGINS,
+        harmony.TOKENS,
+        harmony.read,
+        harmony.rules,
+        harmony.OPENING,
+        harmony.HEADERS,
+        harmony.ENDS,
+        harmony.LEAD,
+        harmony.HEAD,
+    ),
     "json": Family(plain_json.BEGINS, (), plain_json.read, plain_json.rules, plain_json.OPENING),
 }
 """The formats of calls by name."""
 FORMATS: Final = tuple(FAMILIES)
 """The names of the formats."""
 _SIGNS: Final = (
+    ("harmony", ("<|channel|>analysis<|message|>", "to="), ()),
     ("gemma4", ("<|tool_call>call:",), ()),
     ("function_gemma", ("<start_function_call>",), ()),
     ("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), ()),
@@ -129,6 +150,7 @@ _SIGNS: Final = (
 """For each format, texts that its chat templates hold, and texts that they do not hold. The first one that fits is
 taken. <tool_call> belongs to three formats, so the tags within it are looked for first."""
 REASONING: Final = (
+    harmony.REASONING,
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
@@ -138,12 +160,12 @@ REASONING: Final = (
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 """Markers before and behind the reasoning."""
-_TOKENS: Final = {"<|channel>thought": "<|channel>"}
-"""The special token of a marker that is not one token."""
+_TOKENS: Final = {"<|channel>thought": ("<|channel>",), harmony.REASONING[0]: ("<|channel|>", "<|message|>")}
+"""The special tokens of a marker that is not one token."""
 ALL_MARKERS: Final = frozenset(
     (
         *(marker for family in FAMILIES.values() for marker in (*family.begins, *family.also)),
-        *(_TOKENS.get(marker, marker) for pair in REASONING for marker in pair),
+        *(token for pair in REASONING for marker in pair for token in _TOKENS.get(marker, (marker,))),
     )
 )
 
@@ -162,7 +184,8 @@ def recognise(source: str, tool_source: str | None = None) -> tuple[str | None, 
         ),
         None,
     )
-    return format, next(((start, end) for start, end in REASONING if end in text), None)
+    known = [markers for markers in REASONING if (markers == harmony.REASONING) == (format == "harmony")]
+    return format, next(((start, end) for start, end in known if end in text), None)
 
 
 def markers_of(format: str) -> tuple[str, ...]:
@@ -172,7 +195,7 @@ def markers_of(format: str) -> tuple[str, ...]:
 
 def reasoning_tokens(markers: tuple[str, str]) -> tuple[str, ...]:
     """Return the special tokens of the markers of a reasoning, which have to be part of the text, too."""
-    return tuple(_TOKENS.get(marker, marker) for marker in markers)
+    return tuple(token for marker in markers for token in _TOKENS.get(marker, (marker,)))
 
 
 def beginnings_of(format: str) -> tuple[str, ...]:
@@ -183,3 +206,13 @@ def beginnings_of(format: str) -> tuple[str, ...]:
 def opening_of(format: str) -> str:
     """Return the character with which a call may begin at the beginning of an answer; "" if there is none."""
     return FAMILIES[format].opening
+
+
+def head_of(format: str) -> str:
+    """Return the text that stands before the text that the user reads; "" if there is none."""
+    return FAMILIES[format].head
+
+
+def ends_of(format: str) -> tuple[str, ...]:
+    """Return the special tokens that end an answer, besides the model's own."""
+    return FAMILIES[format].ends

@@ -12,7 +12,7 @@ from answer_formats.calls import Calls, Found
 from answer_formats.gemma_values import ValueRules, read_object
 from answer_formats.json_calls import read_list
 from answer_formats.json_calls import read_object as read_json
-from answer_formats.json_rules import objects, opened, opened_json
+from answer_formats.json_rules import looks_opened, objects, opened, opened_json
 from answer_formats.python_calls import call_rules, read_call
 from answer_formats.rules import NotOffered, Rules, Section, Shape, Wanted, literal
 from answer_formats.source import Source, Steps, ignore
@@ -79,6 +79,7 @@ def rules_fences(rules: Rules, tools: Sequence[Wanted]) -> Shape:
         ],
         opened=Section(opened(rules, tools, "parameters")),
         opened_json=Section(opened_json(rules, tools, "parameters")),
+        looks=looks_opened(tools),
     )
 
 

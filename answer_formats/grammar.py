@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from answer_formats.families import FAMILIES
-from answer_formats.json_rules import looks_opened
 from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal, without
 
 __all__ = ["NotOffered", "grammar"]
@@ -27,12 +26,15 @@ def grammar(
     """
     family = FAMILIES[format]
     rules = Rules()
+    lead, head = (f"{literal(family.lead)}?" if family.lead else "", literal(family.head) if family.head else "")
+    if text is not None and not tools:
+        return _whole(rules, f"{lead} {head} {text}")
     wanted = [Wanted.of(tool, required=required) for tool in tools]
     shape = family.rules(rules, wanted)
     sections = [section.calls(parallel=parallel) for section in shape.sections]
     if required or text is not None:
         usual = [f"{literal(begin)} {section}" for begin, section in zip(family.begins, sections, strict=True)]
-        if required:
+        if required or lead:
             del usual[1:]
         if shape.opened is not None:
             # llguidance takes the longest lexeme. One that begins as JSON does would hide a text that is JSON.
@@ -41,19 +43,18 @@ def grammar(
         is_apart = all(section.more is None for section in shape.sections)
         again = f"({literal(shape.between)} {first})*" if parallel and is_apart else ""
         if required or text is None:
-            return _whole(rules, f"{first} {again}")
+            return _whole(rules, f"{lead} {first} {again}")
         if text.startswith("/"):
             # A text that begins like a call would hide the call.
             text = rules.terminal(f"{text} & ~/({'|'.join(map(escaped, family.begins))})(?s:.*)/")
-        return _whole(rules, f"{first} {again} | {text}")
+        return _whole(rules, f"{lead} {first} {again} | {lead} {head} {text}")
     begins = [escaped(begin) for begin in family.begins]
     behind = f" & ~/{shape.not_behind}(?s:.*)/" if shape.not_behind else ""
     later, tail = _texts(rules, begins, sections, behind)
     earliest, last = later, tail
     if shape.opened is not None:
         # The beginning of a text must not look like a call without being one.
-        names = "|".join(escaped(tool.name) for tool in wanted)
-        earliest, last = _texts(rules, begins, sections, f" & ~/{looks_opened(names)}(?s:.*)/")
+        earliest, last = _texts(rules, begins, sections, f" & ~/{shape.looks}(?s:.*)/")
         earliest = [*earliest, shape.opened.calls(parallel=parallel)]
     again = f"({' | '.join(later)})*" if parallel else ""
     return _whole(rules, f"({' | '.join(earliest)}) {again} {tail}? | {last}?")

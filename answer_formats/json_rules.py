@@ -53,8 +53,9 @@ def _end(rest: str = "") -> str:
     return rf"/{rest}{BLANKS}\}}/"
 
 
-def looks_opened(names: str) -> str:
+def looks_opened(tools: Sequence[Wanted]) -> str:
     """Return the regular expression of how ``opened`` begins, in all ways that a parser reads."""
+    names = "|".join(escaped(tool.name) for tool in tools)
     any_blanks = r"[ \t\r\n]*"
     kind = f'("type"{any_blanks}:{any_blanks}"function"{any_blanks},{any_blanks})?'
     name = f'"(name|function|tool_name)"{any_blanks}:{any_blanks}"({names})"'

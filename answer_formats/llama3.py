@@ -9,7 +9,7 @@ from typing import Final
 
 from answer_formats.calls import Calls, Found
 from answer_formats.json_calls import behind, read_object
-from answer_formats.json_rules import objects, opened, opened_json
+from answer_formats.json_rules import looks_opened, objects, opened, opened_json
 from answer_formats.python_calls import read_call
 from answer_formats.rules import Rules, Section, Shape, Wanted
 from answer_formats.source import Source, Steps
@@ -38,5 +38,6 @@ def rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
         [Section(call, more)],
         opened=Section(opened(rules, tools, "parameters"), more),
         opened_json=Section(opened_json(rules, tools, "parameters"), more),
+        looks=looks_opened(tools),
         not_behind=r"[ \t\r\n]*;[ \t\r\n]*\{",
     )

@@ -42,15 +42,19 @@ class AnswerParser:
         reasoning: ReasoningMarkers | None = None,
         inside_reasoning: bool = False,
     ) -> None:
-        self._family = FAMILIES[tool_format] if tool_format is not None and tools else None
+        family = FAMILIES[tool_format] if tool_format is not None else None
+        self._headers = () if family is None else family.headers
+        self._family = family if tools else None
         begins = self._family.begins if self._family is not None else ()
         self._start, self._end = (reasoning.start, reasoning.end) if reasoning is not None else ("", "")
-        self._markers_outside = tuple(marker for marker in (self._start, *begins) if marker)
+        self._markers_outside = tuple(marker for marker in (self._start, *begins, *self._headers) if marker)
         self._markers_inside = (self._end, *begins)
         self._inside = inside_reasoning and reasoning is not None
         self._parts: list[Part] = []
         self._blanks = ""
         """Blanks that are left out if a marker follows."""
+        self._has_text = False  # since the last reasoning or call
+        self._is_apart = False  # behind a header: the texts of two messages are two paragraphs
         self._is_start = True  # of a text or of the reasoning, whose blanks are left out
         self._source = Source()
         self._calls = Calls(self._source, tools)
@@ -114,6 +118,9 @@ class AnswerParser:
                 yield from self._open()
             elif not self._inside and marker == self._start:
                 self._turn(marker, inside=True)
+            elif marker in self._headers:
+                source.at += len(marker)
+                self._blanks, self._is_start, self._is_apart = "", True, self._has_text
             else:
                 self._in_calls = True
                 yield from self._draft(marker) if self._inside else self._call(marker)
@@ -123,7 +130,7 @@ class AnswerParser:
     def _turn(self, marker: str, *, inside: bool) -> None:
         """Go over to the reasoning, or leave it."""
         self._source.at += len(marker)
-        self._inside, self._blanks, self._is_start = inside, "", True
+        self._inside, self._blanks, self._is_start, self._has_text, self._is_apart = inside, "", True, False, False
 
     def _open(self) -> Steps[None]:
         """Read a call that begins the text without a marker."""
@@ -144,7 +151,7 @@ class AnswerParser:
         if found is Found.CALL:
             if calls.close() and source.ended:
                 source.at = len(source.text)  # the beginning of a tag or of a value that the answer's end has cut off
-            self._blanks, self._is_start = "", True
+            self._blanks, self._is_start, self._has_text, self._is_apart = "", True, False, False
         elif found is Found.TEXT:
             self._tell_raw(source.marked())
         else:
@@ -190,14 +197,19 @@ class AnswerParser:
         return False
 
     def _begin_of_next(self) -> Steps[str | None]:
-        """Read blanks. Return the marker of a further call, which is not read; None if there is none."""
+        """Read blanks and headers. Return the marker of a further call, which is not read; None if there is none."""
         assert self._family is not None
-        yield from self._source.blanks()
-        for marker in self._family.begins:
-            if (yield from self._source.literal(marker)):
-                self._source.at -= len(marker)
-                return marker
-        return None
+        while True:
+            yield from self._source.blanks()
+            for marker in self._family.begins:
+                if (yield from self._source.literal(marker)):
+                    self._source.at -= len(marker)
+                    return marker
+            for header in self._headers:
+                if (yield from self._source.literal(header)):
+                    break
+            else:
+                return None
 
     def _tell(self, text: str) -> None:
         """Add a piece of the text or of the reasoning. Blanks at its end wait."""
@@ -205,12 +217,12 @@ class AnswerParser:
             text = text.lstrip(BLANKS)
         told = text.rstrip(BLANKS)
         if told:
-            self._tell_raw(told)
+            self._tell_raw(f"\n\n{told}" if self._is_apart else told)
         self._blanks += text[len(told) :]
 
     def _tell_raw(self, text: str) -> None:
         """Add a piece of the text or of the reasoning as it is, behind the blanks that have waited."""
         text, self._blanks = self._blanks + text, ""
         if text:
-            self._is_start = False
+            self._is_start, self._has_text, self._is_apart = False, True, False
             self._parts.append(Reasoning(text) if self._inside else Text(text))

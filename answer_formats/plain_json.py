@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from answer_formats.calls import Calls, Found
 from answer_formats.json_calls import behind, read_object
-from answer_formats.json_rules import objects, opened, opened_json
+from answer_formats.json_rules import looks_opened, objects, opened, opened_json
 from answer_formats.rules import Rules, Section, Shape, Wanted
 from answer_formats.source import Source, Steps
 
@@ -85,5 +85,6 @@ def rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
         [Section(rest, more, f'"\\n{_FENCE}"')] * len(BEGINS),
         opened=Section(opened(rules, tools, "arguments"), more),
         opened_json=Section(opened_json(rules, tools, "arguments"), more),
+        looks=looks_opened(tools),
         not_behind=r"[ \t\r\n]*\{",
     )

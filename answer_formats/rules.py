@@ -130,6 +130,7 @@ class Shape:
     sections    for each marker with which calls may begin, what follows it. Required calls begin with the first one
     opened      a section that begins the answer, without a marker
     opened_json  the same section as JSON of a schema, for an answer that is JSON of another schema if it is no call
+    looks       regular expression of how ``opened`` begins, in all ways that a parser reads
     between     text between two sections that are required
     not_behind  regular expression with which text behind a section may not begin, because a parser takes it for a
                 further call
@@ -138,6 +139,7 @@ class Shape:
     sections: Sequence[Section]
     opened: Section | None = None
     opened_json: Section | None = None
+    looks: str = ""
     between: str = ""
     not_behind: str = ""
 

@@ -117,20 +117,25 @@ class Source:
 
     def until(self, markers: tuple[str, ...], tell: Tell) -> Steps[str | None]:
         """Read the text before the first marker, and tell it as it comes. Return the marker, which is not read; None if
-        the answer ends without one."""
+        the answer ends without one. Of two markers at one place, the longer one counts."""
         while True:
-            found = [(at, marker) for marker in markers if (at := self.text.find(marker, self.at)) >= 0]
-            at, marker = min(found, default=(len(self.text) - self._held(markers), None))
+            found = [(at, -len(marker), marker) for marker in markers if (at := self.text.find(marker, self.at)) >= 0]
+            at, _, marker = min(found, default=(len(self.text) - self._held(markers), 0, None))
             if at > self.at:
                 tell(self.text[self.at : at])
                 self.at = at
-            if marker is not None:
+            if marker is not None and (self.ended or not self._may_become_longer(marker, markers)):
                 return marker
             if not (yield from self.more()):
                 if self.at < len(self.text):
                     tell(self.text[self.at :])
                     self.at = len(self.text)
                 return None
+
+    def _may_become_longer(self, marker: str, markers: tuple[str, ...]) -> bool:
+        """Return whether the marker that stands here, with all text behind it, begins a longer marker."""
+        rest = self.text[self.at :]
+        return any(len(other) > len(rest) and other.startswith(rest) for other in markers if len(other) > len(marker))
 
     def _held(self, markers: tuple[str, ...]) -> int:
         """Return how many characters at the end may begin a marker."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from answer_formats.families import beginnings_of, markers_of, opening_of, reasoning_tokens, recognise
+from answer_formats.families import beginnings_of, ends_of, head_of, markers_of, opening_of, reasoning_tokens, recognise
 from answer_formats.parser import AnswerParser, ReasoningMarkers, Tool
 from answer_formats.parts import CallArguments, CallStart
 from model_worker.conversations import Form
@@ -76,14 +76,24 @@ class AnswerFormat:
             return f"completions only: {self.template_error}"
         return ", ".join(dict.fromkeys(text for form in self.forms for text in form.changes()))
 
+    @property
+    def has_head(self) -> bool:
+        """Return whether something stands before the text of an answer, also before one that has a shape."""
+        return self.tools is not None and bool(head_of(self.tools))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Return the special tokens that end an answer, besides the model's own."""
+        return () if self.tools is None else ends_of(self.tools)
+
     def layout(self, request: GenerateRequest, place: Place) -> Layout:
         """Return how the answer to a request is written. ``place``: where its prompt ends."""
         markers = frozenset[str]()
         tools = self.tools if request.tools else None
         if request.with_format:
             markers = frozenset(reasoning_tokens(self.reasoning) if self.reasoning is not None else ())
-            if tools is not None:
-                markers = markers.union(markers_of(tools))
+            if self.tools is not None and (tools is not None or self.has_head):
+                markers = markers.union(markers_of(self.tools))
         return Layout(
             visible=markers,
             reasoning=self.reasoning,

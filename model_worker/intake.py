@@ -42,6 +42,8 @@ class Intake:
         self._engine, self._format = engine, format
         self._capabilities = engine.capabilities
         self._sampling, self._limits = sampling, limits
+        ends = (engine.encode_rendered(text) for text in format.ends)
+        self._ends = tuple(ids[0] for ids in ends if len(ids) == 1)
         self.longest_text = self._capabilities.context * MAX_BYTES_PER_TOKEN
         """The longest text, in bytes, that is tokenized."""
 
@@ -93,7 +95,9 @@ class Intake:
         Calls that the model may make are constrained if the engine offers that, and the model's format is known. Calls
         that it must make always are, and so are calls instead of which the answer has a shape. Raises RequestError.
         """
-        if request.tool_choice is None or self._format.tools is None:
+        is_headed = self._format.has_head and request.with_format and request.constraint is not None
+        is_headed = is_headed and not request.continue_final_message  # the prompt holds the header then
+        if self._format.tools is None or (request.tool_choice is None and not is_headed):
             return request.constraint
         is_free = request.tool_choice == "auto" and request.constraint is None
         if is_free and "tools" not in self._capabilities.offered:
@@ -152,7 +156,7 @@ class Intake:
             request.stop,
             min_new_tokens=request.min_tokens,
             stop_on_loop=request.stop_on_loop,
-            stop_token_ids=request.stop_token_ids,
+            stop_token_ids=request.stop_token_ids if rendered is None else (*request.stop_token_ids, *self._ends),
             banned_strings=request.banned_strings,
             token_healing=request.token_healing,
             top_logprobs=request.top_logprobs if request.logprobs else None,

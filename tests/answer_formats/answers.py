@@ -184,10 +184,26 @@ def _lfm2(calls: Sequence[Call]) -> str:
     return f"<|tool_call_start|>[{', '.join(shown)}]<|tool_call_end|>"
 
 
+def _harmony(calls: Sequence[Call]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}<|call|>"
+        for name, arguments in calls
+    )
+
+
+def _harmony_by_template(calls: Sequence[Call]) -> str:
+    return "".join(
+        f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{_json(arguments)}<|call|>"
+        for name, arguments in calls
+    )
+
+
 def _plain_json(calls: Sequence[Call]) -> str:
     return plain_json.calls_text(calls)
 
 
+RECEIVER_FIRST = _harmony_by_template
+"""Writes calls as the chat template of gpt-oss does."""
 WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "hermes": ("hermes", _hermes),
     "qwen3_coder": ("qwen3_coder", _qwen3_coder),
@@ -211,6 +227,7 @@ WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "kimi_k2": ("kimi_k2", _kimi_k2),
     "functionary_v31": ("functionary_v31", _functionary_v31),
     "lfm2": ("lfm2", _lfm2),
+    "harmony": ("harmony", _harmony),
     "json, fence": ("json", lambda calls: f"```json\n{_plain_json(calls)}\n```"),
 }
 """For each way to write calls: the name of its format, and the function that writes calls."""

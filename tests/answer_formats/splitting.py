@@ -65,8 +65,15 @@ def put_together(parts: list[Part]) -> Meant:
     return found
 
 
-def parsed(format: str | None, pieces: Sequence[str], *, inside: bool = False, tools: bool = True) -> Meant:
-    parser = AnswerParser(tool_format=format, tools=TOOLS if tools else (), reasoning=THINK, inside_reasoning=inside)
+def parsed(
+    format: str | None,
+    pieces: Sequence[str],
+    *,
+    inside: bool = False,
+    tools: bool = True,
+    markers: ReasoningMarkers = THINK,
+) -> Meant:
+    parser = AnswerParser(tool_format=format, tools=TOOLS if tools else (), reasoning=markers, inside_reasoning=inside)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return put_together([*parts, *parser.finish()])
 
@@ -105,9 +112,17 @@ def divisions(text: str, seed: int, *, every: bool) -> Iterator[list[str]]:
 
 
 def check_divisions(
-    format: str | None, text: str, meant: Meant, *, inside: bool = False, seed: int = 1, every: bool = EVERY
+    format: str | None,
+    text: str,
+    meant: Meant,
+    *,
+    inside: bool = False,
+    seed: int = 1,
+    every: bool = EVERY,
+    tools: bool = True,
+    markers: ReasoningMarkers = THINK,
 ) -> None:
     """Check that an answer has these parts, however it is divided. The pieces stand in the message of a failure."""
     for pieces in divisions(text, seed, every=every):
-        found = parsed(format, pieces, inside=inside)
+        found = parsed(format, pieces, inside=inside, tools=tools, markers=markers)
         assert found == meant, (f"seed {seed}", pieces)

@@ -65,6 +65,11 @@ TEMPLATES = [
         "Environment: ipython <|python_tag|>{{ '<function=' + name + '>' + arguments + '</function>' }}",
         ("functionary_v31", None),
     ),
+    (
+        "<|start|>assistant<|channel|>analysis<|message|>{{ thinking }}<|end|><|start|>assistant to=functions.",
+        ("harmony", ("<|channel|>analysis<|message|>", "<|end|>")),
+    ),
+    ("<|system|>{{ content }}<|end|>", (None, None)),
     ("<|im_start|>{{ content }}", (None, None)),
     # Llama 4 writes calls as a list of Python calls, which is another format.
     ("Environment: ipython <|python_start|>", (None, None)),

@@ -201,7 +201,10 @@ class Walker:
         layout = Layout(visible=visible, calls=beginnings_of(format), opening=opening_of(format))
         lazy = request.tool_choice == "auto"
         made = ("tools", calls_text(request, format))
-        job = Job(1, (1,), MOST_TOKENS, SamplingParams(), constraint=made, lazy=lazy, layout=layout)
+        return self.made(Job(1, (1,), MOST_TOKENS, SamplingParams(), constraint=made, lazy=lazy, layout=layout))
+
+    def made(self, job: Job) -> AnyConstraint:
+        """Return the constraint of a job. Raises RequestError."""
         begun = time.monotonic()
         self._constraints.add(job)
         while not (ready := self._constraints.ready(0.1)):

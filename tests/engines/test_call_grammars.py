@@ -18,6 +18,7 @@ from tests.answer_formats.answers import (
     NESTED,
     NUMBER,
     PYTHON,
+    RECEIVER_FIRST,
     SIMPLE,
     TOOLS,
     WRITERS,
@@ -304,16 +305,40 @@ def test_a_call_or_a_text_of_the_shape(way: str) -> None:
         ("choice", '["yes","no"]', ["yes", "no"], ["", "yesno"]),
     ):
         made = constraint(format, required=False, text=[kind, text])
+        head = FAMILIES[format].head
         for answer in good:
-            assert allows(answer, made), (kind, answer)
+            assert allows(head + answer, made), (kind, answer)
+            assert not head or allows(FAMILIES[format].lead + head + answer, made), (kind, answer)
         for answer in bad:
-            assert not allows(answer, made), (kind, answer)
+            assert not allows(head + answer, made), (kind, answer)
         for answer in calls:
             if kind != "regex" or write is None or answer != calls[-1]:  # any text may begin as JSON does
                 assert allows(answer, made), (kind, answer)
             assert not allows(f"Well.\n{answer}", made) or text == "(?s:.*)"
             assert not allows(f"{answer}\nWell.", made) or text == "(?s:.*)"
         assert not allows(written(way, ("rm", {"a": 1})), made) or kind == "regex"
+
+
+def test_a_shape_behind_the_headers_of_harmony() -> None:
+    """An answer that has a shape has headers, too, also if there are no tools."""
+    made = constraint("harmony", required=False, tools=[], text=["json_schema", json.dumps(SHAPE)])
+    for before in ("<|channel|>final<|message|>", "<|start|>assistant<|channel|>final<|message|>"):
+        assert allows(before + '{"name":"Ada"}', made)
+        assert not allows(before + "Ada", made)
+    assert not allows('{"name":"Ada"}', made)
+
+
+def test_calls_of_harmony_with_the_receiver_first() -> None:
+    made = constraint("harmony", required=False)
+    call = RECEIVER_FIRST([SIMPLE])
+    assert allows(f"<|channel|>analysis<|message|>hm<|end|>{call}", made)
+    assert allows(call.removeprefix("<|start|>assistant"), made)
+    wrong = RECEIVER_FIRST([("get_time", {"zone": "x"})])
+    assert not allows(wrong, made)
+    assert not allows(wrong.removeprefix("<|start|>assistant"), made)
+    required = constraint("harmony", required=True)
+    assert allows(f"<|start|>assistant{written('harmony', SIMPLE)}", required)
+    assert allows(call.removeprefix("<|start|>assistant"), required)
 
 
 def test_a_shape_that_cannot_be_enforced_is_refused_as_such() -> None:

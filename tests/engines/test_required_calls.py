@@ -10,7 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from answer_formats.families import FAMILIES
+from model_worker.answer_format import AnswerFormat, calls_text
+from model_worker.engine import Job
+from protocol.chat import ChatMessage
 from protocol.errors import RequestError
+from protocol.request import GenerateRequest, SamplingParams
 from tests.answer_formats.answers import bare
 from tests.engines.random_calls import Walker, calls_of, request_of, write_vocabulary
 
@@ -99,3 +103,25 @@ def test_a_schema_that_takes_long_to_compile_is_refused(walker: Walker, format: 
     with pytest.raises(RequestError, match=r"tools: .*compiling it takes more than a second"):
         walker.constraint(format, request)
     assert time.process_time() - begun < 1, "the worker itself has not compiled it"
+
+
+def test_a_shape_comes_behind_the_reasoning_and_the_header_of_harmony(walker: Walker) -> None:
+    """The marker that begins the reasoning begins like the header of a text. A prompt ends in front of both."""
+    format = AnswerFormat("harmony", ("<|channel|>analysis<|message|>", "<|end|>"))
+    request = GenerateRequest(
+        messages=(ChatMessage(role="user", content="x"),), json_schema='{"enum":["yes"]}', with_format=True
+    )
+    place = format.place("<|start|>user<|message|>x<|end|><|start|>assistant", None)
+    assert place == "before"
+    layout = format.layout(request, place)
+    assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>"} <= layout.visible, "also without tools"
+    made = ("tools", calls_text(request, "harmony"))
+    header, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>so <x>"
+    for text in (f"{thought}<|end|><|start|>assistant{header}", header):
+        constraint = walker.made(Job(1, (1,), 99, SamplingParams(), constraint=made, layout=layout))
+        for token in walker.tokenizer.encode_rendered(f'{text}"yes"'):
+            assert constraint.allowed[token]
+            constraint.push(token)
+        assert constraint.finished
+    constraint = walker.made(Job(1, (1,), 99, SamplingParams(), constraint=made, layout=layout))
+    assert not constraint.allowed[walker.tokenizer.encode_rendered('"')].any()

@@ -54,18 +54,38 @@ class Verdict(BaseModel):
     count: int = Field(ge=0, le=99)
 
 
+HARMONY = """\
+{%- for m in messages -%}
+{%- if m.tool_calls -%}
+{%- for c in m.tool_calls -%}
+<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>
+{{- c.function.arguments | tojson }}<|call|>
+{%- endfor -%}
+{%- elif m.role == "assistant" -%}
+{%- if m.thinking -%}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{%- endif -%}
+<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
+{%- else -%}
+<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{%- endif -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+"""A chat template in the format of gpt-oss. The tokenizer of the model spells its markers with many tokens."""
 VERDICT = Verdict.model_json_schema() | {"additionalProperties": False}
 PORT = free_port()
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    directory = tmp_path_factory.mktemp("models") / "letters"
-    shutil.copytree(ROOT / "model_worker/demo_models/letters", directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    model = {"model_dir": str(directory), "engine": "transformers", "gpu": "cpu", "max_batch_size": 8}
+    models = {}
+    for name, template in (("m", TEMPLATE), ("harmony", HARMONY)):
+        directory = tmp_path_factory.mktemp("models") / name
+        shutil.copytree(ROOT / "model_worker/demo_models/letters", directory)
+        (directory / "chat_template.jinja").write_text(template)
+        models[name] = {"model_dir": str(directory), "engine": "transformers", "gpu": "cpu", "max_batch_size": 8}
     with Serving(
-        {"m": model}, gateway={"listen": PORT, "auth": "none"}, restart={"initial": "100ms"}
+        models, gateway={"listen": PORT, "auth": "none"}, restart={"initial": "100ms"}
     ) as serving:  # fmt: skip
         yield serving
 
@@ -254,6 +274,28 @@ def test_tools_and_a_shape_of_the_answer_go_together(client: openai.OpenAI, url:
     for block in told.content:
         if block.type == "text":
             Verdict.model_validate_json(block.text)
+
+
+def test_the_headers_of_harmony_stand_around_calls_and_shapes(client: openai.OpenAI) -> None:
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+
+    def ask(seed: int, **more: Any) -> Any:
+        return client.chat.completions.create(
+            model="harmony", messages=ASK, seed=seed, max_tokens=600, extra_body={"reasoning_budget": 20}, **more
+        ).choices[0]  # fmt: skip
+
+    for seed in range(3):
+        choice = ask(seed, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        assert len(checked(choice.message)) == 1
+    for seed in range(3):
+        for more in ({}, {"tools": TOOLS}):
+            choice = ask(seed, response_format=shape, **more)
+            if choice.finish_reason == "tool_calls":
+                checked(choice.message)
+            else:
+                Verdict.model_validate_json(choice.message.content)
 
 
 def test_parse_gives_an_object_behind_the_reasoning(client: openai.OpenAI) -> None:
