@@ -65,7 +65,9 @@ def begin(
         for stream in streams:
             stream.close()
         raise
-    wanted.notes.watch(streams, wanted.names.get("max_tokens", "max_tokens"))
+    optional = wanted.options.get("budget_if_reasoning") and wanted.options.get("reasoning_budget") is not None
+    budget = wanted.names.get("reasoning_budget", "reasoning_budget") if optional else None
+    wanted.notes.watch(streams, wanted.names.get("max_tokens", "max_tokens"), budget)
     return tuple(streams)
 
 

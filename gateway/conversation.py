@@ -13,6 +13,8 @@ BETWEEN: Final = "\n\n"
 OMITTED_IMAGE: Final = "[image omitted: this model reads text only]"
 """Stands for a picture in the result of a tool. The client sends that result again with each later turn, so a refusal
 would end the conversation."""
+OMITTED_FILE: Final = "[file omitted: this model reads text only]"
+"""Stands for any other file in the result of a tool."""
 IMAGES: Final = frozenset({"image", "image_url", "input_image", "image_file"})
 """Types of parts that are pictures, in all APIs."""
 

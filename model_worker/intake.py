@@ -59,8 +59,14 @@ class Intake:
         request = parse_generate(body, self._defaults(variant), self._limits, variables)
         if request.tool_choice == "required" and self._format.tools is None:
             raise _unsupported("tool_choice", "the format in which this model calls tools is not known", "tool_format")
-        if request.reasoning_budget is not None and self._format.reasoning is None:
-            raise _unsupported("reasoning_budget", "the markers of this model's reasoning are not known", "reasoning")
+        if request.reasoning_budget is not None:
+            known = self._format.reasoning is not None
+            if request.budget_if_reasoning and not (known and "reasoning_budget" in self._capabilities.offered):
+                request = request.model_copy(update={"reasoning_budget": None})
+            elif not known:
+                raise _unsupported(
+                    "reasoning_budget", "the markers of this model's reasoning are not known", "reasoning"
+                )
         if resumed and (why := not_resumable(request)):
             raise WireError(ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another")
         return request

@@ -276,6 +276,9 @@ class WorkerLoop:
         if not tracked.seq:
             if asked.with_format:
                 tracked.opening["format"] = self._format.to_wire(inside=job.layout.place == "inside")
+                tracked.opening["prompt_tokens"] = tracked.prompt_tokens
+            if asked.budget_if_reasoning and asked.reasoning_budget is None:  # ``Intake.parse`` has left it out
+                tracked.opening["left_out"] = ["reasoning_budget"]
             if tracked.cut is not None:
                 tracked.opening["max_tokens"] = tracked.cut
         if tracked.opening or tracked.empty:

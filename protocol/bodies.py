@@ -236,6 +236,11 @@ class DeltaEvent(TypedDict):
     prompt of one token has one such event, without tokens."""
     format: NotRequired[AnswerFormat]
     """With the first event of an answer, if the request asked `with_format`."""
+    prompt_tokens: NotRequired[Tokens]
+    """Tokens of the prompt, with the first event of an answer, if the request asked `with_format`."""
+    left_out: NotRequired[list[str]]
+    """With the first event of an answer: options that the worker did without, as the request allows it
+    (`budget_if_reasoning`)."""
     max_tokens: NotRequired[Tokens]
     """With the first event of an answer, if `cut_to_context` has cut the request's `max_tokens`: the most tokens that
     the answer can have."""
@@ -250,6 +255,10 @@ class FinishedEvent(TypedDict):
     """Log-probabilities of the last ids, in the form that a delta has."""
     format: NotRequired[AnswerFormat]
     """If the request asked `with_format`, and the answer has no other event."""
+    prompt_tokens: NotRequired[Tokens]
+    """If the request asked `with_format`, and the answer has no other event: as `usage` has it."""
+    left_out: NotRequired[list[str]]
+    """If the answer has no other event: as in a delta."""
     max_tokens: NotRequired[Tokens]
     """If `cut_to_context` has cut the request's `max_tokens`: the most tokens that the answer could have."""
     finish_reason: str

@@ -159,6 +159,9 @@ class GenerateRequest(SamplingParams, ChatFields):
     reasoning_budget: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     """Most tokens of reasoning. After that many, the marker that ends the reasoning is written in the model's place,
     and the model goes on with the answer. For a model whose reasoning markers are known. Needs messages."""
+    budget_if_reasoning: bool = False
+    """Leave ``reasoning_budget`` out for a model whose reasoning markers are not known. Without it, such a request is
+    refused."""
     preset: Literal["none", "steady"] | None = None
     """The name of a set of sampling parameters, for options that the request leaves out: ``protocol.presets``. "none"
     switches off the preset among the model's defaults."""

@@ -38,7 +38,7 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
     trace_ids = trace_ids_of(request, message_id)
 
     async def stream(events: EventStream) -> None:
-        shape = MessageEvents(message_id, wanted.model, shows_thinking=asked.shows_thinking)
+        shape = MessageEvents(message_id, wanted.model, thinking=asked.thinking)
         with keep_alive.keeping(events, shape.silence), named(wanted):
             streams = begin(link.client, caller, wanted, [{}], None, trace_ids)
             await _send(events, shape, Answers(streams, wanted.tools), asked)
@@ -49,7 +49,7 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
             (parsed,) = await answers.complete()
         stop = _stop(asked, answers, parsed.finish_reason)
         usage = usage_of(answers.usages[0])
-        body = whole_message(message_id, wanted.model, parsed, stop, usage, shows_thinking=asked.shows_thinking)
+        body = whole_message(message_id, wanted.model, parsed, stop, usage, thinking=asked.thinking)
         return Response(orjson.dumps(body), media_type="application/json")
 
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)
@@ -73,6 +73,8 @@ async def count_tokens(request: Request) -> WholeAnswer:
 async def _send(events: EventStream, shape: MessageEvents, answers: Answers, asked: Asked) -> None:
     """Send the events of an answer as it is generated."""
     async for piece in answers:
+        if answers.streams[0].prompt_tokens is not None:
+            shape.prompt_tokens = answers.streams[0].prompt_tokens
         data = shape.parts(piece.parts)
         if piece.finish_reason is not None:
             data += shape.finish(_stop(asked, answers, piece.finish_reason), usage_of(answers.usages[0]))

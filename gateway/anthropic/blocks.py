@@ -26,6 +26,9 @@ _REASONS: Final = {
     TOOL_CALLS: "tool_use",
 }
 Kind = Literal["text", "thinking", "tool_use"]
+Thinking = Literal["shown", "signed", "none"]
+"""What an answer has of the reasoning: blocks with its text, or blocks with a signature only, or no blocks, as for a
+request without ``thinking``."""
 
 
 def stop_of(reason: str, stop_string: str | None, *, cut: bool) -> dict[str, Any]:
@@ -72,15 +75,14 @@ def whole_message(
     stop: dict[str, Any],
     usage: dict[str, Any],
     *,
-    shows_thinking: bool,
+    thinking: Thinking,
 ) -> dict[str, Any]:
     """Return an answer that is not streamed.
 
-    message_id      its id, such as ``msg_...``
-    stop            ``stop_of`` the answer
-    shows_thinking  whether the answer has the text of the reasoning
+    message_id  its id, such as ``msg_...``
+    stop        ``stop_of`` the answer
     """
-    content = [shown for block in answer.blocks if (shown := _block(block, shows_thinking)) is not None]
+    content = [shown for block in answer.blocks if (shown := _block(block, thinking)) is not None]
     return _message(message_id, model) | {"content": content} | stop | {"usage": usage}
 
 
@@ -96,12 +98,15 @@ def _message(message_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def _block(block: Block, shows_thinking: bool) -> dict[str, Any] | None:
-    """Return a block of the content. None for a call that was cut: its arguments are no JSON, and nobody may run it."""
+def _block(block: Block, thinking: Thinking) -> dict[str, Any] | None:
+    """Return a block of the content. None for reasoning that was not asked for, and for a call that was cut: its
+    arguments are no JSON, and nobody may run it."""
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
-        shown, omitted = (block.text, "") if shows_thinking else ("", block.text)
+        if thinking == "none":
+            return None
+        shown, omitted = (block.text, "") if thinking == "shown" else ("", block.text)
         return {"type": "thinking", "thinking": shown, "signature": signature_of(omitted)}
     try:
         arguments = orjson.loads(block.text or "{}")
@@ -113,14 +118,14 @@ def _block(block: Block, shows_thinking: bool) -> dict[str, Any] | None:
 class MessageEvents:
     """The events of one answer. They have one open block at a time.
 
-    message_id      its id, such as ``msg_...``
-    shows_thinking  whether the answer has the text of the reasoning. Without it, a thinking block has its signature
-                    only
+    message_id     its id, such as ``msg_...``
+    prompt_tokens  the tokens of the prompt, as soon as they are known
     """
 
-    def __init__(self, message_id: str, model: str, *, shows_thinking: bool) -> None:
+    def __init__(self, message_id: str, model: str, *, thinking: Thinking) -> None:
         self._about = _message(message_id, model)
-        self._shows_thinking = shows_thinking
+        self._thinking = thinking
+        self.prompt_tokens = 0
         self._begun = False
         self._index = -1
         self._open: Kind | None = None
@@ -132,11 +137,17 @@ class MessageEvents:
         return PING if self._begun else self.begin()
 
     def begin(self) -> bytes:
-        """Return the events that begin the answer, unless they were sent. The counts come with the end."""
+        """Return the events that begin the answer, unless they were sent. The first event has the tokens of the prompt
+        unless it had to keep a silent stream open. The event before the last one has all counts."""
         if self._begun:
             return b""
         self._begun = True
-        return _event("message_start", {"message": self._about | {"usage": usage_of({})}}) + PING
+        return (
+            _event(
+                "message_start", {"message": self._about | {"usage": usage_of({"prompt_tokens": self.prompt_tokens})}}
+            )
+            + PING
+        )
 
     def parts(self, parts: Iterable[Part]) -> bytes:
         """Return the events of the next parts."""
@@ -162,8 +173,10 @@ class MessageEvents:
         if isinstance(part, CallEnd):
             return self._close()
         if isinstance(part, Reasoning):
+            if self._thinking == "none":
+                return self.begin()
             opened = self._change("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            if self._shows_thinking:
+            if self._thinking == "shown":
                 return opened + self._delta("thinking_delta", "thinking", part.text)
             self._omitted.append(part.text)
             return opened

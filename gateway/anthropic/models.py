@@ -26,6 +26,24 @@ def anthropic_keys(name: str, created: int, context: int | None) -> dict[str, An
     }
 
 
+def capabilities() -> dict[str, Any]:
+    """Return the capabilities of a model in Anthropic's shape. What depends on the chat template is said to be there:
+    ``thinking`` and ``effort`` change nothing for a model that does not reason."""
+    yes, no = {"supported": True}, {"supported": False}
+    return {
+        "batch": no,
+        "citations": no,
+        "code_execution": no,
+        "context_management": no,
+        "effort": yes | dict.fromkeys(("low", "medium", "high", "xhigh", "max"), yes),
+        "image_input": no,
+        "pdf_input": no,
+        "server_tools": no | {"web_search": no, "code_execution": no},
+        "structured_outputs": yes,
+        "thinking": yes | {"types": {"enabled": yes, "adaptive": yes, "between_tools": no, "disabled": yes}},
+    }
+
+
 def page(models: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return the part of a list that ``limit``, ``after_id`` and ``before_id`` ask for. Without them, all of it.
 

@@ -9,10 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gateway.anthropic.blocks import Thinking
 from gateway.anthropic.messages import read_messages, tools_found
 from gateway.http.errors import ApiError
 from gateway.http.fields import object_in
 from gateway.http.notes import Notes
+from gateway.http.notes import named as told
 from gateway.openai.options import OWN, Wanted, read_chat
 from gateway.openai.tools import read_name
 
@@ -37,14 +39,14 @@ CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 class Asked:
     """One request of Anthropic's API.
 
-    wanted          the request in the terms of this project
-    max_tokens      most tokens of the answer; 0 if only the prompt is to be counted
-    shows_thinking  whether the answer has the text of the reasoning
+    wanted      the request in the terms of this project
+    max_tokens  most tokens of the answer; 0 if only the prompt is to be counted
+    thinking    what the answer has of the reasoning
     """
 
     wanted: Wanted
     max_tokens: int
-    shows_thinking: bool
+    thinking: Thinking
 
 
 def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) -> Asked:
@@ -59,7 +61,7 @@ def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) ->
     chat: dict[str, Any] = {name: body[name] for name in OWN if name in body}
     chat |= {"model": body.get("model"), "stream": body.get("stream")}
     max_tokens = 0 if counts else _read_max_tokens(body.get("max_tokens"))
-    chat["messages"] = messages = read_messages(body.get("system"), body.get("messages"))
+    chat["messages"] = messages = read_messages(body.get("system"), body.get("messages"), notes)
     if messages[-1]["role"] == "assistant":
         if "tool_calls" in messages[-1]:
             raise ApiError(400, "the last message calls a tool: send its result after it", param="messages")
@@ -68,13 +70,19 @@ def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) ->
         if not isinstance(stops, list):
             raise ApiError(400, "stop_sequences must be an array of strings", param="stop_sequences")
         chat["stop"] = stops
-    chat |= _read_tools(body.get("tools"), body.get("tool_choice"), tools_found(body["messages"]))
+    chat |= _read_tools(body.get("tools"), body.get("tool_choice"), tools_found(body["messages"]), notes)
     thinking = object_in(body, "thinking")
     chat |= _read_thinking(thinking)
     chat |= _read_output(object_in(body, "output_config"), object_in(body, "output_format"))
     wanted = read_chat(chat, notes)
     wanted.names.update(NAMES)
-    return Asked(wanted, max_tokens, shows_thinking=thinking.get("display") != "omitted")
+    return Asked(wanted, max_tokens, _shown(thinking))
+
+
+def _shown(thinking: dict[str, Any]) -> Thinking:
+    if thinking.get("type") in (None, "disabled"):
+        return "none"
+    return "signed" if thinking.get("display") == "omitted" else "shown"
 
 
 def _read_max_tokens(given: Any) -> int:
@@ -84,24 +92,38 @@ def _read_max_tokens(given: Any) -> int:
     return given
 
 
-def _read_tools(tools: Any, choice: Any, found: Collection[str]) -> dict[str, Any]:
+def _read_tools(tools: Any, choice: Any, found: Collection[str], notes: Notes) -> dict[str, Any]:
     """Return the options ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of OpenAI's API.
 
     found  names of tools that the client has searched for. The model is not shown other tools with ``defer_loading``
+    notes  told the tools that the server would have to bring: they are left out
     """
     if tools is not None and not isinstance(tools, list):
         raise ApiError(400, "tools must be an array", param="tools")
-    read = [(_read_tool(f"tools[{i}]", tool), tool.get("defer_loading")) for i, tool in enumerate(tools or ())]
-    shown = [tool for tool, deferred in read if not deferred or tool["function"]["name"] in found]
+    shown: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for i, given in enumerate(tools or ()):
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(given, dict) and kind not in (None, "custom"):
+            left_out.append(told(given.get("name") or kind))
+            notes.change(f"tools: {left_out[-1]}")
+            continue
+        tool = _read_tool(f"tools[{i}]", given)
+        if not given.get("defer_loading") or tool["function"]["name"] in found:
+            shown.append(tool)
     options: dict[str, Any] = {"tools": shown}
     if choice is None:
         return options
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
         name = choice.get("name")
+        if isinstance(name, str) and name in left_out:
+            raise _left_out(f"tool_choice.name is {name!r}, which the server would have to bring", "tool_choice.name")
         if name not in [tool["function"]["name"] for tool in options["tools"]]:
             raise ApiError(400, "tool_choice.name must be the name of one of tools", param="tool_choice.name")
         options["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif kind == "any" and left_out and not shown:
+        raise _left_out("tool_choice is any, and the server would have to bring every tool", "tool_choice")
     elif isinstance(kind, str) and kind in CHOICES:
         options["tool_choice"] = CHOICES[kind]
     else:
@@ -115,17 +137,17 @@ def _read_tools(tools: Any, choice: Any, found: Collection[str]) -> dict[str, An
     return options
 
 
+def _left_out(why: str, param: str) -> ApiError:
+    return ApiError(
+        400, f"{why}: such tools are not offered, so send a tool with a name and an input_schema", code="unsupported",
+        param=param,
+    )  # fmt: skip
+
+
 def _read_tool(place: str, given: Any) -> dict[str, Any]:
     """Return a tool in OpenAI's shape."""
     if not isinstance(given, dict):
         raise ApiError(400, f"{place} must be an object with name and input_schema", param=place)
-    kind = given.get("type")
-    if kind not in (None, "custom"):
-        shown = kind[:64] if isinstance(kind, str) else type(kind).__name__
-        raise ApiError(
-            400, f"{place} is of type {shown!r}: tools that the server brings are not offered, so send a name and an "
-            "input_schema", code="unsupported", param=place,
-        )  # fmt: skip
     name, schema = read_name(place, given), given.get("input_schema")
     if not isinstance(schema, dict):
         raise ApiError(
@@ -158,7 +180,7 @@ def _read_thinking(given: dict[str, Any]) -> dict[str, Any]:
             raise ApiError(
                 400, "thinking.budget_tokens must be a whole number of at least 1", param="thinking.budget_tokens"
             )
-        options["reasoning_budget"] = budget
+        options |= {"reasoning_budget": budget, "budget_if_reasoning": True}  # Claude Code sends it to every model
     return options
 
 

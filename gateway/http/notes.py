@@ -75,6 +75,7 @@ class Notes:
         self._omitted: dict[str, int] = {}
         self._streams: Sequence[StreamBase] = ()
         self._limit = "max_tokens"
+        self._budget: str | None = None
 
     def ignore(self, name: str, param: str | None = None) -> None:
         """Note an unknown option that is ignored.
@@ -105,12 +106,14 @@ class Notes:
         """Note that a thing was left out that has no name of its own. The things are counted: ``images: 2``."""
         self._omitted[what] = self._omitted.get(what, 0) + 1
 
-    def watch(self, streams: Sequence[StreamBase], limit: str) -> None:
-        """Note also that the context has cut the answers of these streams, as soon as a stream knows.
+    def watch(self, streams: Sequence[StreamBase], limit: str, budget: str | None = None) -> None:
+        """Note also what only the worker knows, as soon as a stream tells it: that the context has cut the answers of
+        these streams, and that a model whose reasoning is not known took no budget for it.
 
-        limit  the sender's name of ``max_tokens``
+        limit   the sender's name of ``max_tokens``
+        budget  the sender's name of ``reasoning_budget``, if the request has ``budget_if_reasoning``
         """
-        self._streams, self._limit = streams, limit
+        self._streams, self._limit, self._budget = streams, limit, budget
 
     @property
     def ignored(self) -> str:
@@ -121,7 +124,9 @@ class Notes:
     def changed(self) -> str:
         """What was changed, in one line; empty for nothing."""
         cut = [stream.max_tokens for stream in self._streams if stream.max_tokens is not None]
-        return _listed([*self._all_changed(), *([f"{self._limit}={min(cut)}"] if cut else [])])
+        left_out = any("reasoning_budget" in stream.left_out for stream in self._streams)
+        budget = [self._budget] if self._budget is not None and left_out else []
+        return _listed([*self._all_changed(), *budget, *([f"{self._limit}={min(cut)}"] if cut else [])])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the answer that tell the notes."""

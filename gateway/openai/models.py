@@ -1,7 +1,8 @@
 """GET /v1/models and /v1/models/{id}, for clients of OpenAI's API and of Anthropic's.
 
-The path is the same in both APIs. So a model has the keys of both lists. Only ``type`` means two things: clients of
-Anthropic's API, which send the header anthropic-version, get Anthropic's value.
+The path is the same in both APIs. So a model has the keys of both lists. Only ``type`` and
+``capabilities`` mean two things: clients of Anthropic's API, which send the header anthropic-version, get Anthropic's
+values.
 """
 
 import time
@@ -11,7 +12,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.anthropic.models import anthropic_keys, page
+from gateway.anthropic.models import anthropic_keys, capabilities, page
 from gateway.http.callers import caller_of
 from gateway.http.dialect import VERSION_HEADER
 from gateway.http.errors import ApiError
@@ -149,4 +150,6 @@ def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, An
         described["meta"] = {"n_ctx": context}
         if state == "ready":
             described["loaded_context_length"] = context
-    return described | ({"type": "model"} if VERSION_HEADER in request.headers else {})
+    if VERSION_HEADER in request.headers:
+        return described | {"type": "model", "capabilities": capabilities()}
+    return described

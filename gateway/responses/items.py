@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.conversation import BETWEEN, Conversation, image_text
+from gateway.conversation import BETWEEN, OMITTED_FILE, Conversation, image_text
 from gateway.http.errors import ApiError
 from gateway.http.fields import string_in
 from gateway.http.notes import Notes, named
@@ -22,7 +22,6 @@ REASONING: Final = ("reasoning_text", "summary_text", "text")
 """Types of the parts of reasoning."""
 FILES: Final = ("input_file", "input_audio")
 """Types of other parts in the result of a tool that the model cannot read. A text stands in their place."""
-OMITTED_FILE: Final = "[file omitted: this model reads text only]"
 ACTIONS: Final = {
     "local_shell_call": ("local_shell", "action"),
     "shell_call": ("shell", "action"),

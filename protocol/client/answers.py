@@ -172,6 +172,8 @@ class StreamState:
     prompt: list[PromptLogprobs] = field(default_factory=list)
     format: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    prompt_tokens: int | None = None
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -75,6 +75,7 @@ class RequestOptions(TypedDict, total=False):
     allowed_tools: Sequence[str] | None
     parallel_tool_calls: bool | None
     reasoning_budget: int | None
+    budget_if_reasoning: bool | None
     cut_to_context: bool | None
     top_k: int | None
     top_p: float | None

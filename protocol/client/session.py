@@ -216,6 +216,10 @@ class ClientSession:
             state.finish_reason, state.usage, state.timings, state.stop_string = reason, usage, timings, stop
         elif terminal:
             raise FrameError(ErrorCode.BAD_FRAME, "it is flagged both FINISHED and ERROR")
+        if type(fields.get("prompt_tokens")) is int:
+            state.prompt_tokens = fields["prompt_tokens"]
+        if isinstance(left_out := fields.get("left_out"), list):
+            state.left_out = tuple(str(name) for name in left_out)
         if type(fields.get("max_tokens")) is int:
             state.max_tokens = fields["max_tokens"]
         if "format" in fields:

@@ -77,6 +77,17 @@ class StreamBase:
         return self._state.format
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """The tokens of the prompt, if the request asked ``with_format``. None until the first event has arrived."""
+        return self._state.prompt_tokens
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The options that the worker did without, as the request allowed it (``budget_if_reasoning``). Empty until
+        the first event has arrived."""
+        return self._state.left_out
+
+    @property
     def max_tokens(self) -> int | None:
         """The most tokens that the answer can have, if the context has cut the request's own ``max_tokens``
         (``cut_to_context``). None otherwise, and until the first event has arrived."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from anthropic.types.model_capabilities import ModelCapabilities
 
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
@@ -47,6 +48,7 @@ def port() -> Iterator[int]:
     models = {f"size-{size}": replaying(size=size) for size in SIZES}
     models |= {
         "agent": replaying() | {"engine": "tests.agent_engine:AgentEngine"},
+        "mute": replaying(size=3) | {"reasoning": False},
         "stopped": engine(autostart=False),
         "full": engine(step_s=0.05, context=100_000, max_batch_size=1, max_queue=1),
     }
@@ -88,6 +90,7 @@ def test_an_answer_is_the_same_whole_and_streamed(
     client: anthropic.Anthropic, size: int, name: str, content: list[Any], reason: str
 ) -> None:
     asked: Any = {"model": f"size-{size}", "max_tokens": 1000, "messages": say(name), "tools": TOOLS}
+    asked |= {"thinking": {"type": "adaptive"}}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
@@ -122,7 +125,8 @@ def events_of(port: int, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]
 
 
 def test_the_events_of_a_stream_have_the_order_of_the_api(port: int) -> None:
-    body = {"model": "size-3", "max_tokens": 1000, "messages": say("thought"), "tools": TOOLS}
+    body: Any = {"model": "size-3", "max_tokens": 1000, "messages": say("thought"), "tools": TOOLS}
+    body["thinking"] = {"type": "adaptive"}
     names = [name for name, _ in events_of(port, body)]
     blocks = [name for i, name in enumerate(names) if name != "content_block_delta" or names[i - 1] != name]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
@@ -252,22 +256,60 @@ def test_an_overloaded_model_is_asked_again(port: int) -> None:
     assert caught.value.request.headers["x-stainless-retry-count"] == "1"
 
 
+def test_the_first_event_has_the_tokens_of_the_prompt(port: int) -> None:
+    body = {"model": "size-3", "max_tokens": 1000, "messages": say("plain")}
+    events = dict(events_of(port, body))
+    began, ended = events["message_start"]["message"]["usage"], events["message_delta"]["usage"]
+    assert began["input_tokens"] + began["cache_read_input_tokens"] > 10
+    assert ended["input_tokens"] + ended["cache_read_input_tokens"] == began["input_tokens"]
+
+
+def test_reasoning_that_nobody_asked_for_is_left_out(client: anthropic.Anthropic, port: int) -> None:
+    asked: Any = {"model": "size-3", "max_tokens": 1000, "messages": say("thought"), "tools": TOOLS}
+    for more in ({}, {"thinking": {"type": "disabled"}}):
+        whole = client.messages.create(**asked, **more)
+        with client.messages.stream(**asked, **more) as stream:
+            streamed = stream.get_final_message()
+        for answer in (whole, streamed):
+            assert [block.type for block in answer.content] == ["text", "tool_use"]
+    assert whole.usage.output_tokens_details is not None  # the tokens were computed
+    indices = [event["index"] for name, event in events_of(port, asked) if name == "content_block_start"]
+    assert indices == [0, 1]
+
+
+def test_a_budget_that_cannot_be_kept_is_left_out_and_said(client: anthropic.Anthropic) -> None:
+    """The model "mute" does not reason, and the engine of both offers no budget."""
+    thinking: Any = {"type": "enabled", "budget_tokens": 31_999}
+    said = {}
+    for model in ("size-3", "mute"):
+        for stream in (False, True):
+            got = client.messages.with_raw_response.create(
+                model=model, max_tokens=1000, messages=say("plain"), thinking=thinking, stream=stream
+            )
+            said[model, stream] = got.headers.get("x-modelctl-changed")
+    assert said == {
+        (model, stream): "thinking.budget_tokens" for model in ("size-3", "mute") for stream in (False, True)
+    }
+
+
 def test_the_list_of_models_suits_both_packages(client: anthropic.Anthropic) -> None:
-    names = ["agent", "full", "size-1", "size-1000", "size-3", "stopped"]
+    names = ["agent", "full", "mute", "size-1", "size-1000", "size-3", "stopped"]
     models = list(client.models.list())
     assert [model.id for model in models] == names
     assert {model.type for model in models} == {"model"}
     assert [model.display_name for model in models] == names
-    assert models[2].created_at.year >= 2026
-    assert models[2].max_input_tokens == 65_536
+    assert models[3].created_at.year >= 2026
+    assert models[3].max_input_tokens == 65_536
     assert [model.id for model in client.models.list(limit=2)] == names  # it asks for all pages
     page = client.models.list(limit=2, after_id="full")
-    assert ([model.id for model in page.data], page.has_more) == (["size-1", "size-1000"], True)
+    assert ([model.id for model in page.data], page.has_more) == (["mute", "size-1"], True)
     before = client.models.list(limit=2, before_id="size-1")
-    assert [model.id for model in before.data] == ["agent", "full"]
+    assert [model.id for model in before.data] == ["full", "mute"]
     known: Any = client.models.retrieve("size-3")
-    assert (known.display_name, known.to_dict()["capabilities"]["function_calling"]) == ("size-3", True)
-    assert client.models.retrieve("stopped").to_dict()["capabilities"]["function_calling"] is None  # type: ignore[index]
+    assert known.display_name == "size-3"
+    able = ModelCapabilities.model_validate(known.capabilities.to_dict())  # a key that is missing is an error
+    assert (able.structured_outputs.supported, able.image_input.supported) == (True, False)
+    assert able.thinking.types.enabled.supported
     with pytest.raises(anthropic.NotFoundError):
         client.models.retrieve("none")
     with pytest.raises(anthropic.BadRequestError, match="limit"):

@@ -7,12 +7,14 @@ import pytest
 from gateway.anthropic.messages import read_messages
 from gateway.anthropic.options import read_request
 from gateway.anthropic.signatures import reasoning_in, signature_of
+from gateway.conversation import OMITTED_FILE, OMITTED_IMAGE
 from gateway.http.errors import ApiError
 from gateway.http.notes import Notes
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER]}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 
 
 def options(**more: Any) -> Any:
@@ -26,7 +28,7 @@ def test_a_plain_request() -> None:
         | {"metadata": {"user_id": "u"}, "service_tier": "auto", "some_new_key": [1], "cache_control": None},
         Notes(),
     )
-    assert (asked.wanted.model, asked.wanted.stream, asked.shows_thinking) == ("m", True, True)
+    assert (asked.wanted.model, asked.wanted.stream, asked.thinking) == ("m", True, "none")
     found = asked.wanted.options
     assert found["messages"] == [USER]
     assert found["stop"] == ["END"]
@@ -108,7 +110,7 @@ def test_a_conversation_with_tools_and_thinking() -> None:
 def test_thinking_that_was_not_shown_comes_back_with_its_signature() -> None:
     for text in ("", "Ich denke: „ja“.\n", "x" * 5000):
         block = {"type": "thinking", "thinking": "", "signature": signature_of(text)}
-        (message,) = read_messages(None, [{"role": "assistant", "content": [block]}])
+        (message,) = read_messages(None, [{"role": "assistant", "content": [block]}], Notes())
         assert message.get("reasoning_content", "") == text
     for signature in (
         None,
@@ -162,14 +164,48 @@ def test_thinking_effort_and_format() -> None:
     assert options(thinking={"type": "adaptive"})["template_kwargs"] == on
     limited = options(thinking={"type": "enabled", "budget_tokens": 2000})
     assert (limited["template_kwargs"], limited["reasoning_budget"]) == (on, 2000)
+    assert limited["budget_if_reasoning"] is True
     assert options(thinking={"type": "disabled"})["template_kwargs"] == {"enable_thinking": False, "thinking": False}
-    assert (
-        read_request(BODY | {"thinking": {"type": "adaptive", "display": "omitted"}}, Notes()).shows_thinking is False
-    )
+    for thinking, shown in (
+        ({"type": "adaptive", "display": "omitted"}, "signed"),
+        ({"type": "adaptive"}, "shown"),
+        ({"type": "disabled"}, "none"),
+        (None, "none"),
+    ):
+        assert read_request(BODY | {"thinking": thinking}, Notes()).thinking == shown
     assert options(output_config={"effort": "high"})["template_kwargs"] == {"reasoning_effort": "high"}
     shape = {"type": "json_schema", "schema": {"type": "object"}}
     assert options(output_config={"format": shape})["json_schema"] == {"type": "object"}
     assert options(output_format=shape)["json_schema"] == {"type": "object"}
+
+
+def test_what_cannot_be_served_is_left_out_and_said() -> None:
+    document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
+    found = {"type": "search_result", "source": "s", "title": "S", "content": [{"type": "text", "text": "R"}]}
+    pdf = {"type": "document", "source": {"type": "base64", "data": "AA=="}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    said = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "1", "name": "look", "input": {}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image, pdf, document, {"type": "some\nday"}]}
+    messages = [
+        {"role": "user", "content": [document, found, {"type": "new_block"}]},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": [result]},
+    ]
+    notes = Notes()
+    read: Any = read_request(BODY | {"messages": messages, "tools": [TOOL, SEARCH]}, notes).wanted.options
+    assert [message["content"] for message in read["messages"]] == [
+        "T\n\nD\n\nS\n\nR", "I look.", f"{OMITTED_IMAGE}\n\n{OMITTED_FILE}\n\nT\n\nD"
+    ]  # fmt: skip
+    assert [tool["function"]["name"] for tool in read["tools"]] == ["look"]
+    assert notes.changed.split(", ") == [
+        "messages: new_block", "messages: server_tool_use", "messages: web_search_tool_result", "messages: other",
+        "tools: web_search", "images: 1", "files: 1",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -183,21 +219,11 @@ def test_thinking_effort_and_format() -> None:
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "messages[0].content[0]"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}],
-                    }
-                ]
-            },
-            "messages[0].content[0].content[0]",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "container_upload"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice.name"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "no space", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),

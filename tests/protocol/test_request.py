@@ -58,7 +58,7 @@ FIELDS: dict[str, list[Any]] = {
     "token_healing": [True], "logprobs": [True, False], "top_logprobs": [0],
     "prompt_logprobs": [0, 20, None], "prompt_logprobs_from": [1], "preset": ["none", None],
     "json_schema": ['{"type":"integer"}', None], "regex": ["[a-z]+", None], "choice": [["yes", "no"], None],
-    "whitespace_flexible": [False], "cut_to_context": [True],
+    "whitespace_flexible": [False], "cut_to_context": [True], "budget_if_reasoning": [True],
 }  # fmt: skip
 
 
