@@ -21,7 +21,7 @@ MAX_BYTES_PER_TOKEN = 16
 tokenizing it would stall the loop. English text has 4 to 5 bytes per token."""
 
 MOST_PROMPT_LOGPROBS: Final = 1 << 20
-"""The most log-probabilities of a prompt. As JSON they take about 40 MB, which a gateway holds for one request. It is
+"""The most log-probabilities of a prompt. As JSON they take 40 to 80 MB, which a gateway holds for one request. It is
 enough for 20 likeliest tokens at each place of 49,000 tokens."""
 
 

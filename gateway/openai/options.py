@@ -21,8 +21,8 @@ MOST_ANSWERS: Final = 128
 """Largest ``n``, as at OpenAI."""
 MOST_TOP: Final = 20
 """Most of the likeliest tokens that are named at one place."""
-MOST_PROMPT_LOGPROBS: Final = 1 << 22
-"""Most log-probabilities of prompts in one answer, where a character counts as a token. As JSON they take 160 MB."""
+MOST_PROMPT_LOGPROBS: Final = 1 << 21
+"""Most log-probabilities of prompts in one answer, where a character counts as a token. As JSON, 80 bytes each."""
 MOST_REQUESTS: Final = 1024
 """Most answers of one request for completions: its prompts times ``n``."""
 ABOUT_THE_ACCOUNT: Final = frozenset(

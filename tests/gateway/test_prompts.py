@@ -167,8 +167,8 @@ def test_prompt_logprobs_in_vllms_shape(port: int, top: int) -> None:
         ("completions", {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ("completions", {"prompt_logprobs": 0, "token_healing": True}, "prompt_logprobs"),
         ("completions", {"echo": True, "logprobs": 0, "token_healing": True}, "logprobs"),
-        ("completions", {"echo": True, "logprobs": 20, "prompt": "x" * 200_000}, "prompt"),
-        ("completions", {"prompt_logprobs": 20, "prompt": ["x" * 20_000] * 10}, "prompt"),
+        ("completions", {"echo": True, "logprobs": 20, "prompt": "x" * 100_000}, "prompt"),
+        ("completions", {"prompt_logprobs": 20, "prompt": ["x" * 10_000] * 10}, "prompt"),
         ("chat/completions", {"prompt_logprobs": 1, "n": 2}, "n"),
         ("chat/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("chat/completions", {"echo": True}, "echo"),
@@ -228,7 +228,7 @@ def test_a_prompts_own_token_among_the_likeliest() -> None:
     shown = EchoedPrompt("a", 1).logprobs(piece)
     assert shown["tokens"] == ["<s>", "a"]
     assert shown["top_logprobs"] == [None, {r"bytes:\xff": -0.5, "a": -1.5}]
-    assert vllm_logprobs(piece, 1) == [
+    assert list(vllm_logprobs(piece, 1)) == [
         {
             "7": {"logprob": -1.5, "rank": 2, "decoded_token": "a"},
             "9": {"logprob": -0.5, "rank": 1, "decoded_token": "�"},
