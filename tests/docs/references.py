@@ -80,6 +80,8 @@ def _problem(span: str) -> str | None:
     path, colons, name = span.partition("::")
     if colons and path.endswith(SOURCES):
         return _problem_of_test(span, path, name)
+    if span.startswith(".venv/"):  # what make has written there, or has not yet
+        return None
     if _PATH.match(span) and "/" in span and (ROOT / span.split("/")[0]).is_dir():
         return None if (ROOT / span).exists() else f"{span}: there is no such path"
     if _PATH.match(span) and span.endswith(SOURCES) and "/" not in span and span not in SOURCES:
