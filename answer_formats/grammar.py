@@ -33,21 +33,21 @@ def grammar(
     shape = family.rules(rules, wanted)
     sections = [section.calls(parallel=parallel) for section in shape.sections]
     if required or text is not None:
-        usual = [f"{literal(begin)} {section}" for begin, section in zip(family.begins, sections, strict=True)]
-        if required or lead:
-            del usual[1:]
+        usual = [f"{lead} {literal(begin)} {section}" for begin, section in zip(family.begins, sections, strict=True)]
+        further = rules.any_of(usual[:1] if required or lead else usual)
+        first = [further]
         if shape.opened is not None:
             # llguidance takes the longest lexeme. One that begins as JSON does would hide a text that is JSON.
-            usual.append((shape.opened if text is None else shape.opened_json or shape.opened).calls(parallel=parallel))
-        first = rules.any_of(usual)
+            first.append((shape.opened if text is None else shape.opened_json or shape.opened).calls(parallel=parallel))
         is_apart = all(section.more is None for section in shape.sections)
-        again = f"({literal(shape.between)} {first})*" if parallel and is_apart else ""
+        again = f"({literal(shape.between)} {further})*" if parallel and is_apart else ""
+        calls = f"{rules.any_of(first)} {again}"
         if required or text is None:
-            return _whole(rules, f"{lead} {first} {again}")
+            return _whole(rules, calls)
         if text.startswith("/"):
             # A text that begins like a call would hide the call.
             text = rules.terminal(f"{text} & ~/({'|'.join(map(escaped, family.begins))})(?s:.*)/")
-        return _whole(rules, f"{lead} {first} {again} | {lead} {head} {text}")
+        return _whole(rules, f"{calls} | {lead} {head} {text}")
     begins = [escaped(begin) for begin in family.begins]
     behind = f" & ~/{shape.not_behind}(?s:.*)/" if shape.not_behind else ""
     later, tail = _texts(rules, begins, sections, behind)

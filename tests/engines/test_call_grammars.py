@@ -339,6 +339,7 @@ def test_calls_of_harmony_with_the_receiver_first() -> None:
     required = constraint("harmony", required=True)
     assert allows(f"<|start|>assistant{written('harmony', SIMPLE)}", required)
     assert allows(call.removeprefix("<|start|>assistant"), required)
+    assert not allows(call.replace(" to=", "to="), required), "a parser reads no call there"
 
 
 def test_a_shape_that_cannot_be_enforced_is_refused_as_such() -> None:

@@ -71,7 +71,7 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, http.
         ("chat/completions", {"modalities": ["audio"]}, "modalities", "unsupported"),
         ("chat/completions", {"functions": [{}]}, "functions", "unsupported"),
         ("chat/completions", {"tool_choice": "required"}, "tool_choice", "invalid_request"),
-        ("chat/completions", {"tool_choice": "required", "tools": [NAMED]}, "tool_choice", "unsupported"),
+        ("chat/completions", {"tool_choice": "required", "tools": [NAMED]}, "tools", "unsupported"),
         ("chat/completions", {"tool_choice": "any", "tools": [NAMED]}, "tool_choice", "invalid_request"),
         (
             "chat/completions",
