@@ -1,10 +1,11 @@
 """An engine that replays prepared answers, token by token, in a real worker process.
 
-A conversation's last message names the answer: ``say NAME`` replays ``ANSWERS[NAME]``. Tokens are cut at awkward
+The last ``say NAME`` of a conversation names the answer: it replays ``ANSWERS[NAME]``. Tokens are cut at awkward
 places, which the number of the name's answer decides, and special tokens have ids of their own.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -81,8 +82,9 @@ def cut(text: str, size: int) -> list[str]:
 class ReplayingEngine:
     """Replays the answer that the last message names. Token ids count the pieces of the answer.
 
-    Options: step_s (seconds of a step), size (characters of a token), context, template, die_at (the token at which the
-    first process of the model kills itself, 0 for never) and flag (the path of a file that remembers the death).
+    Options: step_s (seconds of a step), answers (further ones, by name), size (characters of a token), context,
+    template, die_at (the token at which the first process of the model kills itself, 0 for never) and flag (the path of
+    a file that remembers the death).
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -125,7 +127,9 @@ class ReplayingEngine:
 
     def answer_to(self, prompt: str) -> str:
         """Return the prepared answer to a rendered prompt."""
-        return ANSWERS[prompt.rpartition("say ")[2].split("<|")[0].strip()]
+        answers = {**ANSWERS, **self.options.get("answers", {})}
+        named = [name for name in re.findall(r"\bsay (\w+)", prompt) if name in answers]
+        return str(answers[named[-1]])
 
     def submit(self, job: Job) -> None:
         check_job(job, self.capabilities, 1 << 20)

@@ -31,7 +31,7 @@ from supervisor.timers import Timers
 from supervisor.workers.launcher import Launched, Launcher
 from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.orphans import Orphans
-from tests.agents import PlainStarter
+from tests.plain_agents import PlainStarter
 from tests.serving import is_alive, wait_until
 
 WITHIN = 60.0

@@ -19,7 +19,7 @@ from supervisor.cluster import ray_starter
 from supervisor.cluster.choice import NoMachineError
 from supervisor.cluster.ray_starter import RayStarter
 from supervisor.cluster.remote_launcher import RemoteLauncher
-from tests.agents import ROOT
+from tests.plain_agents import ROOT
 
 DRIVER = """
 import os, socket, sys
