@@ -15,7 +15,7 @@ import pytest
 from tests.agents.harness import Place
 from tests.keyed import free_port
 from tests.replaying_engine import CITY
-from tests.serving import Serving
+from tests.serving import Serving, wait_until
 
 REPLAYING = {"model_dir": ".", "engine": "tests.replaying_engine:ReplayingEngine"}
 EDIT = "I write it.\n\nhello.txt\n```\nŁódź\n```\n"
@@ -47,10 +47,10 @@ def port() -> int:
 def serving(port: int) -> Iterator[Serving]:
     models: dict[str, Any] = {
         "replaying": {**REPLAYING, "options": {"answers": {"edit": EDIT}}},
-        "slow": {**REPLAYING, "options": {"step_s": 0.5}},
+        "slow": {**REPLAYING, "options": {"step_s": 0.5, "answers": {"long": "And so I say it. " * 40}}},
         "letters": {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu"},
     }
-    with Serving(models, gateway={"listen": port, "auth": "none"}) as serving:
+    with Serving(models, gateway={"listen": port, "auth": "none"}, default_model="letters") as serving:
         yield serving
 
 
@@ -84,8 +84,6 @@ def test_llm(place: Place, serving: Serving) -> None:
 
 def interrupt(place: Place, serving: Serving, lock: str, command: list[str], **more: str) -> None:
     """Start a program that asks the slow model, and interrupt it as Ctrl-C does when the answer has begun."""
-    from tests.serving import wait_until
-
     with place.start(lock, command, **more) as process:
         wait_until(lambda: serving.status("slow")["active"], what="the request")
         os.killpg(process.pid, signal.SIGINT)
@@ -112,7 +110,7 @@ def test_lm_eval(place: Place) -> None:
     """The log-likelihoods of choices, with the gateway's own tokenizer."""
     (place.directory / "sums.yaml").write_text(TASK)
     lines = [
-        {"question": f"sort: {' '.join(reversed(right))} ->", "choices": [f" {' '.join(right)}", " z"], "label": 0}
+        {"question": f"sort: {' '.join(reversed(right))} ->", "choices": [" ".join(right), "z"], "label": 0}
         for right in ("abc", "bdf", "ceg")
     ]
     (place.directory / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -126,18 +124,9 @@ def test_lm_eval(place: Place) -> None:
 def test_guidellm(place: Place) -> None:
     lines = [json.dumps({"prompt": "say plain"})] * 4
     (place.directory / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    command = [
-        "guidellm",
-        "benchmark",
-        "run",
-        "--target",
-        place.root,
-        "--model",
-        "replaying",
-        "--profile",
-        "synchronous",
-    ]
-    command += ["--data", "prompts.jsonl", "--max-requests", "3", "--output-path", "out.json"]
+    command = ["guidellm", "run", "--backend", f"kind=openai_http,target={place.root},model=replaying"]
+    command += ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3", "--disable-console"]
+    command += ["--data", "kind=json_file,path=prompts.jsonl", "--output", "kind=json,path=out.json"]
     place.run("guidellm.txt", command)
     text = (place.directory / "out.json").read_text()
     assert HELLO in text

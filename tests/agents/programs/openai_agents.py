@@ -32,8 +32,12 @@ async def ask():
     return {"streamed": streamed, "called": given.pop(), "after": after.final_output}
 
 
-found = []
-for api in ("responses", "chat_completions"):
-    set_default_openai_api(api)
-    found.append(asyncio.run(ask()))
-print(json.dumps(found))
+async def ask_both():
+    found = []
+    for api in ("responses", "chat_completions"):
+        set_default_openai_api(api)
+        found.append(await ask())
+    return found
+
+
+print(json.dumps(asyncio.run(ask_both())))

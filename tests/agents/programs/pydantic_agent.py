@@ -22,10 +22,22 @@ async def ask(kind):
         streamed = await result.get_output()
         history = result.all_messages()
     after = await agent.run("say weather", message_history=history)
-    async with Agent(kind("slow")).run_stream("say long") as result:
-        async for _ in result.stream_text(debounce_by=None):
-            break
+    begun = asyncio.Event()
+
+    async def listen():
+        async with Agent(kind("slow")).run_stream("say long") as result:
+            async for _ in result.stream_text(debounce_by=None):
+                begun.set()
+
+    listening = asyncio.create_task(listen())
+    await begun.wait()
+    listening.cancel()
+    await asyncio.wait([listening])
     return {"streamed": streamed, "called": given.pop(), "after": after.output}
 
 
-print(json.dumps([asyncio.run(ask(kind)) for kind in (OpenAIChatModel, OpenAIResponsesModel, AnthropicModel)]))
+async def ask_all():
+    return [await ask(kind) for kind in (OpenAIChatModel, OpenAIResponsesModel, AnthropicModel)]
+
+
+print(json.dumps(asyncio.run(ask_all())))
