@@ -59,7 +59,7 @@ test-real: $(VENV)/.test ## a real model, which is downloaded (93 MB), on the CP
 	@$(REAL_MODEL)
 	$(BIN)/python -m pytest tests/real_model.py
 
-test-agents: $(VENV)/.test ## programs of other people against the gateway, without a network; 0.7 GB to download, no GPU
+test-agents: $(VENV)/.test ## programs of other people against the gateway, without a network; Node 20, npm and 1.2 GB to download, no GPU
 	$(BIN)/python -m tests.agents $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.test ## the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from model_worker.engine import Capabilities
 from protocol.process.worker_spec import EngineSpec
@@ -51,14 +51,22 @@ class AgentEngine(ReplayingEngine):
 
     def answer_to(self, prompt: str) -> str:
         *_, (role, text) = [turn for turn in turns(prompt) if turn[0] != "system"]
-        if order := ORDER.search(text):
-            call = {"name": order[1], "arguments": json.loads(order[2])}
+        if (order := ORDER.search(text)) and (arguments := _arguments(order[2])) is not None:
+            call = {"name": order[1], "arguments": arguments}
             return f"<think>\n{REASONING}\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
         if role == "tool":
             return f"The tool says: {text}"
         if "<|system|>shape" in prompt:
             return '{"name": "Ada", "age": 36}'
         return "Hello from the local model."
+
+
+def _arguments(text: str) -> Any:
+    """Return the arguments in an order. None if they are no JSON: the order is quoted, by one who asks for a title."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
 
 
 def turns(prompt: str) -> list[tuple[str, str]]:

@@ -12,7 +12,9 @@ import anthropic
 import pytest
 
 from gateway.anthropic.options import read_request
+from gateway.anthropic.signatures import signature_of
 from gateway.http.notes import Notes
+from tests.gateway.asking import ask
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving
 
@@ -137,6 +139,34 @@ def test_what_differs_between_requests_leaves_the_beginning_of_the_prompt_as_it_
     second: Any = read_request(body(later, 2), Notes()).wanted.options["messages"]
     assert second[: len(first)] == first
     assert [message["role"] for message in second] == ["system", "user", "system", "assistant", "user"]
+
+
+def test_the_prompt_of_each_request_begins_with_the_whole_prompt_before(port: int) -> None:
+    """So a model's cache holds all but the end. Versions 2.1.330 and 2.1.332 were recorded, which write the number of
+    tokens that are left into each turn of a user and each result, for the name of a model of Anthropic's."""
+
+    def left(tokens: int) -> dict[str, Any]:
+        told = f"<system-reminder>\n<total_tokens>{tokens} tokens left</total_tokens>\n</system-reminder>"
+        return {"type": "text", "text": told}
+
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    thought = {"type": "thinking", "thinking": "", "signature": signature_of("I need the tool for that.")}
+    called = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"file_path": "a.png"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [image, left(14_978_191)]}
+    turns: list[Any] = [
+        {"role": "user", "content": [left(15_000_000), {"type": "text", "text": "Look at a.png."}]},
+        {"role": "assistant", "content": [thought, called]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [{"type": "text", "text": "I cannot see it."}]},
+        {"role": "user", "content": [left(15_000_000), {"type": "text", "text": "And now?"}]},
+    ]
+    prompts = []
+    for version, count in enumerate((1, 3, 5), 1):
+        read: Any = read_request(body(turns[:count], version), Notes()).wanted.options
+        prompts.append(ask(port, "/apply-template", {"model": "claude-local", "messages": read["messages"]})["prompt"])
+    assert "14978191" in prompts[1]
+    assert prompts[1].startswith(prompts[0])
+    assert prompts[2].startswith(prompts[1])
 
 
 def test_a_conversation_that_has_grown_too_long_is_refused_with_both_numbers(client: anthropic.Anthropic) -> None:
