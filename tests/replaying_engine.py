@@ -128,7 +128,7 @@ class ReplayingEngine:
     def answer_to(self, prompt: str) -> str:
         """Return the prepared answer to a rendered prompt."""
         answers = {**ANSWERS, **self.options.get("answers", {})}
-        named = [name for name in re.findall(r"\bsay (\w+)", prompt) if name in answers]
+        named = [name for name in re.findall(r"say (\w+)", prompt) if name in answers]
         return str(answers[named[-1]])
 
     def submit(self, job: Job) -> None:
