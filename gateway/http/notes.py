@@ -30,7 +30,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class IgnoredLog:
-    """Tells the operator which options are ignored: each name once a minute.
+    """Tells the operator which options are ignored, or what is left out: each name once a minute.
 
     clock  seconds that only grow
     """
@@ -44,8 +44,8 @@ class IgnoredLog:
         self._told: dict[str, float] = {}
         """When each name was logged last, the oldest first."""
 
-    def tell(self, name: str) -> None:
-        """Log the name of an ignored option, unless that was done less than a minute ago."""
+    def tell(self, name: str, message: str = "requests have the unknown option %s, which is ignored") -> None:
+        """Log a name, unless that was done less than a minute ago. ``message`` has its place."""
         now = self._clock()
         if name in self._told and now - self._told[name] < self.EVERY_S:
             return
@@ -56,10 +56,11 @@ class IgnoredLog:
             del self._told[oldest]
         self._told.pop(name, None)
         self._told[name] = now
-        _log.info("requests have the unknown option %s, which is ignored", name)
+        _log.info(message, name)
 
 
 _ignored_log = IgnoredLog()
+_changed_log = IgnoredLog()
 
 
 class Notes:
@@ -101,10 +102,12 @@ class Notes:
               stand in it
         """
         self._changed[what] = None
+        _changed_log.tell(what[:LONGEST_CHANGE], "of requests this is changed or left out: %s")
 
     def omit(self, what: str) -> None:
         """Note that a thing was left out that has no name of its own. The things are counted: ``images: 2``."""
         self._omitted[what] = self._omitted.get(what, 0) + 1
+        _changed_log.tell(what, "of requests this is changed or left out: %s")
 
     def watch(self, streams: Sequence[StreamBase], limit: str, budget: str | None = None) -> None:
         """Note also what only the worker knows, as soon as a stream tells it: that the context has cut the answers of

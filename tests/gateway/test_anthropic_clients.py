@@ -231,7 +231,7 @@ def test_errors_are_those_of_the_package(client: anthropic.Anthropic, port: int)
     with pytest.raises(anthropic.BadRequestError, match=r"temperature.*99"):
         client.messages.create(**asked, model="size-3", extra_body={"temperature": 99})
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
-        client.messages.create(**asked, model="size-3", stop_sequences=["x"] * 50)
+        client.messages.create(**asked, model="size-3", stop_sequences=["x" * 70_000])
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     with pytest.raises(anthropic.BadRequestError, match="'image', which is not offered"):
         client.messages.create(model="size-3", max_tokens=5, messages=[{"role": "user", "content": [image]}])

@@ -135,3 +135,12 @@ def test_the_log_says_each_name_once_a_minute_and_remembers_only_so_many(caplog:
         log.tell("new")
         assert [record.getMessage().split()[5] for record in caplog.records[IgnoredLog.MOST :]] == ["o0,", "new,"]
     assert len(log._told) == IgnoredLog.MOST
+
+
+def test_what_is_left_out_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            Notes().change("tools: never_seen_before")
+            Notes().omit("pictures of this test")
+    said = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+    assert said == ["never_seen_before", "pictures of this test"]
