@@ -86,5 +86,8 @@ def named(wanted: Wanted) -> Iterator[None]:
     try:
         yield
     except WireError as e:
-        e.field = wanted.names.get(e.field or "", e.field)
+        ours, theirs = e.field or "", wanted.names.get(e.field or "", e.field)
+        if theirs is not None and theirs != ours and e.message.startswith(f"{ours} "):
+            e.message = theirs + e.message.removeprefix(ours)
+        e.field = theirs
         raise

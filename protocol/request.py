@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from protocol.aliases import ALIASES
 from protocol.chat import ChatFields, ChatMessage
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
@@ -20,25 +21,6 @@ from protocol.presets import fill
 from protocol.sampling_params import FieldsDisagree, SamplingParams, TokenId
 
 __all__ = ["ALIASES", "ChatMessage", "GenerateRequest", "SamplingParams", "parse_generate"]
-
-ALIASES = {
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "min_length": "min_tokens",
-    "stop_sequence": "stop",
-    "rep_pen": "repetition_penalty",
-    "repetition_range": "penalty_range",
-    "rep_pen_range": "penalty_range",
-    "typical": "typical_p",
-    "dynatemp_low": "min_temp",
-    "dynatemp_high": "max_temp",
-    "dynatemp_exponent": "temp_exponent",
-    "ban_eos_token": "ignore_eos",
-    "guidance_scale": "cfg_scale",
-    "dry_penalty_last_n": "dry_range",
-}
-"""Other names of fields, which OpenAI's and the EXL2 community's servers use. A field that is given under two names is
-an error. One value has another form, too: a top_k of -1 means 0, which is off."""
 
 ELSEWHERE = {
     "n": "one request has one answer: send n requests (the Python client's `choices` does)",

@@ -119,6 +119,11 @@ class Notes:
         self._streams, self._limit, self._budget = streams, limit, budget
 
     @property
+    def ignored_names(self) -> int:
+        """The number of names that were ignored so far."""
+        return len(self._ignored)
+
+    @property
     def ignored(self) -> str:
         """What was ignored, in one line; empty for nothing."""
         return _listed(name if _NAME.fullmatch(name) else None for name in self._ignored)

@@ -5,14 +5,15 @@ The worker checks the values, and its errors name the option. This module refuse
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any, Final, cast
 
 from answer_formats.parser import Tool
 from gateway.http.errors import ApiError
 from gateway.http.notes import Notes
-from gateway.openai.messages import read_messages
+from gateway.openai.foreign_options import read_thinking, refuse, settle, translate
+from gateway.openai.messages import is_begun, read_messages
 from gateway.openai.tools import read_tools
+from protocol.aliases import ALIASES
 from protocol.client.request_options import RequestOptions
 from protocol.limits import MAX_STRING
 from protocol.messages import ROUTE_KEYS
@@ -25,46 +26,31 @@ MOST_PROMPT_LOGPROBS: Final = 1 << 21
 """Most log-probabilities of prompts in one answer, where a character counts as a token. As JSON, 80 bytes each."""
 MOST_REQUESTS: Final = 1024
 """Most answers of one request for completions: its prompts times ``n``."""
-ABOUT_THE_ACCOUNT: Final = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options",
-    }
-)  # fmt: skip
-"""Options that say nothing about the answer. They are accepted and not used."""
-NOT_OFFERED: Final = {
-    "audio": "audio is not offered",
-    "modalities": "only text is offered",
-    "functions": "use tools instead",
-    "function_call": "use tool_choice instead",
-    "prediction": "predicted outputs are not offered: a draft model in models.yaml makes answers faster",
-    "web_search_options": "web search is not offered",
-    "verbosity": "verbosity is not offered",
-    "moderation": "moderation is not offered",
-    "suffix": "text after the gap is not offered",
-    "best_of": "use n instead",
-    "echo": "a chat sends no prompt back: completions do",
-}
-"""Options of OpenAI's API that no model here has, each with the remedy."""
-NOTHING: Final[dict[str, Any]] = {"modalities": ["text"], "echo": False, "best_of": 1, "suffix": ""}
-"""Values of such options that ask for nothing. Some clients send them always."""
-REASONING_BUDGETS: Final = ("reasoning_budget", "reasoning_budget_tokens", "thinking_budget", "thinking_token_budget")
-"""Names of the most tokens that the model may reason. All but the first are other servers' names."""
 CHAT_ONLY: Final = frozenset(
     {
         "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "template_kwargs",
         "reasoning_effort", "add_generation_prompt", "continue_final_message", "allowed_tools", "with_format",
-        *REASONING_BUDGETS,
+        "reasoning_budget", "enable_thinking", "thinking", "reasoning", "verbosity", "response_prefix",
     }
 )  # fmt: skip
 """Options of chats: they go to the chat template, or say how the model reasons and calls tools."""
+UNASKED: Final[dict[str, tuple[Any, ...]]] = {
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "add_generation_prompt": (True,),
+}
+"""Values of such options that ask a completion for nothing. Some clients send them always."""
+RESERVED: Final = frozenset({"on_behalf_of", "trace_ids", "notes", "progress", "prompt_logprobs_from"})
+"""Options that only the gateway itself gives."""
 OWN: Final = (
-    frozenset(RequestOptions.__annotations__)
-    - CHAT_ONLY
-    - {"token_ids", "on_behalf_of", "trace_ids", "notes", "prompt_logprobs", "prompt_logprobs_from"}
+    frozenset(RequestOptions.__annotations__) - CHAT_ONLY - RESERVED - ALIASES.keys() - {"token_ids", "prompt_logprobs"}
 )
 """Options of this project that both kinds of requests give by their own names. Only the gateway names the caller
 and the HTTP request."""
+KNOWN: Final = (
+    OWN | CHAT_ONLY | {"model", "n", "stream", "stream_options", "response_format", "prompt", "token_ids"}
+) - {"allowed_tools", "with_format"}
+"""Names of all options, without other servers' names for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,34 +87,33 @@ def read_chat(body: dict[str, Any], notes: Notes) -> Wanted:
 
     notes  filled with what is ignored or changed
     """
-    given = dict(body)
-    options: dict[str, Any] = {"messages": read_messages(given.pop("messages", None))}
-    given_tools, choice = given.pop("tools", None), given.pop("tool_choice", None)
-    offered = read_tools(given_tools, choice, _read_bool(given, "parallel_tool_calls", default=True))
-    options |= offered.options | {"with_format": True}
     names: dict[str, str] = {"allowed_tools": "tool_choice"}
-    variables: dict[str, Any] = {}
-    if (effort := given.pop("reasoning_effort", None)) is not None:
-        variables["reasoning_effort"] = effort  # a variable that templates of reasoning models read
-        names["template_kwargs"] = "reasoning_effort"
-    for name in ("chat_template_kwargs", "template_kwargs"):
-        if more := _read_map(given, name):
-            variables |= more
-            names["template_kwargs"] = name
+    given = translate(body, names)
+    messages = given.pop("messages", None)
+    options: dict[str, Any] = {"messages": read_messages(messages, notes), "with_format": True}
+    parallel = _read_bool(given, "parallel_tool_calls", default=True)
+    offered = read_tools(given.pop("tools", None), given.pop("tool_choice", None), parallel, notes)
+    options |= offered.options
+    variables = read_thinking(given, names)
+    if more := _read_map(given, "chat_template_kwargs", names.get("chat_template_kwargs")):
+        variables |= more
+        names["template_kwargs"] = names.get("chat_template_kwargs", "chat_template_kwargs")
     if variables:
         options["template_kwargs"] = variables
-    for name in ("add_generation_prompt", "continue_final_message"):
+    for name in ("add_generation_prompt", "continue_final_message", "reasoning_budget"):
         if (value := given.pop(name, None)) is not None:
             options[name] = value
+    if (prefix := given.pop("response_prefix", None)) not in (None, ""):
+        if not isinstance(prefix, str):
+            raise ApiError(400, "response_prefix must be a string", param="response_prefix")
+        options["messages"].append({"role": "assistant", "content": prefix})
+    if prefix or is_begun(messages):
+        options["continue_final_message"] = True
+        options.pop("add_generation_prompt", None)
     for name in ("prompt", "token_ids"):
-        if given.pop(name, None) is not None:
+        if given.pop(name, None):
             raise ApiError(400, f"{name} is for /v1/completions: a chat has messages", param=name)
-    budgets = [name for name in REASONING_BUDGETS if given.get(name) is not None]
-    if len(budgets) > 1:
-        raise ApiError(400, f"{budgets[1]} and {budgets[0]} are the same option: give one of them", param=budgets[1])
-    for name in budgets:
-        options["reasoning_budget"] = given.pop(name)
-        names["reasoning_budget"] = name
+    given.pop("add_special_tokens", None)  # the template writes them
     return replace(_read_rest(given, options, names, notes), tools=offered.tools)
 
 
@@ -137,10 +122,12 @@ def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list
 
     notes  filled with what is ignored or changed
     """
-    given = dict(body)
+    names: dict[str, str] = {}
+    given = translate(body, names)
     for name in sorted(CHAT_ONLY):
-        if given.pop(name, None) is not None:
-            raise ApiError(400, f"{name} is for /v1/chat/completions: a completion has a prompt", param=name)
+        if given.pop(name, None) not in (None, [], {}, "", False, *UNASKED.get(name, ())):
+            shown = names.get(name, name)
+            raise ApiError(400, f"{shown} is for /v1/chat/completions: a completion has a prompt", param=shown)
     called = "prompt" if given.get("token_ids") is None else "token_ids"
     if called == "token_ids" and given.get("prompt") is not None:
         raise ApiError(400, "give prompt or token_ids, not both", param="token_ids")
@@ -153,7 +140,7 @@ def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list
         options |= {"logprobs": True, "top_logprobs": logprobs}
     elif logprobs:  # this project's own form of the option
         options["logprobs"] = logprobs
-    names = {"token_ids": called, "top_logprobs": "logprobs"}
+    names |= {"token_ids": called} | ({"top_logprobs": "logprobs"} if type(logprobs) is int else {})
     if (echo := _read_bool(given, "echo")) and "logprobs" in options:
         options["prompt_logprobs"] = options.get("top_logprobs", given.get("top_logprobs") or 0)
         names["prompt_logprobs"] = "logprobs"
@@ -209,39 +196,47 @@ def read_model(given: Any) -> str:
 
 def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str], notes: Notes) -> Wanted:
     model = read_model(given.pop("model", None))
-    n = given.pop("n", None)
-    n = 1 if n is None else n
+    n = given.pop("n", 1)
     if type(n) is not int or not 1 <= n <= MOST_ANSWERS:
-        raise ApiError(400, f"n must be a whole number from 1 to {MOST_ANSWERS}", param="n")
+        raise ApiError(400, f"n must be a whole number from 1 to {MOST_ANSWERS}", param=names.get("n", "n"))
+    if given.get("best_of") == n:
+        del given["best_of"]
     stream = _read_bool(given, "stream")
+    include_usage = _read_stream_options(given, notes)
+    vllm_top = _read_prompt_logprobs(given, options, names, n, stream=stream)
+    if (shape := given.pop("response_format", None)) is not None:
+        options |= read_format(shape, notes)
+        names["json_schema"] = "response_format"
+    for name, value in given.items():
+        shown = names.get(name, name)
+        if name in RESERVED:
+            raise ApiError(400, f"{name} is given by the gateway itself: leave it out", param=name)
+        if name not in OWN:
+            settle(name, value, KNOWN, notes)
+            continue
+        if name in options and options[name] != value:
+            raise ApiError(400, f"{shown} is given twice: {names.get(name, name)} says it, too", param=shown)
+        if name in ROUTE_KEYS:
+            if name == "priority" and value == 0:
+                continue  # vLLM's number for the usual priority
+            if not isinstance(value, str | int | float) or len(str(value)) > MAX_STRING:
+                raise ApiError(
+                    400, f"{name} must be a number, or a text of at most {MAX_STRING} characters", param=name
+                )
+        options[name] = value
+    options.setdefault("cut_to_context", True)
+    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage, notes=notes, vllm_top=vllm_top)
+
+
+def _read_stream_options(given: dict[str, Any], notes: Notes) -> bool:
+    """Return whether the stream ends with the usage. vLLM's ``continuous_usage_stats`` asks for more of them."""
     stream_options = _read_map(given, "stream_options") or {}
     include_usage = _read_bool(stream_options, "include_usage", "stream_options.include_usage")
     _read_bool(stream_options, "include_obfuscation", "stream_options.include_obfuscation")  # nothing to hide here
     for name, value in stream_options.items():
-        if value is not None:
+        if value is not None and value is not False:
             notes.ignore(f"stream_options.{name}")
-    vllm_top = _read_prompt_logprobs(given, options, names, n, stream=stream)
-    if given.get("response_format") is not None:
-        options |= _read_format(given.pop("response_format"))
-        names["json_schema"] = "response_format"
-    if given.get("max_completion_tokens") == given.get("max_tokens"):  # some clients send the limit by both names
-        given.pop("max_completion_tokens", None)
-    for name, value in given.items():
-        if value is None or name in ABOUT_THE_ACCOUNT or (name in NOTHING and value == NOTHING[name]):
-            continue
-        if name in NOT_OFFERED:
-            raise _not_offered(name, NOT_OFFERED[name])
-        if name not in OWN:
-            near = get_close_matches(name[:64], OWN, 1)
-            hint = f": did you mean {near[0]}?" if near else ": leave it out"
-            raise ApiError(400, f"unknown option {name[:64]!r}{hint}", param=name[:64])
-        if name in options:
-            raise ApiError(400, f"{name} is given twice: {names.get(name, name)} says it, too", param=name)
-        if name in ROUTE_KEYS and (not isinstance(value, str | int | float) or len(str(value)) > MAX_STRING):
-            raise ApiError(400, f"{name} must be a number, or a text of at most {MAX_STRING} characters", param=name)
-        options[name] = value
-    options.setdefault("cut_to_context", True)
-    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage, notes=notes, vllm_top=vllm_top)
+    return include_usage
 
 
 def _read_prompt_logprobs(
@@ -253,7 +248,7 @@ def _read_prompt_logprobs(
         if type(top) is not int or not 0 <= top <= MOST_TOP:
             raise ApiError(400, f"prompt_logprobs must be a whole number from 0 to {MOST_TOP}", param="prompt_logprobs")
         if stream:
-            raise _not_offered("prompt_logprobs", "a stream does not have it: echo with logprobs works in streams, too")
+            raise refuse("prompt_logprobs", "a stream does not have it: echo with logprobs works in streams, too")
         echoed = options.get("prompt_logprobs")
         if type(echoed) is not int or echoed < top:
             options["prompt_logprobs"] = top
@@ -265,26 +260,26 @@ def _read_prompt_logprobs(
     return top
 
 
-def _read_format(given: Any) -> dict[str, Any]:
-    """Return the option that gives the answer the shape of a ``response_format``.
+def read_format(given: Any, notes: Notes) -> dict[str, Any]:
+    """Return the option that gives the answer the shape of a ``response_format``. Raises ApiError.
 
     ``strict: false`` makes no difference: the answer always has the shape of the schema.
     """
     kind = given.get("type") if isinstance(given, dict) else None
-    if kind == "text":
-        _check_keys(given, "response_format", {"type"})
+    if kind == "text" or given == {}:
+        _note_unknown(given, "response_format", {"type"}, notes)
         return {}
     if kind == "json_object":
-        _check_keys(given, "response_format", {"type", "schema"})  # with a schema: the form of llama-server
+        _note_unknown(given, "response_format", {"type", "schema"}, notes)  # with a schema: the form of llama-server
         if given.get("schema") is not None:
             return {"json_schema": _schema(given, "response_format")}
         return {"json_schema": {"type": "object"}, "whitespace_flexible": True}
     if kind == "json_schema":
-        _check_keys(given, "response_format", {"type", "json_schema"})
+        _note_unknown(given, "response_format", {"type", "json_schema"}, notes)
         described = given.get("json_schema")
         if not isinstance(described, dict):
             raise ApiError(400, "response_format.json_schema must be an object", param="response_format.json_schema")
-        _check_keys(described, "response_format.json_schema", {"name", "description", "schema", "strict"})
+        _note_unknown(described, "response_format.json_schema", {"name", "description", "schema", "strict"}, notes)
         return {"json_schema": _schema(described, "response_format.json_schema")}
     raise ApiError(
         400, "response_format.type must be text, json_object or json_schema", param="response_format.type"
@@ -298,10 +293,10 @@ def _schema(given: dict[str, Any], place: str) -> dict[str, Any]:
     return schema
 
 
-def _check_keys(given: dict[str, Any], place: str, known: set[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ApiError(400, f"{place} has an unknown key {name[:64]!r}", param=f"{place}.{name[:64]}")
+def _note_unknown(given: dict[str, Any], place: str, known: set[str], notes: Notes) -> None:
+    for name, value in given.items():
+        if name not in known and value is not None:
+            notes.ignore(f"{place}.{name}")
 
 
 def _read_bool(given: dict[str, Any], name: str, shown: str | None = None, *, default: bool = False) -> bool:
@@ -313,12 +308,8 @@ def _read_bool(given: dict[str, Any], name: str, shown: str | None = None, *, de
     return value
 
 
-def _read_map(given: dict[str, Any], name: str) -> dict[str, Any] | None:
+def _read_map(given: dict[str, Any], name: str, shown: str | None = None) -> dict[str, Any] | None:
     value = given.pop(name, None)
     if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{name} must be an object", param=name)
+        raise ApiError(400, f"{shown or name} must be an object", param=shown or name)
     return dict(value) if value is not None else None
-
-
-def _not_offered(name: str, remedy: str) -> ApiError:
-    return ApiError(400, f"{name} is not offered: {remedy}", code="unsupported", param=name)

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.anthropic.schema import ERROR, MESSAGES, RENDERED
-from gateway.openai.options import ABOUT_THE_ACCOUNT, MOST_ANSWERS, OWN, REASONING_BUDGETS
+from gateway.openai.foreign_options import NO_EFFECT, SYNONYMS
+from gateway.openai.options import MOST_ANSWERS, OWN
 from gateway.openai.tools import MOST_TOOLS, NAME
 from gateway.responses.options import KNOWN
 from gateway.responses.schema import RESPONSES
@@ -73,7 +74,6 @@ _TOOL: Final[Schema] = {
                 "parameters": {**_OBJECT, "description": "The JSON schema of the arguments."},
                 "strict": {"type": ["boolean", "null"]},
             },
-            "additionalProperties": False,
         },
     },
 }
@@ -97,7 +97,8 @@ _OF_TOOLS: Final[Schema] = {
     "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _NAMED, _ALLOWED]},
     "parallel_tool_calls": {"type": "boolean", "default": True},
     "reasoning_effort": _TEXT,
-    **{name: {"type": "integer", "minimum": 0} for name in REASONING_BUDGETS},
+    "reasoning_budget": {"type": "integer", "minimum": 0},
+    **{name: {"type": "integer", "minimum": 0} for name, ours in SYNONYMS.items() if ours == "reasoning_budget"},
 }
 _COMMON: Final[Schema] = {
     "model": _MODEL,
@@ -167,7 +168,9 @@ def document() -> Schema:
             "/v1/completions": _post("Continue a text.", completion, ["model", "prompt"], stream=True),
             "/v1/responses": _post(
                 "Answer a conversation of the Responses API.",
-                {name: schema for name, schema in options.items() if name in KNOWN} | RESPONSES | {"model": _MODEL},
+                {name: schema for name, schema in options.items() if name in KNOWN}
+                | RESPONSES
+                | {"model": _MODEL, "n": {"const": 1}, "logprobs": {"const": False}},
                 ["model", "input"],
                 stream=True,
             ),
@@ -228,15 +231,12 @@ _ADAPTERS: Final = ("lora", "loras", "lora/list")
 
 def _options() -> Schema:
     """Return the options that a request gives by this project's names, and by other servers' names for them."""
-    from protocol.request import (  # brings pydantic: 80 ms that no start of a gateway has to take
-        ALIASES,
-        GenerateRequest,
-    )
+    from protocol.request import GenerateRequest  # brings pydantic: 80 ms that no start of a gateway has to take
 
     known: Schema = GenerateRequest.model_json_schema()["properties"]
     options = {name: schema for name, schema in known.items() if name in OWN}
-    options |= {alias: known[name] for alias, name in ALIASES.items() if name in known}
-    options |= _ROUTE | {name: {} for name in ABOUT_THE_ACCOUNT}
+    options |= {name: options[ours] for name, ours in SYNONYMS.items() if ours in options}
+    options |= _ROUTE | {name: {} for name in NO_EFFECT}
     for schema in options.values():
         schema.pop("title", None)
     return options
@@ -247,14 +247,14 @@ def _post(
 ) -> Schema:
     """Return the description of a path.
 
-    anthropic  the path is one of Anthropic's API: unknown properties are ignored, and errors have another shape
+    anthropic  the path is one of Anthropic's API, whose errors have another shape
     """
     # null stands for an option that is left out
     shown = {
         name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}
         for name, schema in sorted(properties.items())
     }
-    body = {"type": "object", "required": required, "properties": shown, "additionalProperties": anthropic}
+    body = {"type": "object", "required": required, "properties": shown, "additionalProperties": True}
     answers: Schema = {"application/json": {"schema": _OBJECT}}
     if stream:
         answers["text/event-stream"] = {"schema": _TEXT}

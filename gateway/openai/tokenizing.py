@@ -18,6 +18,7 @@ from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.errors import ApiError
 from gateway.http.event_stream import WholeAnswer
+from gateway.http.notes import Notes, notes_of
 from gateway.openai.messages import read_messages
 from gateway.openai.models import shown_model
 from gateway.openai.options import read_model
@@ -30,7 +31,7 @@ from protocol.errors import WireError
 async def tokenize(request: Request) -> WholeAnswer:
     """POST /tokenize: the token ids of a prompt, or of a conversation as the model's chat template renders it."""
     caller, body = await _asked(request)
-    given = _text_of(body, "prompt" if body.get("content") is None else "content")
+    given = _text_of(body, "prompt" if body.get("content") is None else "content", notes_of(request))
     with_ids, with_strings = _bool(body, "with_pieces"), _bool(body, "return_token_strs")
     if "prompt" in given and not (_bool(body, "add_special_tokens", True) and _bool(body, "add_special", True)):
         given["add_special"] = False
@@ -52,9 +53,9 @@ async def encode(request: Request) -> WholeAnswer:
     caller, body = await _asked(request)
     text = body.get("text")
     if isinstance(text, list):
-        given: dict[str, Any] = {"messages": read_messages(text), "add_generation_prompt": False}
+        given: dict[str, Any] = {"messages": read_messages(text, notes_of(request)), "add_generation_prompt": False}
     else:
-        given = _text_of(body, "text")
+        given = _text_of(body, "text", notes_of(request))
         given["add_special"] = _bool(body, "add_bos_token", True)
 
     def shown(reply: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ async def apply_template(request: Request) -> WholeAnswer:
     caller, body = await _asked(request)
     if body.get("messages") is None:
         raise ApiError(400, "messages is missing: give the conversation to render", param="messages")
-    given = _text_of(body, "prompt") | {"with_text": True}
+    given = _text_of(body, "prompt", notes_of(request)) | {"with_text": True}
     return _answer(request, caller, body, given, lambda reply: {"prompt": text_in(reply)})
 
 
@@ -136,7 +137,7 @@ async def _asked(request: Request) -> tuple[Caller, dict[str, Any]]:
     return caller, await read_json(request, request.app.state.settings.max_body, caller)
 
 
-def _text_of(body: dict[str, Any], called: str) -> dict[str, Any]:
+def _text_of(body: dict[str, Any], called: str, notes: Notes) -> dict[str, Any]:
     """Return the keys of ``tokenize`` for the prompt under the key ``called``, or for the messages of a body."""
     if body.get("messages") is None:
         if not isinstance(body.get(called), str):
@@ -145,7 +146,7 @@ def _text_of(body: dict[str, Any], called: str) -> dict[str, Any]:
     if body.get(called) is not None:
         raise ApiError(400, f"give {called} or messages, not both", param=called)
     return {
-        "messages": read_messages(body["messages"]),
+        "messages": read_messages(body["messages"], notes),
         "tools": body.get("tools"),
         "template_kwargs": body.get("chat_template_kwargs"),
         "add_generation_prompt": body.get("add_generation_prompt"),

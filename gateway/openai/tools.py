@@ -6,11 +6,15 @@ from typing import Any, Final
 
 from answer_formats.parser import Tool
 from gateway.http.errors import ApiError
+from gateway.http.notes import Notes, named
 
 MOST_TOOLS: Final = 256
 NAME: Final = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 """The names of tools. OpenAI allows 64 letters, digits, underscores and hyphens; MCP servers' names have more."""
-FUNCTION_KEYS: Final = frozenset({"name", "description", "parameters", "strict"})
+FUNCTION_KEYS: Final = ("name", "description", "parameters", "strict")
+"""Keys of a function, in the order in which the template sees them."""
+DROPPED: Final = frozenset({"returns", "return", "cache_control", "opts", "id"})
+"""Further keys of tools and of their functions that are known, and say nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,15 @@ class Offered:
     tools: tuple[Tool, ...] = ()
 
 
-def read_tools(tools: Any, choice: Any, parallel: bool) -> Offered:
+def read_tools(tools: Any, choice: Any, parallel: bool, notes: Notes) -> Offered:
     """Return what a request says about tools. Raises ApiError, which names the place.
+
+    Tools of other types than functions are OpenAI's own, or the client's. They are left out.
 
     tools     the value of ``tools``, or None
     choice    the value of ``tool_choice``, or None
     parallel  the value of ``parallel_tool_calls``
+    notes     filled with what is ignored or left out
     """
     if tools is not None and not isinstance(tools, list):
         raise ApiError(400, "tools must be an array", param="tools")
@@ -38,15 +45,21 @@ def read_tools(tools: Any, choice: Any, parallel: bool) -> Offered:
     if len(tools) > MOST_TOOLS:
         raise ApiError(400, f"tools has {len(tools)} tools: at most {MOST_TOOLS}", param="tools")
     known: dict[str, Tool] = {}
+    shown: list[dict[str, Any]] = []
     for i, given in enumerate(tools):
-        tool = _read_tool(f"tools[{i}]", given)
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            notes.change(f"tools: {named(kind)}")
+            continue
+        tool, function = _read_tool(f"tools[{i}]", given, notes)
+        shown.append({"type": "function", "function": function})
         if tool.name in known:
             raise ApiError(400, f"tools[{i}] has the name {tool.name!r}, which another tool has", param=f"tools[{i}]")
         known[tool.name] = tool
     mode, names = _read_choice(choice, known)
     if not known or mode == "none":
         return Offered()
-    options: dict[str, Any] = {"tools": tools, "tool_choice": mode}
+    options: dict[str, Any] = {"tools": shown, "tool_choice": mode}
     if names is not None:
         options["allowed_tools"] = names
         known = {name: known[name] for name in names}
@@ -65,15 +78,9 @@ def read_name(place: str, tool: dict[str, Any]) -> str:
     return name
 
 
-def _read_tool(place: str, given: Any) -> Tool:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if kind != "function":
-        shown = kind[:32] if isinstance(kind, str) else type(given).__name__
-        raise ApiError(
-            400, f"{place} is of type {shown!r}: only tools of type 'function' are offered", code="unsupported",
-            param=place,
-        )  # fmt: skip
-    function = given.get("function")
+def _read_tool(place: str, given: Any, notes: Notes) -> tuple[Tool, dict[str, Any]]:
+    """Return a tool, and its function as the template sees it."""
+    function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict):
         raise ApiError(400, f"{place}.function must be an object with a name", param=f"{place}.function")
     name, parameters = read_name(f"{place}.function", function), function.get("parameters")
@@ -81,10 +88,11 @@ def _read_tool(place: str, given: Any) -> Tool:
         raise ApiError(400, f"{place}.function.parameters must be a JSON schema, which is an object", param=place)
     if function.get("strict") not in (None, True, False):
         raise ApiError(400, f"{place}.function.strict must be true or false", param=f"{place}.function.strict")
-    for key in function:
-        if key not in FUNCTION_KEYS:
-            raise ApiError(400, f"{place}.function has an unknown key {key[:64]!r}", param=f"{place}.function")
-    return Tool(name, parameters or {})
+    for keys, known, inside in ((given, ("type", "function"), ""), (function, FUNCTION_KEYS, "function.")):
+        for key, value in keys.items():
+            if value is not None and key not in known and key not in DROPPED:
+                notes.ignore(f"tools.{inside}{key}", f"{place}.{inside}{key}")
+    return Tool(name, parameters or {}), {key: function[key] for key in FUNCTION_KEYS if function.get(key) is not None}
 
 
 def _read_choice(choice: Any, known: dict[str, Tool]) -> tuple[str, list[str] | None]:
@@ -93,9 +101,16 @@ def _read_choice(choice: Any, known: dict[str, Tool]) -> tuple[str, list[str] | 
         return choice or "auto", None
     if choice == "required":
         if not known:
-            raise ApiError(400, "tool_choice is required, and there are no tools: give tools", param="tool_choice")
+            raise ApiError(
+                400, "tool_choice is required, and there are no tools of type function: give some", param="tool_choice"
+            )
         return "required", None
     kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "custom":
+        raise ApiError(
+            400, "tool_choice names a tool of type custom, which was left out: choose a function", code="unsupported",
+            param="tool_choice",
+        )  # fmt: skip
     if kind == "function":
         return "required", [_known_name(choice, "tool_choice", known)]
     if kind == "allowed_tools":

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Final
 
 from gateway.http.errors import ApiError
 from gateway.http.fields import object_in
 from gateway.http.notes import Notes, named
-from gateway.openai.options import ABOUT_THE_ACCOUNT, OWN, Wanted, read_chat
+from gateway.openai.foreign_options import ABOUT_THE_ACCOUNT, SYNONYMS, TRANSLATED, settle
+from gateway.openai.options import OWN, Wanted, read_chat
 from gateway.responses.items import read_input
 from gateway.responses.tools import read_choice, read_tools
 
@@ -18,23 +18,24 @@ NOT_OFFERED: Final = {
     "prompt": "prompts are not stored: send instructions and input",
     "top_logprobs": "log-probabilities are offered at /v1/chat/completions",
     "context_management": "compaction is not offered: send fewer items in input",
-    "moderation": "moderation is not offered",
+    "moderation": "leave it out",
+    "logprobs": "log-probabilities are offered at /v1/chat/completions",
 }
 """Options that are refused, each with the remedy. A value that asks for nothing is as good as none."""
 IGNORED: Final = ABOUT_THE_ACCOUNT | {"max_tool_calls", "client_metadata"}
 """Options that say nothing about the answer. ``max_tool_calls`` limits OpenAI's own tools, of which there are none."""
 KNOWN: Final = (
-    OWN - {"max_tokens", "max_completion_tokens", "max_length", "json_schema", "stop_sequence", "logprobs"}
+    OWN
     | IGNORED
     | set(NOT_OFFERED)
     | {
         "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "include",
         "max_output_tokens", "truncation", "stream", "stream_options", "chat_template_kwargs", "reasoning_budget",
-        "previous_response_id",
+        "previous_response_id", "n",
     }
 )  # fmt: skip
 TAKEN_OVER: Final = (
-    "model", "stream", "stream_options", "parallel_tool_calls", "chat_template_kwargs", "reasoning_budget"
+    "model", "stream", "stream_options", "parallel_tool_calls", "chat_template_kwargs", "reasoning_budget", "n"
 )  # fmt: skip
 """Options that the chat API has by the same names, besides those of modelctl itself."""
 ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -77,26 +78,30 @@ def read_request(
     for name, value in body.items():
         if value and name in NOT_OFFERED:
             raise ApiError(400, f"{name} is not offered: {NOT_OFFERED[name]}", code="unsupported", param=name)
-        if name not in KNOWN and value is not None:
-            near = get_close_matches(name[:64], KNOWN, 1)
-            hint = f": did you mean {near[0]}?" if near else ": leave it out"
-            raise ApiError(400, f"unknown option {name[:64]!r}{hint}", param=name[:64])
+        if name not in KNOWN and name not in SYNONYMS and name not in TRANSLATED:
+            settle(name, value, KNOWN, notes)
     seals = _read_include(body, notes)
     if body.get("truncation") not in (None, "disabled"):  # a prompt that is too long is refused
         notes.change("truncation=disabled")
-    chat: dict[str, Any] = {name: body[name] for name in OWN & KNOWN if name in body}
+    chat = {name: body[name] for name in body if name in OWN or name in SYNONYMS or name in TRANSLATED}
+    for name in NOT_OFFERED:
+        chat.pop(name, None)
     chat |= {name: body.get(name) for name in TAKEN_OVER}
     items = body.get("input")
     chat["messages"] = read_input(body.get("instructions"), items, notes, unseal).messages()
-    chat["max_tokens"] = body.get("max_output_tokens")
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
     offered = read_tools(body.get("tools"), items, notes)
     chat["tools"] = offered.functions
     chat["tool_choice"] = read_choice(body.get("tool_choice"), offered)
     chat["response_format"] = _read_format(text := object_in(body, "text"))
     if text.get("verbosity") not in (None, "medium"):
         notes.change("text.verbosity")
-    chat["reasoning_effort"] = _read_effort(object_in(body, "reasoning"))
+    if (effort := _read_effort(object_in(body, "reasoning"))) is not None:
+        chat["reasoning_effort"] = effort
     wanted = read_chat(chat, notes)
+    if wanted.n != 1:
+        raise ApiError(400, "n is not offered: one response has one answer", code="unsupported", param="n")
     wanted.names.update(NAMES)
     return Asked(wanted, _echoed(body) | {"store": stores}, offered.namespaces, seals)
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 import orjson
 import pytest
 
-from gateway.openai.options import ABOUT_THE_ACCOUNT, CHAT_ONLY, NOT_OFFERED, OWN
+from gateway.openai.foreign_options import IGNORED, NO_EFFECT, NOT_OFFERED, SYNONYMS
+from gateway.openai.options import CHAT_ONLY, OWN
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
 
@@ -29,9 +30,8 @@ NAMES: Final = sorted(
     | {"system", "stop_sequences", "thinking", "output_config", "output_format", "mcp_servers", "container"}
     | OWN
     | CHAT_ONLY
-    | ABOUT_THE_ACCOUNT
-    | set(NOT_OFFERED)
 )
+FOREIGN: Final = sorted(NO_EFFECT | IGNORED | set(SYNONYMS) | set(NOT_OFFERED) | {"temprature", "a b", "x" * 100})
 
 
 def nested(depth: int) -> list[bytes]:
@@ -79,7 +79,10 @@ def test_random_options_cause_no_fault() -> None:
     ):
         for _ in range(REQUESTS):
             path = chance.choice(list(BODIES))
-            changes = {chance.choice(NAMES): chance.choice(VALUES) for _ in range(chance.choice((1, 1, 2, 3)))}
+            changes = {
+                chance.choice(chance.choice((NAMES, FOREIGN))): chance.choice(VALUES)
+                for _ in range(chance.choice((1, 1, 2, 3)))
+            }
             body = {name: orjson.Fragment(value) for name, value in changes.items()}
             connection.request("POST", path, orjson.dumps(BODIES[path] | body))
             response = connection.getresponse()
