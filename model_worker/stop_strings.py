@@ -1,49 +1,117 @@
 """Stop strings in a text that comes in pieces. Pure Python."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from functools import lru_cache
+
+
+class _State:
+    """A beginning that some stop strings share: the longest one that the text ends with.
+
+    first, last  the stop strings with this beginning, as a range of the sorted ones
+    length       its characters
+    shorter      the state of the longest shorter beginning that it ends with; None at the root
+    ends         characters of the longest stop string that it ends with; 0 for none
+    after        the states that were reached from here, by the next character
+    """
+
+    __slots__ = ("after", "ends", "first", "last", "length", "shorter")
+
+    def __init__(self, first: int, last: int, length: int) -> None:
+        self.first, self.last, self.length = first, last, length
+        self.shorter: _State | None = None
+        self.ends = 0
+        self.after: dict[str, _State] = {}
 
 
 class StopMatcher:
     """Passes text on up to the first stop string. Holds text back that may be the beginning of a stop string.
 
     The stop string that ends first wins. Of several that end at the same character, the longest wins. So the result
-    does not depend on how the text was divided into pieces. Empty stop strings are ignored. A character costs a few
-    steps at most, whatever the stop strings are (Knuth-Morris-Pratt search), so that no request slows down others.
+    does not depend on how the text was divided into pieces. Empty stop strings are ignored.
+
+    All stop strings are searched at once (Aho-Corasick), so a character costs a few steps, however many there are. A
+    state of the automaton is made when a text first reaches it, by a search in the sorted stop strings. To make all
+    states of 64 KiB of stop strings at the beginning would take 100 ms, in which no answer of the model goes on.
 
     found  the stop string that was found; None before
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.found: str | None = None
-        self._stops = tuple(s for s in stops if s)
+        self._stops = sorted({s for s in stops if s})
         self._first = frozenset(s[0] for s in self._stops)
-        self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
+        self._root = self._state = _State(0, len(self._stops), 0)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return (text to deliver, whether a stop string was found). Do not push after one was found."""
         if not self._held and self._first.isdisjoint(text):
             return text, False
-        found: list[tuple[int, int, str]] = []  # (end, begin) in ``whole``, and the stop string
-        held, whole = len(self._held), self._held + text
-        for i, stop in enumerate(self._stops):
-            end, self._matched[i] = _search(text, stop, self._matched[i])
-            if end >= 0:
-                found.append((held + end, held + end - len(stop), stop))
-        if found:
-            self._held = ""
-            _, begin, self.found = min(found)
-            return whole[:begin], True
-        out = len(whole) - max(self._matched)
+        state = self._state
+        for end, character in enumerate(text, 1):
+            state = self._next(state, character)
+            if state.ends:
+                whole, end = self._held + text, len(self._held) + end
+                self._held, self._state = "", self._root
+                self.found = whole[end - state.ends : end]
+                return whole[: end - state.ends], True
+        self._state = state
+        whole = self._held + text
+        out = len(whole) - state.length
         self._held = whole[out:]
         return whole[:out], False
 
     def flush(self) -> str:
         """Return the text that was held back and turned out to be no stop string."""
-        held, self._held = self._held, ""
-        self._matched = [0] * len(self._stops)
+        held, self._held, self._state = self._held, "", self._root
         return held
+
+    def _next(self, state: _State, character: str) -> _State:
+        """Return the state behind a state and a character. Make the states that are missing on the way.
+
+        The same character leads from each shorter beginning to the next one's shorter beginning. So one walk over them
+        finds the state, and what it needs.
+        """
+        made: list[_State] = []
+        at: _State | None = state
+        found = self._root
+        while at is not None:
+            known = at.after.get(character)
+            new = None if known is not None else self._longer(at, character)
+            if known is not None or new is not None:
+                reached = known or new
+                assert reached is not None
+                if made:
+                    made[-1].shorter = reached
+                else:
+                    found = reached
+                if known is not None:
+                    break
+                made.append(reached)
+            at = at.shorter
+        else:
+            if made:
+                made[-1].shorter = self._root
+        for one in reversed(made):  # the shortest first: a longer one may end with it
+            if not one.ends and one.shorter is not None:
+                one.ends = one.shorter.ends
+        return found
+
+    def _longer(self, state: _State, character: str) -> _State | None:
+        """Make the state of a beginning with one more character. None if no stop string begins so."""
+        length = state.length
+
+        def there(stop: str) -> str:
+            return stop[length : length + 1]
+
+        first = bisect_left(self._stops, character, state.first, state.last, key=there)
+        last = bisect_right(self._stops, character, first, state.last, key=there)
+        if first == last:
+            return None
+        longer = state.after[character] = _State(first, last, length + 1)
+        if len(self._stops[first]) == length + 1:  # sorted, it is before the longer ones
+            longer.ends = length + 1
+        return longer
 
 
 class ContentStops:
@@ -122,39 +190,3 @@ class ContentStops:
     def flush(self) -> str:
         """Return the text that was held back and turned out to be no stop string."""
         return self._matcher.flush()
-
-
-def _search(text: str, stop: str, matched: int) -> tuple[int, int]:
-    """Search a stop string in the next piece of a text.
-
-    Returns (index in ``text`` where the stop string first ends, or -1; number of its characters that the text ends
-    with).
-
-    matched  number of its characters directly before the piece
-    """
-    at = 0
-    if not matched:
-        at = text.find(stop[0])
-        if at < 0:
-            return -1, 0
-    shorter = _shorter_matches(stop)
-    for end, character in enumerate(text[at:], at + 1):
-        while matched and stop[matched] != character:
-            matched = shorter[matched]
-        if stop[matched] == character:
-            matched += 1
-            if matched == len(stop):
-                return end, 0
-    return -1, matched
-
-
-@lru_cache(maxsize=256)
-def _shorter_matches(stop: str) -> tuple[int, ...]:
-    """Return for each number of matched characters, less than all, the next smaller number that also matches."""
-    counts = [0, 0]
-    for end in range(1, len(stop) - 1):
-        count = counts[end]
-        while count and stop[count] != stop[end]:
-            count = counts[count]
-        counts.append(count + 1 if stop[count] == stop[end] else 0)
-    return tuple(counts)

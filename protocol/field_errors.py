@@ -90,6 +90,8 @@ def request_error(
         rule = f"must be {_MUST_BE[kind].format(**limits)}"
     else:
         rule = error["msg"]
+    if kind == "value_error" and len(path) > 1 and isinstance(error["input"], dict):
+        return RequestError(f"{shown}: {rule}", field=shown)  # something in the map is wrong, and not that it is one
     return RequestError(f"{shown} is {_show(error['input'])}: {rule}" if name else rule, field=shown)
 
 

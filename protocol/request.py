@@ -32,6 +32,8 @@ CONSTRAINTS = ("json_schema", "regex", "choice")
 """Fields that constrain the shape of the answer."""
 LEAST_LOOP, MOST_LOOP = 12, 4096
 """The lowest and the highest stop_on_loop that is not off."""
+MOST_STOP_BYTES = 1 << 16
+"""Bytes of all stop strings of a request together, in UTF-8."""
 LONGEST_SCHEMA = 1 << 18
 """Characters of a JSON schema, written without spaces."""
 
@@ -71,11 +73,12 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves of the context. Without
     it, such a request is refused."""
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
-        Field(strict=False, max_length=16, fail_fast=True),
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(strict=False, fail_fast=True),
         BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     ] = ()
-    """Strings that end the answer. They are not part of it. One string stands for a list of one."""
+    """Strings that end the answer. They are not part of it. One string stands for a list of one. All of them together
+    have at most 64 KiB of text."""
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Least tokens of the answer. Until then no end token is drawn, and stop strings do not end the answer."""
     stop_on_loop: Annotated[int, Field(ge=0, le=MOST_LOOP)] = 0
@@ -157,6 +160,14 @@ class GenerateRequest(SamplingParams, ChatFields):
         if token_ids is not None and (not token_ids or len(token_ids) % 4):
             raise ValueError("must be at least one id of 4 bytes (u32, little endian)")
         return token_ids
+
+    @field_validator("stop")
+    @classmethod
+    def _bounded_stops(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        size = sum(len(each.encode(errors="surrogatepass")) for each in stop)
+        if size > MOST_STOP_BYTES:
+            raise ValueError(f"must have at most {MOST_STOP_BYTES} bytes of text in all, not {size}")
+        return stop
 
     @field_validator("stop_on_loop")
     @classmethod

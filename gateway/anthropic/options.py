@@ -87,7 +87,7 @@ def _shown(thinking: dict[str, Any]) -> Thinking:
 
 def _read_max_tokens(given: Any) -> int:
     if type(given) is not int or given < 1:
-        shown = given if isinstance(given, int | float) else type(given).__name__
+        shown = "missing" if given is None else given if isinstance(given, int | float) else "no number"
         raise ApiError(400, f"max_tokens is {shown}: must be a whole number of at least 1", param="max_tokens")
     return given
 

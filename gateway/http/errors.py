@@ -86,7 +86,25 @@ def error_body(error: ApiError | WireError) -> dict[str, Any]:
         code, param = error.code, error.param
     else:
         code, param = code_of(error.code), error.field and error.field.removeprefix("route.")
-    return {"error": {"message": error.message, "type": type_of(status_of(error)), "param": param, "code": code}}
+    return {"error": {"message": _message(error), "type": type_of(status_of(error)), "param": param, "code": code}}
+
+
+def _message(error: ApiError | WireError) -> str:
+    """Return the message of an error.
+
+    LiteLLM, LangChain and others recognise a prompt that is too long by OpenAI's sentence. Then they shorten it, or
+    choose another model.
+    """
+    if isinstance(error, ApiError) or error.code is not ErrorCode.CONTEXT_OVERFLOW or error.field == "max_tokens":
+        return error.message
+    remedy = "Please reduce the length of the messages or the prompt."
+    if error.overflow is None:
+        return f"This model's maximum context length is exceeded: prompt is too long: {error.message}. {remedy}"
+    tokens, context = error.overflow
+    return (
+        f"This model's maximum context length is {context} tokens. However, your prompt is too long: it has {tokens} "
+        f"tokens. {remedy}"
+    )
 
 
 def error_headers(error: ApiError | WireError) -> dict[str, str]:

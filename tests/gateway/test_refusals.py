@@ -217,6 +217,23 @@ def test_the_openai_package_raises_its_own_errors_and_does_not_try_again(port: i
         assert (refused.value.param, refused.value.code) == ("temperature", "invalid_request")
 
 
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(port: int) -> None:
+    """LiteLLM looks for the first words or for "prompt is too long", LangChain for the code."""
+    for path, more in (("completions", {"prompt": "x" * 4200}), ("chat/completions", {"messages": long_chat()})):
+        status, _, answer = ask(port, "POST", f"/v1/{path}", {"model": "m"} | more)
+        error = answer["error"]
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, ")
+        assert "prompt is too long" in error["message"]
+        assert error["message"].endswith("Please reduce the length of the messages or the prompt.")
+    huge = ask(port, "POST", "/v1/completions", {"model": "m", "prompt": "x" * 1_000_000})[2]["error"]
+    assert huge["message"].startswith("This model's maximum context length is exceeded: prompt is too long: ")
+
+
+def long_chat() -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "x" * 4200}]
+
+
 def test_every_code_has_a_status() -> None:
     assert set(STATUS) == set(ErrorCode)
     assert set(NAMES) <= set(ErrorCode)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from model_worker.stop_strings import StopMatcher, _shorter_matches
+from model_worker.stop_strings import StopMatcher
 from model_worker.text import Detokenizer, TextStream
 
 no_deadline = settings(deadline=None)  # a slow machine must not fail the test
@@ -195,13 +195,21 @@ def test_stop_strings_made_to_be_slow_are_not() -> None:
             return super().__getitem__(key)  # type: ignore[index]
 
     matcher = StopMatcher([Counted("a" * 250 + end) for end in "bcdefghijk"])
-    _shorter_matches.cache_clear()
-    matcher.push("a")  # the matcher prepares each stop string once
     compared = 0
     for _ in range(300):
         matcher.push("aaa!")
         matcher.push("a")
     assert compared < 10 * 300 * 5 * 3
+    # 64 KiB of stop strings: a character costs a few searches among sorted ones.
+    many = [Counted(f"{i:04x}{'é' * 2}") for i in range(1 << 13)]
+    matcher = StopMatcher(many)
+    compared = 0
+    for i in range(300):
+        assert not matcher.push(f"{i:04x}012z")[1]
+    assert compared < 300 * 8 * 5 * 2 * 14
+    assert matcher.push("1fffé") == ("", False)
+    assert matcher.push("é!")[1]
+    assert matcher.found == many[-1]
 
 
 def test_only_what_may_be_a_stop_string_is_held() -> None:

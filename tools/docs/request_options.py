@@ -107,7 +107,7 @@ _NAMES = {"string": "text", "boolean": "true or false", "integer": "whole number
 
 def _plural(items: Mapping[str, Any]) -> str:
     if items.get("type") == "string":
-        return f"texts of at most {items['maxLength']} characters"
+        return f"texts of at most {items['maxLength']} characters" if "maxLength" in items else "texts"
     return {"integer": "token ids", "object": "maps"}.get(items.get("type", ""), "messages")
 
 
