@@ -17,6 +17,7 @@ JSON for each question, in the order of the questions:
 
 Each line may also hold
     {"sleep_bytes": bytes}, the host memory that the model takes while it sleeps; 0 if it cannot sleep on so many GPUs
+    {"template": file}, the file of the directory that holds the chat template; "" without one
     {"unchecked": text}, the parts that cannot be checked here because a package is not installed
 """
 
@@ -59,8 +60,7 @@ def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
         if spec.engine == "exllamav2":
             return _of_exllamav2(spec, question)
         if spec.engine == "transformers":
-            unknown = f"there is no estimate for engine {spec.engine}"
-            return {"unknown": unknown, "sleep_bytes": _check_transformers(spec, question)}
+            return _of_transformers(spec, question)
         return {"unknown": f"there is no estimate for engine {spec.engine}"}
     except LoadError as e:
         return {"faults": [_fault(str(fault), fault.key) for fault in (e, *e.also)]}
@@ -69,8 +69,8 @@ def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
         return {"faults": [_fault(message)]}
 
 
-def _check_transformers(spec: Any, question: dict[str, Any]) -> int:
-    """Return the bytes of the model's weights. Raises LoadError for a model that cannot be loaded."""
+def _of_transformers(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a model. Raises LoadError for a model that cannot be loaded."""
     from model_worker.engines.embedded.check import OFFERED, check
     from model_worker.engines.vetting import Faults
     from model_worker.intake import check_defaults
@@ -80,7 +80,16 @@ def _check_transformers(spec: Any, question: dict[str, Any]) -> int:
     faults.of(lambda: check_defaults(question["sampling"], OFFERED))
     faults.raise_found()
     assert checked is not None
-    return sum(tensor.elements * FLOAT32 for tensor in checked.directory.tensors.values())
+    unknown = f"there is no estimate for engine {spec.engine}"
+    sleeping = sum(tensor.elements * FLOAT32 for tensor in checked.directory.tensors.values())
+    return {"unknown": unknown, "sleep_bytes": sleeping, "template": _template(checked.directory)}
+
+
+def _template(directory: Any) -> str:
+    from model_worker.engines.template_files import find_template
+
+    found = find_template(directory)
+    return found.file if found is not None else ""
 
 
 def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     if question["counts"][0] == 1:  # the memory of one GPU only can be given back
         models = [checked.directory] if checked.draft is None else [checked.directory, checked.draft]
         sleeping = sum(map(weight_bytes, models)) + checked.options.sleep_cache
-    return {"needs": needs, "sleep_bytes": sleeping}
+    return {"needs": needs, "sleep_bytes": sleeping, "template": _template(checked.directory)}
 
 
 def _fault(message: str, key: str | None = None, machine: bool = False) -> dict[str, Any]:

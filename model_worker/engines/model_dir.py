@@ -66,6 +66,7 @@ class ModelDir:
         self.config = faults.of(lambda: self._json("config.json", required=True)) or {}
         self.generation_config = faults.of(lambda: self._json("generation_config.json")) or {}
         self.tokenizer_config = faults.of(lambda: self._json("tokenizer_config.json")) or {}
+        self._special_tokens_map = faults.of(lambda: self._json("special_tokens_map.json")) or {}
         self.quantize_config = faults.of(lambda: self._json("quantize_config.json")) or {}
         faults.of(lambda: self._json("added_tokens.json"))  # ExLlamaV2's tokenizer reads this file
         faults.of(self._check_tokenizer)
@@ -132,6 +133,23 @@ class ModelDir:
         """Return the bytes of all weight files."""
         return sum(file.stat().st_size for file in self.weights)
 
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """Return the texts of the special tokens by name: {"bos_token": "<s>", ...}.
+
+        As in transformers, an entry of special_tokens_map.json replaces that of tokenizer_config.json, unless the
+        latter file describes its tokens itself (added_tokens_decoder). Then it comes first.
+        """
+        files = [self.tokenizer_config, self._special_tokens_map]
+        if "added_tokens_decoder" not in self.tokenizer_config:
+            files.reverse()
+        found: dict[str, str] = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            given = next((file[name] for file in files if name in file), None)
+            if (text := token_text(given)) is not None:
+                found[name] = text
+        return found
+
     def eos_ids(self, token_id: Any) -> frozenset[int]:
         """Return every id that ends an answer: of generation_config.json, config.json and the tokenizer's own end
         token.
@@ -144,7 +162,7 @@ class ModelDir:
         for config in (self.generation_config, self.text_config, self.config):
             ids = config.get("eos_token_id")
             found.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < MOST_IDS)
-        token = token_text(self.tokenizer_config.get("eos_token"))
+        token = self.special_tokens.get("eos_token")
         own = token_id(token) if token else None
         return frozenset(found if own is None else found | {own})
 

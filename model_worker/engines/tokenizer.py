@@ -12,10 +12,11 @@ import jinja2
 import tokenizers
 
 from model_worker.engine import PLAIN, ChatTemplate, Layout, LoadError
-from model_worker.engines.model_dir import MOST_IDS, ModelDir, token_text
+from model_worker.engines.model_dir import MOST_IDS, ModelDir
+from model_worker.engines.template_files import find_template
 from model_worker.engines.token_pieces import NoPieces, decode_without, read_pieces, special_tokens
 from model_worker.engines.tokenizer_growth import check_growth
-from model_worker.engines.vetting import TEMPLATE_BYTES, is_panic, read_bytes
+from model_worker.engines.vetting import TEMPLATE_BYTES, is_panic
 from model_worker.stop_strings import ContentStops
 from model_worker.template_child import environment
 from model_worker.text import Decode, Pieces, TextStream
@@ -45,8 +46,7 @@ class Tokenizer:
             )
         config = directory.tokenizer_config
         self._add_bos = config.get("add_bos_token")
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        self._special = {name: text for name in names if (text := token_text(config.get(name)))}
+        self._special = directory.special_tokens
         self._bos_id = self.token_id(self._special.get("bos_token", ""))
         self.eos_ids = directory.eos_ids(self.token_id)
         self._special_names = special_tokens(self._tokenizer)
@@ -169,24 +169,12 @@ class Tokenizer:
 
 
 def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """Return the chat template, or None. It is in a file, in several files, or in tokenizer_config.json. transformers
-    looks in the same places."""
-    given = directory.tokenizer_config.get("chat_template")
-    if isinstance(given, list):
-        named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
-    else:
-        named = {"default": given}
-    for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
-        if (file := directory.path / place).is_file():
-            try:
-                named[name] = read_bytes(file, TEMPLATE_BYTES).decode()
-            except ValueError as e:
-                raise LoadError(f"{file} cannot be read: {e}") from None
-    source, tool_source = (text if isinstance(text := named.get(name), str) else "" for name in ("default", "tool_use"))
-    if not source:
+    """Return the chat template, or None. Raises LoadError for one that cannot be parsed."""
+    found = find_template(directory)
+    if found is None:
         return None
     try:
-        for text in (source, tool_source):
+        for text in (found.source, found.tool_source or ""):
             if len(text) > TEMPLATE_BYTES:
                 raise ValueError(f"it has {len(text)} characters, at most {TEMPLATE_BYTES} are read")
             environment().parse(text)  # parse only: compiling a template may compute its constant expressions
@@ -194,4 +182,4 @@ def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatT
         raise LoadError(f"the chat template of {directory.path} cannot be read: it is nested too deeply") from None
     except (jinja2.TemplateError, ValueError) as e:  # ValueError: also for a number with very many digits
         raise LoadError(f"the chat template of {directory.path} cannot be read: {str(e)[:300]}") from None
-    return ChatTemplate(source, special_tokens, tool_source or None)
+    return ChatTemplate(found.source, special_tokens, found.tool_source)

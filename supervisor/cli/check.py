@@ -13,7 +13,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import SCHEMA, find_config
 from supervisor.cli.figures import name_lines
-from supervisor.cli.hints import say
+from supervisor.cli.hints import ADD_TEMPLATE, say
 from supervisor.cli.options import as_json, config_file
 from supervisor.compiled_modules import loss
 
@@ -70,13 +70,16 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     if as_json:
         unchecked = {"unchecked": checked.unchecked} if checked.unchecked else {}
         notes = {"notes": examined.config.notes} if examined.config.notes else {}
-        click.echo(json.dumps({"ok": True, "models": names, **unchecked, **notes}, indent=2))
+        templates = {"templates": checked.templates} if checked.templates else {}
+        click.echo(json.dumps({"ok": True, "models": names, **templates, **unchecked, **notes}, indent=2))
         return exit_codes.OK
     click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
     for note in examined.config.notes:
         click.echo(note)
     for line in name_lines({name: examined.config.names.describe(name) for name in names}):
         click.echo(line)
+    for name, found in checked.templates.items():
+        click.echo(f"{name}: chat template in {found}" if found else f"{name}: {ADD_TEMPLATE}")
     if checked.unknown:
         click.echo(f"not looked into, because only their own engine can: {', '.join(checked.unknown)}")
     for what in dict.fromkeys(checked.unchecked.values()):
@@ -139,12 +142,14 @@ class Checked:
     of_machine  problems of this machine: a GPU or a package that it lacks
     unknown     models that only their own engine can check
     unchecked   what cannot be checked here, by model
+    templates   the file with the chat template, by model; "" for a model without one
     """
 
     of_file: "list[Problem]"
     of_machine: "list[Problem]"
     unknown: list[str]
     unchecked: dict[str, str] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)
 
 
 def check_all(examined: "Examined", *, elsewhere: bool) -> Checked:
@@ -167,6 +172,7 @@ def check_all(examined: "Examined", *, elsewhere: bool) -> Checked:
         of_machine=of_machine if elsewhere else [*of_machine, *_of_missing_gateway(examined)],
         unknown=[name for name, spec in models.items() if spec.config.engine not in VETTED],
         unchecked={name: answer.unchecked for name, answer in known.items() if answer.unchecked is not None},
+        templates={name: answer.template for name, answer in known.items() if answer.template is not None},
     )
 
 

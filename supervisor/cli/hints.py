@@ -24,6 +24,9 @@ _ANYWHERE = frozenset(
 _needed: dict[str, str] = {}
 """The options that hints repeat: option → value. A process runs one command only."""
 
+ADD_TEMPLATE = "no chat template, so there are no conversations: add the model's chat_template.jinja to its directory"
+"""The words about a model without a chat template."""
+
 
 def need(option: str, value: object) -> None:
     """Make hints repeat an option.

@@ -14,7 +14,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import NAME, SCHEMA
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.hints import say
+from supervisor.cli.hints import ADD_TEMPLATE, say
 from supervisor.cli.options import as_json
 from supervisor.config import DEMO_PREFIX, demo_models
 
@@ -30,11 +30,13 @@ Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
 class Entry:
     """One model of the file.
 
-    keys  the keys of its entry in models.yaml
+    keys      the keys of its entry in models.yaml
+    template  the file with its chat template; "" without one, None if that is not known
     """
 
     name: str
     keys: dict[str, Any]
+    template: str | None = None
 
 
 @click.command(
@@ -118,8 +120,9 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
         if isinstance(choice, str):
             left_out[str(path)] = choice
             continue
+        keys, template = choice
         name = name_of(path, {entry.name for entry in entries})
-        entries.append(Entry(name, {"model_dir": str(path), **choice}))
+        entries.append(Entry(name, {"model_dir": str(path), **keys}, template))
     if not entries:
         reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
         message = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
@@ -130,8 +133,8 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
     return entries, left_out
 
 
-def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
-    """Return the keys that suit each model, or why no engine can load it.
+def _choose(directories: Sequence[Path]) -> dict[Path, tuple[dict[str, Any], str | None] | str]:
+    """Return the keys that suit each model and the file with its chat template, or why no engine can load it.
 
     On a machine with a GPU, engine exllamav2 is tried before engine transformers. On other machines transformers is
     first.
@@ -142,7 +145,7 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
     engines: list[dict[str, Any]] = [{"engine": "exllamav2", "gpu": "auto"}, {"engine": "transformers", "gpu": "cpu"}]
     if not _has_gpu():
         engines.reverse()
-    chosen: dict[Path, dict[str, Any] | str] = {}
+    chosen: dict[Path, tuple[dict[str, Any], str | None]] = {}
     reasons: dict[Path, dict[str, str]] = {path: {} for path in directories}
     for engine in engines:
         left = [path for path in directories if path not in chosen]
@@ -153,7 +156,8 @@ def _choose(directories: Sequence[Path]) -> dict[Path, dict[str, Any] | str]:
             left = []
             for path, estimated in answers.items():
                 if not estimated.faults:
-                    chosen[path] = engine if context is None else {**engine, "max_seq_len": context}
+                    keys = engine if context is None else {**engine, "max_seq_len": context}
+                    chosen[path] = keys, estimated.template
                 elif context is not None and all(fault.key == "max_seq_len" for fault in estimated.faults):
                     left.append(path)  # the model has less context: try with its own
                 else:
@@ -217,16 +221,23 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
 def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], as_json: bool) -> None:
     """Say what was written, what was left out, and what is missing on this machine."""
     if as_json:
-        models = [{"name": entry.name, **entry.keys} for entry in entries]
+        models = [{"name": entry.name, **entry.keys, **_template_key(entry)} for entry in entries]
         out = [{"model_dir": path, "why": why} for path, why in left_out.items()]
         click.echo(json.dumps({"file": str(file), "models": models, "left_out": out}, indent=2))
         return
     for path, why in left_out.items():
         say(f"left out: {_printable(path)}: {why}")
     click.echo(f"{file}: written; models: {', '.join(entry.name for entry in entries)}")
+    for entry in entries:
+        if entry.template is not None:
+            click.echo(f"{entry.name}: " + (f"chat template in {entry.template}" if entry.template else ADD_TEMPLATE))
     engines = dict.fromkeys(str(entry.keys["engine"]) for entry in entries)
     for missing in filter(None, map(missing_for, engines)):
         click.echo(f"before they can be served here: {missing}")
+
+
+def _template_key(entry: Entry) -> dict[str, str]:
+    return {} if entry.template is None else {"template": entry.template}
 
 
 def _printable(text: str) -> str:

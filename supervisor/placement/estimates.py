@@ -69,6 +69,7 @@ class Estimated:
     faults     why the model cannot be loaded
     retry      with ``faults``: whether another try may help
     unchecked  the parts of the model that cannot be checked here, because a package is not installed, with the remedy
+    template   the file of the directory that holds the chat template; "" without one, None if that is not known
     sleep_bytes  host memory that the model takes while it sleeps; 0 if it cannot sleep, None if that is not known
     """
 
@@ -78,6 +79,7 @@ class Estimated:
     retry: bool = False
     unchecked: str | None = None
     sleep_bytes: int | None = None
+    template: str | None = None
 
     @property
     def error(self) -> str | None:
@@ -247,9 +249,11 @@ def answers(descriptor: int) -> list[Estimated]:
 
 def _read(line: bytes) -> Estimated:
     reply: dict[str, Any] = json.loads(line)
-    unchecked, sleep_bytes = reply.get("unchecked"), reply.get("sleep_bytes")
+    unchecked, sleep_bytes, template = reply.get("unchecked"), reply.get("sleep_bytes"), reply.get("template")
     if "needs" in reply:
         needs = {int(count): Needs(**parts) for count, parts in reply["needs"].items()}
-        return Estimated(needs=needs, unchecked=unchecked, sleep_bytes=sleep_bytes)
+        return Estimated(needs=needs, unchecked=unchecked, sleep_bytes=sleep_bytes, template=template)
     faults = tuple(Fault(**fault) for fault in reply.get("faults", ()))
-    return Estimated(unknown=reply.get("unknown"), faults=faults, unchecked=unchecked, sleep_bytes=sleep_bytes)
+    return Estimated(
+        None, reply.get("unknown"), faults, unchecked=unchecked, sleep_bytes=sleep_bytes, template=template
+    )

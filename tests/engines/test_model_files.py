@@ -3,16 +3,20 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.template_files import find_template
+from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import parse_json
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.hostile_directories import DEMO
-from tests.engines.random_model import edit_json
+from tests.engines.random_model import edit_json, write_tokenizer
 
 VERY_LARGE_INTEGER = int(1e30)
 """The length that transformers writes for "without a limit": 1000000000000000019884624838656."""
@@ -105,3 +109,68 @@ def test_engine_transformers_says_which_names_it_reads(model: Path) -> None:
     index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
     shutil.copy(model / "output.safetensors", model / "consolidated.safetensors")
     load(model)
+
+
+# special tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "mapped", "bos"),
+    [
+        ({}, {"bos_token": "<s>"}, "<s>"),
+        ({}, {"bos_token": {"content": "<s>", "lstrip": False}}, "<s>"),
+        ({"bos_token": "</s>"}, {"bos_token": "<s>"}, "<s>"),
+        ({"bos_token": "<s>"}, {"eos_token": "</s>"}, "<s>"),
+        ({"bos_token": "<s>", "added_tokens_decoder": {}}, {"bos_token": "</s>"}, "<s>"),
+        ({"bos_token": None}, {"bos_token": "<s>"}, "<s>"),
+        ({"bos_token": None, "added_tokens_decoder": {}}, {"bos_token": "<s>"}, None),
+        ({"bos_token": "<s>"}, {"bos_token": ["x"]}, None),
+    ],
+)
+def test_special_tokens_map_is_read_as_in_transformers(
+    model: Path, config: dict[str, Any], mapped: dict[str, Any], bos: str | None
+) -> None:
+    write_tokenizer(model)
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+    (model / "special_tokens_map.json").write_text(json.dumps(mapped))
+    ours = ModelDir(str(model)).special_tokens
+    assert ours.get("bos_token") == bos
+    if not isinstance(mapped.get("bos_token"), list):
+        theirs = transformers.AutoTokenizer.from_pretrained(str(model)).special_tokens_map
+        assert {name: text for name, text in theirs.items() if name in ours} == ours
+
+
+def test_a_beginning_that_stands_only_there_is_in_front_of_prompts(model: Path) -> None:
+    write_tokenizer(model)
+    (model / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
+    (model / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    (model / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    tokenizer = Tokenizer(ModelDir(str(model)))
+    assert tokenizer.encode("hi")[0] == tokenizer.token_id("<s>")
+    assert tokenizer.token_id("</s>") in tokenizer.eos_ids
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+# chat templates
+
+
+def test_the_first_file_with_a_template_counts(model: Path) -> None:
+    def found() -> tuple[str, str] | None:
+        template = find_template(ModelDir(str(model)))
+        return None if template is None else (template.file, template.source)
+
+    edit_json(model / "tokenizer_config.json", chat_template=None)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    assert found() is None
+    edit_json(model / "tokenizer_config.json", chat_template="config")
+    assert found() == ("tokenizer_config.json", "config")
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert found() == ("chat_template.json", "json")
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": {"default": "named", "tool_use": "tools"}}))
+    assert found() == ("chat_template.json", "named")
+    (model / "chat_template.jinja").write_text("jinja")
+    assert found() == ("chat_template.jinja", "jinja")
+    (model / "chat_template.json").write_text("[")
+    with pytest.raises(LoadError, match=r"chat_template\.json cannot be read"):
+        found()
