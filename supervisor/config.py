@@ -6,7 +6,7 @@ started, each with its line. No value is clamped, and none is ignored.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class ModelSpec:
     """One configured model, with its name, its keys, and the values that are worked out from the keys.
 
     draft_model, lora  the directories that these keys name
+    model_roots        directories into which files of these directories may be links
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class ModelSpec:
         model_dir: Path,
         draft_model: Path | None = None,
         lora: tuple[Path, ...] = (),
+        model_roots: tuple[Path, ...] = (),
     ) -> None:
         self.name = name
         self.config = config
         self.model_dir = model_dir
         self.draft_model = draft_model
         self.lora = lora
+        self.model_roots = model_roots
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -90,10 +93,13 @@ class ModelSpec:
 
     @property
     def process_key(self) -> tuple[object, ...]:
-        """Return the settings that a worker gets at its start. If they change, the worker must be replaced."""
+        """Return the settings that a worker gets at its start. If they change, the worker must be replaced.
+
+        ``model_roots`` are not among them: a running worker has read its files.
+        """
         config = self.config
         return (
-            self.engine_spec, config.gpu, config.gpus, config.node, config.sampling, config.limits, config.step_timeout,
+            replace(self.engine_spec, model_roots=()), config.gpu, config.gpus, config.node, config.sampling, config.limits, config.step_timeout,
             config.tool_format, config.reasoning,
         )  # fmt: skip
 
@@ -116,6 +122,7 @@ class ModelSpec:
             max_batch_size=config.max_batch_size,
             options={**options, **(config.options or {})},
             sleep=config.lazy and config.sleep == "ram" and includes_own(config.node),
+            model_roots=tuple(map(str, self.model_roots)),
         )
 
 
@@ -216,6 +223,8 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
     if not parsed.models and not flaws:
         problems.append(source.problem(("models",), "names no model; add at least one"))
     flawed = {flaw.path[1] for flaw in flaws if len(flaw.path) > 2 and flaw.path[0] == "models"}
+    roots, unfit = _roots(parsed.supervisor.model_roots or (), base)
+    problems += [source.problem(("supervisor", "model_roots", *path), message) for path, message in unfit]
     models = {}
     for name, config in parsed.models.items():
         path: KeyPath = ("models", name)
@@ -227,7 +236,7 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
             problems += [source.problem((*path, *key), message) for key, message in wrong]
             if wrong:
                 config = replace(config, sampling=None, limits=None, variants={})
-        spec, missing = _find(name, config, base)
+        spec, missing = _find(name, config, base, roots)
         problems += [source.problem((*path, *key), message) for key, message in missing]
         if spec is not None:
             models[name] = spec
@@ -286,10 +295,31 @@ def _name_problem(name: str) -> str | None:
     return None
 
 
-def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None, list[tuple[KeyPath, str]]]:
+def _roots(given: Iterable[str], base: Path) -> tuple[tuple[Path, ...], list[tuple[KeyPath, str]]]:
+    """Return the directories of ``supervisor.model_roots``, and (place in the list, message) for each that cannot be
+    one."""
+    roots: list[Path] = []
+    unfit: list[tuple[KeyPath, str]] = []
+    for index, text in enumerate(given):
+        try:
+            root = (base / Path(text).expanduser()).resolve()
+            if not root.is_dir():
+                raise ValueError(f"{text!r} is no directory (looked for {root})")
+            if root == Path("/"):
+                raise ValueError("/ holds every file of the machine: name the directories that hold models")
+            roots.append(root)
+        except (ValueError, RuntimeError, OSError) as e:
+            unfit.append(((index,), str(e)))
+    return tuple(roots), unfit
+
+
+def _find(
+    name: str, config: ModelConfig, base: Path, roots: tuple[Path, ...]
+) -> tuple[ModelSpec | None, list[tuple[KeyPath, str]]]:
     """Return the model with its directories (None if one is missing), and (key, message) for each missing directory.
 
-    base  the directory to which paths are relative
+    base   the directory to which paths are relative
+    roots  directories into which files of the model's directories may be links
     """
     paths: list[tuple[KeyPath, str]] = [(("model_dir",), config.model_dir)]
     if config.draft_model is not None:
@@ -305,7 +335,7 @@ def _find(name: str, config: ModelConfig, base: Path) -> tuple[ModelSpec | None,
     if missing:
         return None, missing
     lora = tuple(directory for key, directory in found.items() if key[0] == "lora")
-    return ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora), []
+    return ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora, roots), []
 
 
 def demo_models() -> dict[str, Path]:

@@ -203,6 +203,14 @@ class SupervisorConfig:
 
     Example: json
     """
+    model_roots: list[str] | None = None
+    """Directories into which the files of models' directories may be links: absolute, or relative to models.yaml.
+    Weights may be links to other places, too, see [Security](security.md#linked-files). Changed roots apply to workers
+    that are started from now on.
+
+    Default: files may be links into the model's own directory and Hugging Face's cache only
+    Example: [/mnt/disk2/models]
+    """
     request_log: str | None = None
     """File that gets a line of JSON for each request that ends: absolute, or relative to models.yaml. No line has texts
     of prompts or answers.

@@ -7,13 +7,24 @@ import math
 import os
 import struct
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from model_worker.engine import LoadError
-from model_worker.engines.vetting import Faults, check_shard_names, parse_json, read_json, vet
+from model_worker.engines.links import Bounds, open_file
+from model_worker.engines.vetting import (
+    READ,
+    Faults,
+    check_no_pointer,
+    check_shard_names,
+    parse_json,
+    read_bytes,
+    read_json,
+    vet,
+)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,14 +65,17 @@ class Tensor:
 class ModelDir:
     """A checked model directory: config.json, tokenizer.json and complete safetensors files are there.
 
+    roots  directories into which its files may be links (``supervisor.model_roots``)
+
     Raises LoadError for files that are missing, unreadable, cut off, or do not belong there (``vetting``).
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, roots: Iterable[str] = ()) -> None:
         self.path = Path(path)
+        self.bounds = Bounds.of(self.path, roots)
         if not self.path.is_dir():
             raise LoadError(f"model_dir {path} is no directory")
-        vet(self.path)
+        vet(self.path, self.bounds)
         faults = Faults(path)
         self.config = faults.of(lambda: self._json("config.json", required=True)) or {}
         self.generation_config = faults.of(lambda: self._json("generation_config.json")) or {}
@@ -85,9 +99,9 @@ class ModelDir:
             )
 
     def _read_weights(self) -> None:
-        self.weights = weight_files(self.path)
+        self.weights = weight_files(self.path, self.bounds)
         for file in self.weights:
-            for name, tensor in read_header(file).items():
+            for name, tensor in read_header(file, self.bounds).items():
                 if name in self.tensors:
                     raise LoadError(
                         f"{self.path}: {file.name} and {self.tensors[name].file} both hold {name}: they are not of "
@@ -98,6 +112,13 @@ class ModelDir:
     @property
     def tokenizer_path(self) -> Path:
         return self.path / "tokenizer.json"
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file that has a limit in ``READ``. Raises LoadError if it cannot be read."""
+        try:
+            return read_bytes(self.path / name, READ[name], self.bounds)
+        except ValueError as e:
+            raise LoadError(f"{self.path / name} cannot be read: {e}") from None
 
     @property
     def architecture(self) -> str:
@@ -206,15 +227,15 @@ class ModelDir:
     def _json(self, name: str, *, required: bool = False) -> dict[str, Any]:
         if required and not os.path.lexists(self.path / name):
             raise LoadError(f"{self.path} has no {name}: it is no model's directory")
-        return _json_of(self.path / name)
+        return _json_of(self.path / name, self.bounds)
 
 
-def _json_of(file: Path) -> dict[str, Any]:
+def _json_of(file: Path, bounds: Bounds | None) -> dict[str, Any]:
     """Return the object in a JSON file, {} if there is no such file. Raises LoadError."""
-    return read_json(file) if os.path.lexists(file) else {}
+    return read_json(file, bounds) if os.path.lexists(file) else {}
 
 
-def weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path, bounds: Bounds | None = None) -> list[Path]:
     """Return the safetensors files that hold a directory's model, sorted.
 
     These are the files that the index names. Without an index, or beside the index of another model, all files count
@@ -222,7 +243,7 @@ def weight_files(directory: Path) -> list[Path]:
     which files are the model.
     """
     here = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
-    listed = _json_of(directory / _INDEX).get("weight_map")
+    listed = _json_of(directory / _INDEX, bounds).get("weight_map")
     named = set() if listed is None else check_shard_names(directory / _INDEX, listed)
     # A quantizer may leave the index of the model that it has quantized. That index names no file that is here.
     if named & set(here):
@@ -255,15 +276,19 @@ def token_text(token: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
+def read_header(file: Path, bounds: Bounds | None = None) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file.
+
+    bounds  where the file may be; None: in its directory
 
     Raises LoadError for an interrupted download, which is shorter than its header says, and for a header that
     contradicts itself or the file: the readers of the weights trust the header.
     """
-    size = file.stat().st_size
     try:
-        with file.open("rb") as f:
+        with open(open_file(file, bounds or Bounds.of(file.parent)), "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            check_no_pointer(file, f.read(64))
+            f.seek(0)
             (length,) = struct.unpack("<Q", f.read(8))
             if length > min(size - 8, _HEADER_LIMIT):
                 raise ValueError("header is longer than the file")
@@ -279,6 +304,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
             places.append((begin, end, name))
     except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as e:
         message = f"no {e}" if isinstance(e, KeyError) else str(e)[:200]
+        if isinstance(e, UnicodeDecodeError):  # its text would show a byte of a file that may be none of the model
+            message = "its header is no text"
         raise LoadError(f"{file} is no readable safetensors file ({message}): download it again") from None
     places.sort()
     reached = 0

@@ -35,7 +35,9 @@ def open_vocabulary(directory: ModelDir) -> dict[str, int] | None:
     import tokenizers
 
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(directory.tokenizer_path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(directory.read("tokenizer.json"))
+    except LoadError:
+        raise
     except Exception as e:  # the library raises bare Exception
         raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
     return dict(tokenizer.get_vocab(with_added_tokens=False))

@@ -5,7 +5,7 @@ from typing import Any
 
 from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.vetting import READ, read_bytes, read_json
+from model_worker.engines.vetting import read_json
 
 JINJA, JSON, CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 TOOLS = "additional_chat_templates/tool_use.jinja"
@@ -29,14 +29,14 @@ def find_template(directory: ModelDir) -> TemplateFiles | None:
     that exists. None if there is none. Raises LoadError for a file that cannot be read."""
     file, named = CONFIG, _by_name(directory.tokenizer_config.get("chat_template"))
     legacy = directory.path / JSON
-    if legacy.is_file() and (found := _by_name(read_json(legacy).get("chat_template"))):
+    if legacy.is_file() and (found := _by_name(read_json(legacy, directory.bounds).get("chat_template"))):
         file, named = JSON, found
     for name, place in (("default", JINJA), ("tool_use", TOOLS)):
         if (path := directory.path / place).is_file():
             try:
-                named[name] = read_bytes(path, READ[place]).decode()
-            except ValueError as e:
-                raise LoadError(f"{path} cannot be read: {e}") from None
+                named[name] = directory.read(place).decode()
+            except UnicodeDecodeError:
+                raise LoadError(f"{path} cannot be read: it is no UTF-8 text") from None
             file = place if name == "default" else file
     source = named.get("default")
     return TemplateFiles(file, source, named.get("tool_use") or None) if source else None

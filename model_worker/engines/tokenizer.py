@@ -33,7 +33,9 @@ class Tokenizer:
 
     def __init__(self, directory: ModelDir) -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(directory.tokenizer_path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(directory.read("tokenizer.json"))
+        except LoadError:
+            raise
         except Exception as e:  # the library raises bare Exception
             raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
         check_growth(self._tokenizer, directory.tokenizer_path)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model_worker.engine import LoadError
+from model_worker.engines.links import Bounds, open_file, open_place
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -53,45 +54,39 @@ LONGEST_NUMBER = sys.int_info.default_max_str_digits
 the packages would refuse the file."""
 _WIDEST = 1 << 64
 """Integers at or above this number are no count of anything, and become floats."""
+_LFS = b"version https://git-lfs"
 _PARTS = ("", "additional_chat_templates")
 """The directory itself, and the subdirectories that are read."""
 
 
-def vet(directory: Path) -> None:
+def vet(directory: Path, bounds: Bounds | None = None) -> None:
     """Raise LoadError, naming the entry, for an entry that no model or adapter needs and that would harm its
-    readers."""
-    root = directory.resolve()
+    readers.
+
+    bounds  where its files may be; None: in the directory itself, see ``links``
+    """
+    bounds = bounds or Bounds.of(directory)
     for part in _PARTS:
         place = directory / part
         if part and not os.path.lexists(place):
             continue
-        _check_place(place, root)
         try:
+            os.close(open_place(place, bounds))
             with os.scandir(place) as entries:
                 for number, entry in enumerate(entries):
                     if number >= MOST_ENTRIES:
                         raise LoadError(f"{place} has more than {MOST_ENTRIES} entries: give the model's own directory")
-                    _check_entry(Path(entry.path), directory, root)
+                    _check_entry(Path(entry.path), directory, bounds)
         except OSError as e:
             raise LoadError(f"{place} cannot be read: {e.strerror}") from None
 
 
-def _check_place(place: Path, root: Path) -> None:
-    if place.is_symlink() and not place.resolve().is_relative_to(root) and place.resolve() != root:
-        raise LoadError(f"{place} is a link that leads out of the model's directory: put the files there")
-
-
-def _check_entry(path: Path, directory: Path, root: Path) -> None:
+def _check_entry(path: Path, directory: Path, bounds: Bounds) -> None:
     shown = repr(str(path))[1:-1]
     try:
-        if path.is_symlink():
-            target = Path(os.path.realpath(path))
-            if not (target.is_relative_to(root) or _is_blob_of(target, root)):
-                raise LoadError(
-                    f"{shown} is a link to {repr(str(target))[1:-1]}, out of the model's directory: put the file "
-                    "itself there, or a hard link to it"
-                )
-        status = path.stat()
+        descriptor = open_place(path, bounds)
+        status = os.fstat(descriptor)
+        os.close(descriptor)
     except (OSError, RuntimeError) as e:
         raise LoadError(f"{shown} cannot be read ({getattr(e, 'strerror', None) or e}): remove or mend it") from None
     if stat.S_ISDIR(status.st_mode):
@@ -103,25 +98,25 @@ def _check_entry(path: Path, directory: Path, root: Path) -> None:
         raise LoadError(f"{shown} has {status.st_size} bytes, such a file has at most {limit}: it is not of a model")
 
 
-def _is_blob_of(target: Path, root: Path) -> bool:
-    """Return whether a file is in Hugging Face's cache: models--NAME/snapshots/REVISION links to models--NAME/blobs."""
-    return root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
-
-
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return kinds.get(stat.S_IFMT(mode), "no regular file")
 
 
-def read_json(file: Path, limit: int | None = None) -> dict[str, Any]:
+def read_json(file: Path, bounds: Bounds | None = None) -> dict[str, Any]:
     """Return the object in a JSON file. Raises LoadError, naming the file, for anything else, or for too large a file.
 
-    limit  bytes; None: the limit of the file's name
+    bounds  where the file may be; None: in its directory
     """
     try:
-        return parse_json(read_bytes(file, limit or READ.get(file.name, JSON_BYTES)))
+        return parse_json(read_bytes(file, READ.get(file.name, JSON_BYTES), bounds))
     except ValueError as e:
-        raise LoadError(f"{file} cannot be read: {e}") from None
+        raise LoadError(f"{file} cannot be read: {_without_content(e)}") from None
+
+
+def _without_content(error: ValueError) -> str:
+    """Return an error's text. Python's error about a byte that is no text would show that byte."""
+    return "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
@@ -153,23 +148,30 @@ def _integer(digits: str) -> int | float:
     return float(digits)  # infinite from 309 digits on
 
 
-def read_bytes(file: Path, limit: int) -> bytes:
+def read_bytes(file: Path, limit: int, bounds: Bounds | None = None) -> bytes:
     """Return the content of a regular file without ever blocking.
 
-    Raises ValueError if there is no such file, or if it is larger than ``limit`` bytes.
+    bounds  where the file may be; None: in its directory
+
+    Raises ValueError if there is no such file, or if it is larger than ``limit`` bytes. Raises LoadError for a file
+    that is where it may not be, and for the pointer that Git LFS leaves in place of a file.
     """
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_file(file, bounds or Bounds.of(file.parent))
     except OSError as e:
         raise ValueError(e.strerror) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("it is no regular file")
     with open(descriptor, "rb") as f:
         content = f.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"it has more than {limit} bytes")
+    check_no_pointer(file, content)
     return content
+
+
+def check_no_pointer(file: Path, beginning: bytes) -> None:
+    """Raise LoadError if a file is only the pointer that Git LFS leaves in place of the file itself."""
+    if beginning.startswith(_LFS):
+        raise LoadError(f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` in that directory")
 
 
 def check_shard_names(file: Path, names: Any) -> set[str]:

@@ -31,6 +31,7 @@ class EngineSpec:
                    The engine has the defaults of the others
     sleep          whether the model may be put to sleep
     prepare_sleep  whether its first sleep may be prepared while it is idle, which takes host memory
+    model_roots    absolute paths of directories into which files of the model's directory may be links
     """
 
     model: str
@@ -42,6 +43,7 @@ class EngineSpec:
     options: dict[str, Any] = field(default_factory=dict)
     sleep: bool = False
     prepare_sleep: bool = False
+    model_roots: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def pack_spec(spec: WorkerSpec) -> bytes:
 def unpack_spec(packed: bytes) -> WorkerSpec:
     """Return the specification that ``pack_spec`` has packed."""
     fields = unpack_body(packed)
+    fields["engine"]["model_roots"] = tuple(fields["engine"]["model_roots"])
     fields["engine"], fields["leases"] = EngineSpec(**fields["engine"]), Leases(**fields["leases"])
     fields["log"] = LogStyle(**fields["log"])
     fields["cpus"] = tuple(fields["cpus"])

@@ -48,8 +48,15 @@ class Entry:
 )
 @click.argument("directory", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--force", is_flag=True, help="Replace ./models.yaml if there is one.")
+@click.option(
+    "--model-root",
+    "roots",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
+    help="Directory into which files of the models may be links. May be repeated.",
+)
 @as_json
-def init(directory: Path | None, force: bool, as_json: bool) -> int:
+def init(directory: Path | None, force: bool, roots: tuple[Path, ...], as_json: bool) -> int:
     """Write ./models.yaml. Starts nothing.
 
     With DIRECTORY, the file gets an entry for each model at or below DIRECTORY that an engine can load. Without it, the
@@ -63,8 +70,8 @@ def init(directory: Path | None, force: bool, as_json: bool) -> int:
         entries = [Entry(name, {"model_dir": DEMO_PREFIX + name, "engine": "transformers"}) for name in demo_models()]
         text = _SCHEMA_LINE + SAMPLE.read_text(encoding="utf-8").partition("\n")[2]
     else:
-        entries, left_out = _entries(directory)
-        text = _text(directory, entries, left_out)
+        entries, left_out = _entries(directory, roots)
+        text = _text(directory, entries, left_out, roots)
     try:
         _write(file, text, force)
     except FileExistsError:
@@ -96,7 +103,7 @@ def _exists(file: Path) -> CommandFailure:
     return CommandFailure(exit_codes.CONFIG, "exists", message)
 
 
-def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
+def _entries(directory: Path, roots: Sequence[Path]) -> tuple[list[Entry], dict[str, str]]:
     """Return an entry for each model below a directory, and the directories that were left out, each with the reason.
 
     Raises CommandFailure if no model can be loaded.
@@ -112,7 +119,7 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
         say(f"modelctl: {_printable(unread)} is not searched: {why}")
     if not found.complete:
         say(f"modelctl: {root} is searched in part only: it has more than {MOST_DIRECTORIES} directories")
-    chosen = _choose(found.models)
+    chosen = _choose(found.models, roots)
     entries: list[Entry] = []
     left_out: dict[str, str] = {}
     for path in found.models:
@@ -133,7 +140,7 @@ def _entries(directory: Path) -> tuple[list[Entry], dict[str, str]]:
     return entries, left_out
 
 
-def _choose(directories: Sequence[Path]) -> dict[Path, tuple[dict[str, Any], str | None] | str]:
+def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tuple[dict[str, Any], str | None] | str]:
     """Return the keys that suit each model and the file with its chat template, or why no engine can load it.
 
     On a machine with a GPU, engine exllamav2 is tried before engine transformers. On other machines transformers is
@@ -151,7 +158,10 @@ def _choose(directories: Sequence[Path]) -> dict[Path, tuple[dict[str, Any], str
         left = [path for path in directories if path not in chosen]
         for context in (CONTEXT, None):
             device = "cpu" if engine["gpu"] == "cpu" else "cuda"
-            specs = [EngineSpec(path.name, engine["engine"], str(path), device, context) for path in left]
+            specs = [
+                EngineSpec(path.name, engine["engine"], str(path), device, context, model_roots=(*map(str, roots),))
+                for path in left
+            ]
             answers = dict(zip(left, ask_now([Question(spec) for spec in specs]), strict=True))
             left = []
             for path, estimated in answers.items():
@@ -196,7 +206,7 @@ _NOT_LAZY = """\
 # request loads it."""
 
 
-def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]) -> str:
+def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str], roots: Sequence[Path]) -> str:
     """Return the content of a models.yaml with these entries."""
     import yaml
 
@@ -206,8 +216,11 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
         "#",
         _LAZY if any("lazy" in entry.keys for entry in entries) else _NOT_LAZY,
         "",
-        "models:",
     ]
+    if roots:
+        supervisor = {"supervisor": {"model_roots": [*map(str, roots)]}}
+        lines += [*yaml.safe_dump(supervisor, allow_unicode=True).splitlines(), ""]
+    lines.append("models:")
     for entry in entries:
         lines.append(f"  {yaml.safe_dump(entry.name).splitlines()[0]}:")  # quoted if YAML would read a date
         for key, value in entry.keys.items():

@@ -17,7 +17,7 @@ from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import RolloutReport, wait_for_gateway, wait_for_rollouts
 
-_APPLIED = dict.fromkeys(("vram_limit", "watch"), "applied to workers that are started from now on")
+_APPLIED = dict.fromkeys(("vram_limit", "watch", "model_roots"), "applied to workers that are started from now on")
 """The text for a changed key of the section ``supervisor`` if running workers keep the key's old value."""
 
 

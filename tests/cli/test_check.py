@@ -335,10 +335,13 @@ def test_a_file_that_is_fine_is_told_so_with_what_an_installation_lost(tmp_path:
     file = write(tmp_path, {"t": {"model_dir": str(DEMO), "engine": "transformers"}})
     done = modelctl("check", file, MODELCTL_COMPILED="0")
     assert done.returncode == 0
-    (line,) = done.stdout.splitlines()[1:]
+    template, line = done.stdout.splitlines()[1:]
+    assert template.startswith(
+        "t: no chat template, so there are no conversations: add the model's chat_template.jinja"
+    )
     assert line.startswith("compiled modules are not in use (switched off by MODELCTL_COMPILED=0): every token takes")
     assert line.endswith("; unset MODELCTL_COMPILED")
-    assert len(modelctl("check", file, "--elsewhere", MODELCTL_COMPILED="0").stdout.splitlines()) == 1
+    assert len(modelctl("check", file, "--elsewhere", MODELCTL_COMPILED="0").stdout.splitlines()) == 2
     assert line in modelctl("--version", MODELCTL_COMPILED="0").stdout
 
 
@@ -376,7 +379,7 @@ def test_a_plan_does_not_count_what_cannot_be_loaded(tmp_path: Path) -> None:
 def test_engines_of_ones_own_are_not_looked_into(tmp_path: Path) -> None:
     done = modelctl("check", write(tmp_path, {"a": engine(), "b": {"model_dir": str(DEMO), "engine": "transformers"}}))
     assert done.returncode == 0
-    assert done.stdout.splitlines()[1:] == ["not looked into, because only their own engine can: a"]
+    assert done.stdout.splitlines()[2:] == ["not looked into, because only their own engine can: a"]
 
 
 def test_the_known_architectures_are_the_librarys() -> None:

@@ -59,7 +59,12 @@ def test_every_model_below_a_directory_gets_an_entry_and_the_file_passes_check(m
         "llama-3.1-8b-exl2-6.0bpw": {"model_dir": str(models / "Llama 3.1 8B: EXL2 #6.0bpw"), **cpu},
         "stories": {"model_dir": str(models / "people" / "ann" / "stories"), **cpu},
     }
-    assert done.stdout == f"{place}/models.yaml: written; models: llama-3.1-8b-exl2-6.0bpw, stories\n"
+    assert done.stdout.splitlines() == [
+        f"{place}/models.yaml: written; models: llama-3.1-8b-exl2-6.0bpw, stories",
+        "llama-3.1-8b-exl2-6.0bpw: no chat template, so there are no conversations: add the model's "
+        "chat_template.jinja to its directory",
+        "stories: chat template in tokenizer_config.json",
+    ]
     done = modelctl("check", cwd=place)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -168,8 +173,8 @@ def test_a_plain_installation_says_what_the_models_need(tmp_path: Path, models: 
     plain = {"PYTHONPATH": Hidden(tmp_path, *ENGINES).python_path}
     done = modelctl("init", models, cwd=place, **plain)
     assert done.returncode == 0
-    assert done.stdout.splitlines()[1].startswith("before they can be served here: engine transformers needs the pack")
-    assert done.stdout.splitlines()[1].endswith("-m pip install 'modelctl[embedded]'")
+    assert done.stdout.splitlines()[-1].startswith("before they can be served here: engine transformers needs the pack")
+    assert done.stdout.splitlines()[-1].endswith("-m pip install 'modelctl[embedded]'")
 
 
 def test_directories_without_a_model_are_told(tmp_path: Path, place: Path) -> None:

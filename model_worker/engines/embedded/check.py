@@ -83,7 +83,7 @@ def read_options(spec: EngineSpec) -> EmbeddedOptions:
 def check(spec: EngineSpec) -> CheckedEmbeddedModel:
     """Read the model's directory and check all that can be known before a load. Raises LoadError with every fault."""
     with understood(spec.model_dir):
-        directory = ModelDir(spec.model_dir)
+        directory = ModelDir(spec.model_dir, spec.model_roots)
     faults = Faults(spec.model_dir)
     faults.of(lambda: read_options(spec))
     tokenizer = faults.of(lambda: open_tokenizer(directory))
@@ -118,7 +118,7 @@ def _check_weights(directory: ModelDir) -> None:
             f"{directory.path} has its weights in {names[0]}: engine transformers reads {_WHOLE}, or the files that "
             f"{_INDEX} names; rename the file, or use engine exllamav2"
         )
-    if names != [_WHOLE] and "metadata" not in read_json(index):
+    if names != [_WHOLE] and "metadata" not in read_json(index, directory.bounds):
         raise LoadError(f'{index} has no key metadata, which transformers needs: write "metadata": {{}} into it')
     if "transformers_weights" in directory.config:
         raise LoadError(f"{directory.path}/config.json names its weights (transformers_weights): remove that key")

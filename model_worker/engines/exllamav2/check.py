@@ -79,7 +79,7 @@ def check(spec: EngineSpec) -> CheckedExLlamaV2Model:
     """
     faults = Faults(spec.model_dir)
     options = faults.of(lambda: read_options(spec))
-    directory = faults.of(lambda: ModelDir(spec.model_dir))
+    directory = faults.of(lambda: ModelDir(spec.model_dir, spec.model_roots))
     tokenizer = sizes = draft = None
     if directory is not None:
         tokenizer = faults.of(lambda: open_tokenizer(directory))
@@ -197,7 +197,7 @@ def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> 
     if options.draft_model is None:
         return None
     try:
-        draft = ModelDir(options.draft_model)
+        draft = ModelDir(options.draft_model, map(str, directory.bounds.roots))
         check_directory(draft)
         mode = options.draft_cache_mode or options.cache_mode
         check_cache(draft, mode, "draft_cache_mode")

@@ -230,7 +230,7 @@ def _config(
     """Return the package's configuration of a model. Raises LoadError."""
     config = package.core.ExLlamaV2Config()
     config.model_dir = str(directory.path)
-    with _assertions_named(directory), only_the_models_weights():
+    with _assertions_named(directory), only_the_models_weights(directory.bounds):
         config.prepare()
         config.arch_compat_overrides(quiet=True)
     if config.no_flash_attn:

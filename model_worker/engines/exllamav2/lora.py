@@ -6,6 +6,7 @@ checks adapters first. The check does not import torch.
 """
 
 import math
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.options import Adapter
+from model_worker.engines.links import Bounds
 from model_worker.engines.model_dir import ModelDir, Tensor, read_header
 from model_worker.engines.model_shape import ModelShape, read_shape
 from model_worker.engines.vetting import read_json, vet
@@ -59,14 +61,15 @@ def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
         raise LoadError(f"adapters are not supported for architecture {directory.architecture}")
     if not path.is_dir():
         raise LoadError("it is no directory")
-    vet(path)
-    rank = _check_config(path / "adapter_config.json")
+    bounds = Bounds(Path(os.path.realpath(path)), directory.bounds.roots)
+    vet(path, bounds)
+    rank = _check_config(path / "adapter_config.json", bounds)
     if not (path / WEIGHTS).is_file():
         pickled = (path / "adapter_model.bin").is_file()
         raise LoadError(
             f"there is no {WEIGHTS}" + ("; pickled weights are never loaded, convert them" if pickled else "")
         )
-    tensors = read_header(path / WEIGHTS)
+    tensors = read_header(path / WEIGHTS, bounds)
     shape = read_shape(directory)
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -94,9 +97,9 @@ def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_config(file: Path) -> int:
+def _check_config(file: Path, bounds: Bounds) -> int:
     """Return the adapter's rank. Raises LoadError for a configuration that ExLlamaV2 does not compute."""
-    config = read_json(file)
+    config = read_json(file, bounds)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LoadError(f"{file.name} has r={rank!r}: it must be the rank")

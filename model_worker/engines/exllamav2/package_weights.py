@@ -7,15 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from model_worker.engines.links import Bounds
 from model_worker.engines.model_dir import weight_files
 
 
-def only_the_models_weights() -> AbstractContextManager[None]:
+def only_the_models_weights(bounds: Bounds | None = None) -> AbstractContextManager[None]:
     """Make the package take the files that ``weight_files`` returns. It would take every safetensors file of a
-    directory, and for each tensor the last file that has its name."""
+    directory, and for each tensor the last file that has its name.
+
+    bounds  where the files may be; None: in their directory
+    """
 
     def glob(pattern: str) -> list[str]:
-        return [str(file) for file in weight_files(Path(pattern).parent)]
+        return [str(file) for file in weight_files(Path(pattern).parent, bounds)]
 
     return replaced("exllamav2.config", "glob", SimpleNamespace(glob=glob))
 
