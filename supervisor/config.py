@@ -99,8 +99,8 @@ class ModelSpec:
         """
         config = self.config
         return (
-            replace(self.engine_spec, model_roots=()), config.gpu, config.gpus, config.node, config.sampling, config.limits, config.step_timeout,
-            config.tool_format, config.reasoning,
+            replace(self.engine_spec, model_roots=()), config.gpu, config.gpus, config.node, config.sampling,
+            config.limits, config.step_timeout, config.tool_format, config.reasoning,
         )  # fmt: skip
 
     @property
@@ -303,8 +303,6 @@ def _roots(given: Iterable[str], base: Path) -> tuple[tuple[Path, ...], list[tup
     for index, text in enumerate(given):
         try:
             root = (base / Path(text).expanduser()).resolve()
-            if not root.is_dir():
-                raise ValueError(f"{text!r} is no directory (looked for {root})")
             if root == Path("/"):
                 raise ValueError("/ holds every file of the machine: name the directories that hold models")
             roots.append(root)

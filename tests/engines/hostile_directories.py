@@ -350,7 +350,7 @@ class Watch:
             self.seen.append(f"{event} {arguments!r}"[:300])
         elif event == "exec" and str(self._model) in getattr(arguments[0], "co_filename", ""):
             self.seen.append(f"ran {arguments[0].co_filename}")
-        elif event == "open" and isinstance(arguments[0], str):
+        elif event == "open" and isinstance(arguments[0], str) and not arguments[2] & os.O_PATH:  # else nothing is read
             path = os.path.realpath(arguments[0])
             own = path.startswith(
                 (f"{self._model}/", sys.base_prefix, *filter(None, sys.path), "/proc/", "/sys/", "/dev/null")

@@ -170,7 +170,9 @@ def test_an_exchange_between_check_and_read_is_of_no_use(model: Path, tmp_path: 
     thread.start()
     outcomes = set()
     try:
-        for _ in range(3000):
+        for number in range(1_000_000):
+            if number > 3000 and len(outcomes) > 1:
+                break
             try:
                 outcomes.add("secret" if "secret" in read_json(file) else "read")
             except LoadError as e:
