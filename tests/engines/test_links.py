@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from model_worker.engine import LoadError
+from model_worker.engines.embedded.check import check
 from model_worker.engines.links import Bounds, open_file
 from model_worker.engines.model_dir import ModelDir, read_header
 from model_worker.engines.vetting import read_json
 from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec, unpack_spec
-from supervisor.config import load_config
-from supervisor.placement.estimates import Question, ask_now
 from tests.engines.hostile_directories import DEMO
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n"
@@ -99,17 +98,9 @@ def test_other_files_need_a_root(model: Path, tmp_path: Path) -> None:
     refused(model, "is a link to", "supervisor.model_roots")
     roots = (str(tmp_path / "disk"),)
     assert ModelDir(str(model), roots).tensors
-    (tmp_path / "models.yaml").write_text(
-        f"supervisor: {{model_roots: [disk]}}\nmodels:\n  m: {{model_dir: {model}, engine: transformers}}\n"
-    )
-    spec = load_config(tmp_path / "models.yaml").models["m"].engine_spec
-    assert spec.model_roots == roots
-    packed = unpack_spec(pack_spec(WorkerSpec(spec, 1, "", "", b"", "", 1)))
-    assert packed.engine == spec
-    without = EngineSpec("m", "transformers", str(model))
-    fine, not_fine = ask_now([Question(spec), Question(without)])
-    assert not fine.faults
-    assert "supervisor.model_roots" in not_fine.faults[0].message
+    spec = EngineSpec("m", "transformers", str(model), model_roots=roots)
+    assert unpack_spec(pack_spec(WorkerSpec(spec, 1, "", "", b"", "", 1))).engine == spec
+    assert check(spec).directory.tensors
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])

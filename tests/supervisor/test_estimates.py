@@ -12,10 +12,12 @@ import pytest
 
 from model_worker.engines.exllamav2.vram import estimate
 from protocol.process.worker_spec import EngineSpec
+from supervisor.config import load_config
 from supervisor.placement import estimates
 from supervisor.placement.estimates import Estimated, Estimator, Fault, Question, ask_now
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timers
+from supervisor.yaml_source import ConfigError
 from tests.hanging_files import hanging_file
 from tests.serving import wait_until
 from tools.demo_models import directory
@@ -128,3 +130,22 @@ def test_an_answer_that_is_cut_off_is_none(tmp_path: Path) -> None:
     file.write_text(json.dumps({"needs": {"1": {"weights": 5}}}) + '\n{"needs": {"1"')
     (first,) = estimates.answers(os.open(file, os.O_RDONLY))
     assert first.needs == {1: Needs(weights=5)}
+
+
+def test_links_into_the_roots_of_models_yaml_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    shutil.copytree(DEMO, tmp_path / "model")
+    (tmp_path / "model" / "config.json").rename(tmp_path / "disk" / "config.json")
+    (tmp_path / "model" / "config.json").symlink_to("../disk/config.json")
+    file = tmp_path / "models.yaml"
+    text = "models:\n  m: {model_dir: model, engine: transformers}\n"
+    file.write_text("supervisor: {model_roots: [disk]}\n" + text)
+    named = load_config(file).models["m"].engine_spec
+    assert named.model_roots == (str(tmp_path / "disk"),)
+    file.write_text(text)
+    fine, not_fine = ask_now([Question(named), Question(load_config(file).models["m"].engine_spec)])
+    assert not fine.faults
+    assert "supervisor.model_roots" in not_fine.faults[0].message
+    file.write_text("supervisor: {model_roots: [/]}\n" + text)
+    with pytest.raises(ConfigError, match="holds every file of the machine"):
+        load_config(file)
