@@ -47,7 +47,7 @@ class ModelShape:
     intermediate   width of the MLP; of one expert's MLP if there are experts
     experts        0 for none
     rotary_dim     size of each head's table of positions; 0 without rotary embedding
-    rotary_tables  2 if layers with a sliding window have a base of their own
+    rotary_tables  2 if layers with and without a sliding window have different positions
     """
 
     layers: int
@@ -106,7 +106,7 @@ def read_shape(directory: ModelDir) -> ModelShape:
         vocab=find("vocab_size", default=262208 if gemma3 else None),
         experts=experts,
         rotary_dim=0 if name in ("GPT2LMHeadModel", "GPTBigCodeForCausalLM") else _rotary_dim(config, head_dim),
-        rotary_tables=2 if gemma3 else 1,
+        rotary_tables=2 if gemma3 or name == "Cohere2ForCausalLM" else 1,
     )
 
 

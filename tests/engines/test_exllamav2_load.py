@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check_cache, check_directory, check_parallel, open_draft
 from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
+from model_worker.engines.exllamav2.meaning import check_reach, open_directory
 from model_worker.engines.exllamav2.options import Adapter, read_options, sizes_of
 from model_worker.engines.exllamav2.package_weights import only_the_models_weights
 from model_worker.engines.model_dir import ModelDir
@@ -89,16 +90,46 @@ def test_weights_in_mistrals_own_format_are_left_alone(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "says"),
+    ("changes", "says"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_scaling of type dynamic"),
-        ({"type": "linear"}, "lacks factor"),
-        ({"rope_type": "yarn", "factor": 4.0}, "lacks original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_scaling of type ntk"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor of rope_scaling is '4'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}}, "beta_fast of rope_scaling is -1"),
+        ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 4.0}}, "two types, linear and yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "alpha": 1000.0}}, "type dynamic has alpha"),
+        ({"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "lacks short_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "other": {}}}, "rope_parameters differ by layer"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': ExLlamaV2 computes LlamaForCausalLM with silu only"),
+        ({"architectures": ["GPTBigCodeForCausalLM"], "multi_query": False}, "multi_query is False"),
+        ({"architectures": ["DbrxForCausalLM"], "attn_config": {"clip_qkv": 8}}, "attn_config.clip_qkv is 8"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ({"architectures": ["InternLM2ForCausalLM"], "bias": True}, "bias is True"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "the text of Gemma 3, Mistral 3, Qwen2-VL"),
+        ({"architectures": ["OddForCausalLM"]}, "would compute it as Llama"),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mixtral"}},
+            "text_config describes a model of type 'mixtral'",
+        ),
     ],
 )
-def test_rope_that_would_be_left_out(model: Path, scaling: dict[str, Any], says: str) -> None:
-    edit_json(model / "config.json", rope_scaling=scaling)
-    refused(lambda: check_directory(ModelDir(str(model))), says)
+def test_what_the_package_would_leave_out(model: Path, changes: dict[str, Any], says: str) -> None:
+    edit_json(model / "config.json", **changes)
+    refused(lambda: check_directory(open_directory(str(model))), says)
+
+
+def test_queries_scaled_by_their_position(model: Path) -> None:
+    """transformers changes the scale behind the original context only."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "llama_4_scaling_beta": 0.1}
+    edit_json(model / "config.json", rope_parameters=rope | {"rope_theta": 10000.0})
+    directory = open_directory(str(model))
+    check_reach(directory, 1024)
+    refused(lambda: check_reach(directory, 1025), "llama_4_scaling_beta", "max_seq_len to at most 1024")
+
+
+def test_gemma_3_says_no_context(model: Path) -> None:
+    edit_json(model / "config.json", architectures=["Gemma3ForConditionalGeneration"], max_position_embeddings=None)
+    assert open_directory(str(model)).context(None) == 131072
 
 
 def test_heads_that_a_quantized_cache_cannot_hold(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from model_worker.engines.exllamav2 import load as exllamav2_load
 from model_worker.engines.exllamav2.attention_choice import Package
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
+from model_worker.engines.exllamav2.package_model import compute_as_transformers
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.paged import attention as paged_attention
 from protocol.process.worker_spec import EngineSpec
@@ -210,37 +211,29 @@ def test_what_the_package_asserts_is_a_line(model: Path, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run(spec(model))
     write_header(model / "model.safetensors", plain("model.embed_tokens", 320, 256) | exl2("lm_head", 320, 256))
-    refused(lambda: run(spec(model)), "cannot be loaded: ## Could not find ")
+    refused(lambda: run(spec(model)), "cannot be loaded: Could not find ")
 
 
 # positions
 
 
-def test_frequencies_follow_the_context_and_not_the_table(model: Path) -> None:
+def test_longrope_follows_the_context_and_not_the_table(model: Path) -> None:
+    """The tables of positions are longer than the context where something speculates beyond it."""
     import_package()
-    exllamav2_load._keep_rope_to_context()
-    exllamav2_load._keep_rope_to_context()
+    compute_as_transformers()
     rope: Any = sys.modules["exllamav2.rope"]
+    scaling = {"type": "longrope", "long_factor": [2.0] * 32, "short_factor": [1.5] * 32}
+    edit_json(model / "config.json", rope_scaling=scaling, original_max_position_embeddings=512)
     config = import_package().ExLlamaV2Config()
     config.model_dir = str(model)
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    edit_json(model / "config.json", rope_scaling=yarn)
     config.prepare()
     plain_frequencies = 1 / 10000 ** (torch.arange(0, 64, 2) / 64)
-
-    def frequencies(context: int, table: int) -> tuple[torch.Tensor, float]:
+    for context, table, divisor in ((512, 516, 1.5), (513, 516, 2.0)):
         config.max_seq_len, config.modelctl_context = table, context
-        found: tuple[torch.Tensor, float] = rope.get_rope_params("cpu", config, 10000.0)
-        return found
-
-    assert torch.allclose(frequencies(2048, 2052)[0], plain_frequencies), "what is speculated beyond does not stretch"
-    stretched, attention = frequencies(8192, 8196)
-    assert attention == pytest.approx(0.1 * math.log(4) + 1)
-    # transformers, modeling_rope_utils._compute_yarn_parameters: the ramp lies where 32 and 1 turns take the
-    # original length
-    low, high = (64 * math.log(2048 / (turns * 2 * math.pi)) / (2 * math.log(10000)) for turns in (32, 1))
-    ramp = ((torch.arange(32) - math.floor(low)) / (math.ceil(high) - math.floor(low))).clamp(0, 1)
-    assert torch.allclose(stretched, plain_frequencies / 4 * ramp + plain_frequencies * (1 - ramp))
+        frequencies, attention = rope.get_rope_params("cpu", config, 10000.0)
+        assert torch.allclose(frequencies, plain_frequencies / divisor)
+        # transformers scales by the model's own lengths, for short texts, too
+        assert attention == pytest.approx(math.sqrt(1 + math.log(2048 / 512) / math.log(512)))
 
 
 # which attention
@@ -265,7 +258,7 @@ def test_a_flash_attn_that_does_not_load_is_replaced_and_said(tmp_path: Path, mo
 
 
 def test_attention_is_tried_for_the_models_shape_on_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_llama(tmp_path, sliding_window=128, attn_logit_softcapping=50.0)
+    write_llama(tmp_path, architectures=["MistralForCausalLM"], sliding_window=128, attn_logit_softcapping=50.0)
     tried: list[tuple[Any, ...]] = []
 
     def check(device: torch.device, **shape: Any) -> str:
@@ -279,7 +272,7 @@ def test_attention_is_tried_for_the_models_shape_on_every_gpu(tmp_path: Path, mo
     monkeypatch.setattr(paged_attention, "is_installed", lambda: True)
     text = exllamav2_attention_choice.check_attention(package, directory, 2, lambda *_: None)
     assert text == "kernels; flash-attn is missing"
-    assert tried == [(gpu, 4, 2, 64, window, 50.0) for gpu in (0, 1) for window in (128, -1)]
+    assert tried == [(gpu, 4, 2, 64, window, 50.0) for gpu in (0, 1) for window in (127, -1)]
 
 
 def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:

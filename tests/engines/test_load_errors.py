@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from model_worker.engines.exllamav2.check import check_directory
+from model_worker.engines.exllamav2.meaning import open_directory
 from model_worker.engines.model_dir import ModelDir
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.random_model import edit_json, write_model, write_tokenizer
@@ -198,7 +199,7 @@ def test_forms_of_gptq(model: Path) -> None:
 def test_unsupported_architectures(model: Path) -> None:
     edit_json(model / "config.json", architectures=["BertModel"])
     refused(lambda: load(model), "BertModel")
-    refused(lambda: check_directory(ModelDir(str(model))), "BertModel", "computed as Llama")
+    refused(lambda: check_directory(ModelDir(str(model))), "BertModel", "compute it as Llama")
     edit_json(model / "config.json", architectures=["LlamaForCausalLM", "MistralForCausalLM"])
     refused(lambda: load(model), "one architecture")
     edit_json(model / "config.json", architectures=["LlamaForCausalLM"], layer_types=["full_attention", "mamba"])
@@ -244,15 +245,30 @@ def plain(tmp_path: Path) -> Path:
 
 
 def test_rope_parameters_of_transformers_5(plain: Path) -> None:
-    config = plain / "config.json"
-    edit_json(config, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    check_directory(ModelDir(str(plain)))
-    edit_json(config, rope_theta=None)
-    refused(lambda: check_directory(ModelDir(str(plain))), "rope_parameters", r"rope_theta \(500000")
-    edit_json(config, rope_theta=5e5, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8})
-    refused(lambda: check_directory(ModelDir(str(plain))), "rope_scaling with rope_type llama3")
-    edit_json(config, rope_parameters=None, rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2})
-    refused(lambda: check_directory(ModelDir(str(plain))), "both type and rope_type")
+    """They become the keys of older files, and so does the pair of equal types that some tools write."""
+
+    def read(**changes: Any) -> tuple[Any, Any]:
+        without = dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"))
+        edit_json(plain / "config.json", **(without | changes))
+        directory = open_directory(str(plain))
+        check_directory(directory)
+        return directory.config.get("rope_theta"), directory.config.get("rope_scaling")
+
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 5e5}) == (5e5, None)
+    linear = {"rope_type": "linear", "factor": 2}
+    assert read(rope_parameters=linear | {"rope_theta": 5e5}) == (5e5, linear)
+    assert read(rope_theta=5e5, rope_scaling=linear | {"type": "linear"}) == (5e5, linear)
+    full = linear | {"rope_theta": 1e6}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    assert read(rope_parameters={"full_attention": full, "sliding_attention": sliding}) == (1e6, linear)
+    dynamic = {"type": "dynamic", "factor": 2.0}
+    assert read(rope_theta=5e5, rope_scaling=dynamic) == (5e5, None), "exact up to the model's own context"
+    own = open_directory(str(plain)).context(None)
+    refused(lambda: open_directory(str(plain)).context(own + 1), f"max_seq_len is {own + 1}")
+    refused(
+        lambda: read(rope_parameters={"full_attention": full, "sliding_attention": sliding | {"rope_theta": 5e4}}),
+        "differ by layer",
+    )
 
 
 def test_every_end_token_is_found(plain: Path) -> None:

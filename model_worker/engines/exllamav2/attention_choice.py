@@ -16,6 +16,7 @@ import torch
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import check_installed, one_line
 from model_worker.engines.exllamav2 import extension
+from model_worker.engines.exllamav2.meaning import layer_kinds
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import read_shape
 from model_worker.engines.paged import attention as paged_attention
@@ -103,7 +104,9 @@ def check_attention(package: Package, directory: ModelDir, gpus: int, progress: 
     if not paged_attention.is_installed():
         return package.attention
     shape, config = read_shape(directory), directory.text_config
-    window, softcap = config.get("sliding_window"), config.get("attn_logit_softcapping")
+    # the package's window does not count the token itself (``package_model``)
+    window = config["sliding_window"] - 1 if any(layer_kinds(directory)) else None
+    softcap = config.get("attn_logit_softcapping")
     found = ""
     for index in range(gpus):
         progress("compiling attention", index, gpus)

@@ -5,11 +5,12 @@ This module does not import torch.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.limits import check_limits
 from model_worker.engines.exllamav2.lora import check_adapter
+from model_worker.engines.exllamav2.meaning import check_meaning, check_reach, has_window, open_directory
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import check_counts, read_shape
@@ -45,6 +46,8 @@ ARCHITECTURES = frozenset(
         "OrionForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Starcoder2ForCausalLM",
@@ -79,7 +82,7 @@ def check(spec: EngineSpec) -> CheckedExLlamaV2Model:
     """
     faults = Faults(spec.model_dir)
     options = faults.of(lambda: read_options(spec))
-    directory = faults.of(lambda: ModelDir(spec.model_dir, spec.model_roots))
+    directory = faults.of(lambda: open_directory(spec.model_dir, spec.model_roots))
     tokenizer = sizes = draft = None
     if directory is not None:
         tokenizer = faults.of(lambda: open_tokenizer(directory))
@@ -92,6 +95,7 @@ def check(spec: EngineSpec) -> CheckedExLlamaV2Model:
             for number, adapter in enumerate(options.loras):
                 faults.of(lambda adapter=adapter, number=number: check_adapter(adapter, directory, number))  # type: ignore[misc]
             if sizes is not None:
+                faults.of(lambda: check_reach(directory, sizes.context))
                 faults.of(lambda: check_limits(directory, sizes, options.cache_mode))
                 draft = faults.of(lambda: open_draft(options, directory, sizes))
     faults.raise_found()
@@ -105,7 +109,10 @@ def check_directory(directory: ModelDir) -> None:
     """Raise LoadError for a model that the package cannot load, or would load wrongly."""
     name = directory.architecture
     if name not in ARCHITECTURES:
-        raise LoadError(f"architecture {name} is not one that ExLlamaV2 0.3.2 knows (it would be computed as Llama)")
+        why = "ExLlamaV2 0.3.2 does not know it, and would compute it as Llama"
+        if name == "LlavaForConditionalGeneration":
+            why = "of models that read images, the text of Gemma 3, Mistral 3, Qwen2-VL and Qwen2.5-VL is served only"
+        raise LoadError(f"architecture {name} is not served by engine exllamav2: {why}")
     if directory.quantization not in (None, "exl2", "gptq"):
         raise LoadError(
             f"{directory.path} is quantized as {directory.quantization}: ExLlamaV2 loads EXL2, GPTQ (4 bit) and plain "
@@ -120,7 +127,7 @@ def check_directory(directory: ModelDir) -> None:
                 f"{directory.path}: {tensor_name} has dtype {tensor.dtype}: ExLlamaV2 loads {', '.join(_DTYPES)}; "
                 "use weights in 16 bits, or EXL2"
             )
-    _check_rope(directory)
+    check_meaning(directory)
 
 
 def _check_gptq(directory: ModelDir) -> None:
@@ -149,40 +156,6 @@ def _check_gptq(directory: ModelDir) -> None:
             )
 
 
-def _check_rope(directory: ModelDir) -> None:
-    config = directory.text_config
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict):
-        kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
-        flat = config.get("rope_theta", directory.config.get("rope_theta"))
-        scaling = config.get("rope_scaling") or directory.config.get("rope_scaling")
-        if theta != flat or (kind != "default" and not scaling):
-            raise LoadError(
-                f"{directory.path}/config.json keeps its rotary embedding in rope_parameters (transformers 5), which "
-                f"ExLlamaV2 does not read: write rope_theta ({theta}) at the top level"
-                + (f", and rope_scaling with rope_type {kind}" if kind != "default" else "")
-            )
-    scaling = config.get("rope_scaling")
-    if not isinstance(scaling, dict):
-        return
-    if scaling.get("type") and scaling.get("rope_type"):
-        raise LoadError(f"{directory.path}/config.json: rope_scaling has both type and rope_type: remove type")
-    kind = scaling.get("type") or scaling.get("rope_type") or "default"
-    if kind not in ("default", "linear", "su", "longrope", "yarn", "llama3", "mrope"):
-        raise LoadError(
-            f"{directory.path}/config.json: rope_scaling of type {kind} is one that ExLlamaV2 leaves out without a word"
-        )
-    wanted = {
-        "linear": ("factor",),
-        "yarn": ("factor", "original_max_position_embeddings"),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "su": ("long_factor", "short_factor"),
-        "longrope": ("long_factor", "short_factor"),
-    }.get(kind, ())
-    if missing := [key for key in wanted if key not in scaling]:
-        raise LoadError(f"{directory.path}/config.json: rope_scaling of type {kind} lacks {missing[0]}")
-
-
 def check_cache(directory: ModelDir, mode: str, key: str = "cache_mode") -> None:
     """Raise LoadError for heads that a quantized cache cannot hold, because it scales 32 elements at a time."""
     head_dim = read_shape(directory).head_dim
@@ -197,10 +170,11 @@ def open_draft(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes) -> 
     if options.draft_model is None:
         return None
     try:
-        draft = ModelDir(options.draft_model, map(str, directory.bounds.roots))
+        draft = open_directory(options.draft_model, map(str, directory.bounds.roots))
         check_directory(draft)
         mode = options.draft_cache_mode or options.cache_mode
         check_cache(draft, mode, "draft_cache_mode")
+        check_reach(draft, sizes.context)
         check_limits(draft, sizes, mode, "draft_")
         stretched = options.draft_rope_scale is not None or options.draft_rope_alpha is not None
         own = draft.context(None)
@@ -245,17 +219,12 @@ def check_parallel(options: ExLlamaV2Options, directory: ModelDir, sizes: Sizes,
         raise no("only EXL2 weights with a quantized head can be split")
     if options.loras:
         raise no("lora is left out by it")
-    shape, window = read_shape(directory), _window(directory.text_config)
-    if window is not None and window < sizes.context:
-        raise no(f"the sliding window of {window} tokens is left out by it")
+    shape = read_shape(directory)
+    if has_window(directory, sizes.context):
+        raise no(f"the sliding window of {directory.text_config['sliding_window']} tokens is left out by it")
     if shape.heads * shape.head_dim != shape.hidden:
         raise no(f"{shape.heads} heads of {shape.head_dim} do not make up the hidden size {shape.hidden}")
     if shape.kv_heads < gpus:
         raise no(f"{shape.kv_heads} heads of keys cannot be split over {gpus} GPUs")
     if shape.intermediate % 128 or shape.rotary_dim != shape.head_dim:
         raise no("the MLP's size is no multiple of 128, or only a part of each head is rotated")
-
-
-def _window(config: dict[str, Any]) -> int | None:
-    window = config.get("sliding_window")
-    return window if isinstance(window, int) and config.get("use_sliding_window") is not False else None

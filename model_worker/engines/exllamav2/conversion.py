@@ -29,8 +29,8 @@ from typing import Any
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2 import extension
 from model_worker.engines.exllamav2.check import check_directory
+from model_worker.engines.exllamav2.meaning import open_directory
 from model_worker.engines.exllamav2.package_weights import only_the_models_weights
-from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import ModelShape, read_shape
 from model_worker.engines.weight_shapes import check_layers
 from protocol.process.engine_packages import install_command, missing_for, not_installed
@@ -53,7 +53,7 @@ _SAFE_S = 0.02
 def look(path: str, bits: float, head_bits: float) -> dict[str, Any]:
     """Return what ``look`` prints."""
     try:
-        directory = ModelDir(path)
+        directory = open_directory(path)
         if directory.quantization is not None:
             return {"error": f"{path} is quantized already ({directory.quantization}): give the model in 16 bits"}
         check_directory(directory)
@@ -119,6 +119,9 @@ def run(parent: int, options: list[str]) -> None:
     extension.import_built()
     from exllamav2.conversion import bot_status
 
+    from model_worker.engines.exllamav2.package_model import compute_as_transformers
+
+    compute_as_transformers()
     bot_status.print_stage = _print_stage
     sys.argv[1:] = options
     try:

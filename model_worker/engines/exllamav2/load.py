@@ -5,8 +5,6 @@
 """
 
 import contextlib
-import copy
-import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from model_worker.engines.exllamav2.decode.obstacles import obstacle_before_load
 from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.mixture import keep_rows_apart
 from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.package_model import compute_as_transformers
 from model_worker.engines.exllamav2.package_tokenizer import make_tokenizer
 from model_worker.engines.exllamav2.package_weights import only_the_models_weights
 from model_worker.engines.exllamav2.sleep_memory import NoSleepError, SleepMemory, obstacle
@@ -123,7 +122,7 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback, *, sleep: b
     uncaptured = obstacle_before_loading(options, attention)
     graphs = uncaptured is None
     cache_tokens = sizes.cache_size + (PAGE_TOKENS if graphs else 0)
-    _keep_rope_to_context()
+    compute_as_transformers()
     keep_rows_apart()
     config = _config(package, directory, options.rope_scale, options.rope_alpha, sizes, graphs)
     core, draft_model, draft_cache = package.core, None, None
@@ -230,6 +229,7 @@ def _config(
     """Return the package's configuration of a model. Raises LoadError."""
     config = package.core.ExLlamaV2Config()
     config.model_dir = str(directory.path)
+    config.modelctl_directory = directory
     with _assertions_named(directory), only_the_models_weights(directory.bounds):
         config.prepare()
         config.arch_compat_overrides(quiet=True)
@@ -251,29 +251,6 @@ def _config(
         config.no_graphs = True  # the package's own captures of single layers would be nested in those of steps
     config.max_output_len = max(sizes.rows, 16)  # tokens whose logits are computed at once
     return config
-
-
-def _keep_rope_to_context() -> None:
-    """Make the package choose rotary frequencies by the model's context.
-
-    For some models the package chooses the frequencies by the length of its tables. Here that length may be a little
-    more than the context. The package also takes it for the length with which yarn's ramp was trained.
-    """
-    rope: Any = importlib.import_module("exllamav2.rope")
-    if hasattr(rope, "modelctl_original"):
-        return
-    original = rope.modelctl_original = rope.get_rope_params
-
-    def get_rope_params(device: Any, cfg: Any, base: float) -> Any:
-        cfg = copy.copy(cfg)
-        cfg.max_seq_len = getattr(cfg, "modelctl_context", cfg.max_seq_len)
-        if cfg.alt_rope_method == "yarn":
-            # The package scales only if the length is above the original one. One token more keeps that, and gives the
-            # ramp that transformers computes (modeling_rope_utils).
-            cfg.max_seq_len = min(cfg.max_seq_len, cfg.yarn_rope_original_max_position_embeddings + 1)
-        return original(device, cfg, base)
-
-    rope.get_rope_params = get_rope_params
 
 
 def _sleep_memory(gpus: int, *, allowed: bool) -> tuple[SleepMemory | None, str]:
