@@ -13,6 +13,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 2, "intermediate_size": 96, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 48, "intermediate_size": 96},
     "gpt2": {},
+    "gptj": {"rotary_dim": 8},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "sliding_window": 512},
     "phi3": {"num_key_value_heads": 2, "intermediate_size": 96, "pad_token_id": 0, "sliding_window": None},
     "mistral": {"num_key_value_heads": 2, "intermediate_size": 96, "sliding_window": None},
 }

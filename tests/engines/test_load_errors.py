@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
+from model_worker.engines.embedded.check import check
 from model_worker.engines.exllamav2.check import check_directory
 from model_worker.engines.exllamav2.meaning import open_directory
 from model_worker.engines.model_dir import ModelDir
@@ -206,6 +207,25 @@ def test_unsupported_architectures(model: Path) -> None:
     refused(lambda: load(model), "mamba")
 
 
+def embedded_check(model: Path, context: int | None = None) -> None:
+    check(EngineSpec("m", "transformers", str(model), max_seq_len=context))
+
+
+@pytest.mark.parametrize("name", ["BloomForCausalLM", "MptForCausalLM", "MambaForCausalLM", "RwkvForCausalLM"])
+def test_architectures_that_the_engine_cannot_step(model: Path, name: str) -> None:
+    """The check finds them by the library's source, without importing it."""
+    edit_json(model / "config.json", architectures=[name])
+    refused(lambda: embedded_check(model), f"architecture {name} takes no", "different lengths together")
+
+
+def test_positions_that_are_part_of_a_mask(model: Path) -> None:
+    edit_json(model / "config.json", alibi=True)
+    refused(lambda: embedded_check(model), "alibi is true")
+    edit_json(model / "config.json", alibi=False, attention_types=[[["global", "local"], 1]])
+    refused(lambda: embedded_check(model, 512), "sliding window of 256", "max_seq_len")
+    embedded_check(model, 256)
+
+
 def test_sliding_windows_are_refused_where_they_matter(model: Path) -> None:
     write_model(model, "mistral", sliding_window=64)
     refused(lambda: load(model), "sliding window of 64", "max_seq_len")
@@ -263,8 +283,8 @@ def test_rope_parameters_of_transformers_5(plain: Path) -> None:
     assert read(rope_parameters={"full_attention": full, "sliding_attention": sliding}) == (1e6, linear)
     dynamic = {"type": "dynamic", "factor": 2.0}
     assert read(rope_theta=5e5, rope_scaling=dynamic) == (5e5, None), "exact up to the model's own context"
-    own = open_directory(str(plain)).context(None)
-    refused(lambda: open_directory(str(plain)).context(own + 1), f"max_seq_len is {own + 1}")
+    edit_json(plain / "config.json", max_position_embeddings=2048)
+    refused(lambda: open_directory(str(plain)).context(2049), "max_seq_len is 2049")
     refused(
         lambda: read(rope_parameters={"full_attention": full, "sliding_attention": sliding | {"rope_theta": 5e4}}),
         "differ by layer",

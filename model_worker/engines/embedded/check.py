@@ -128,8 +128,15 @@ def _check_attention(directory: ModelDir, context: int | None) -> None:
     """Raise LoadError for layers that the slot cache cannot compute. ``context`` is None if it is unknown because of a
     fault."""
     config = directory.text_config
+    if config.get("alibi") is True:
+        raise LoadError(
+            f"{directory.path}/config.json: alibi is true: its positions are a part of the attention's mask, which "
+            "engine transformers makes itself: it is not supported"
+        )
     kinds = set(config.get("layer_types") or ())
     window = None if config.get("use_sliding_window") is False else config.get("sliding_window")
+    if any("local" in str(config.get(key)) for key in ("attention_types", "attention_layers")):  # GPT-Neo
+        kinds, window = kinds | {_SLIDING}, config.get("window_size", 256)
     windowed = isinstance(window, int) and context is not None and window < context
     if windowed and (not kinds or _SLIDING in kinds):
         raise LoadError(

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
 from model_worker.engines.bytes_read import bytes_of_parameters
+from model_worker.engines.embedded.architectures import NEEDED, cannot_step
 from model_worker.engines.model_dir import ModelDir, Tensor
 
 _SLACK = 1 << 22
@@ -25,7 +26,7 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
     directory. ``progress`` counts bytes of the weights if the library reports its tensors, else one step for the whole
     load. Raises LoadError.
     """
-    _check_size(directory)
+    attention = _check_size(directory)
     done_before = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -33,7 +34,7 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 str(directory.path),
                 dtype=torch.float32,
-                attn_implementation="sdpa",
+                attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -54,24 +55,27 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
             raise LoadError(
                 f"{directory.path}: the weights do not fit config.json: {what} {sorted(map(str, info[what]))[0]}"
             )
-    missing = {"position_ids", "attention_mask", "past_key_values"} - set(inspect.signature(model.forward).parameters)
-    if missing:
-        raise LoadError(f"architecture {directory.architecture} takes no {min(missing)}: it is not supported")
+    if missing := NEEDED - set(inspect.signature(model.forward).parameters):
+        raise cannot_step(directory.architecture, missing)
     return model
 
 
-def _check_size(directory: ModelDir) -> None:
-    """Raise LoadError if config.json describes a much larger model than the weights hold.
+def _check_size(directory: ModelDir) -> str:
+    """Return the attention that the library has for this model.
 
-    Otherwise the library would allocate and fill memory for all of it before it notices what is missing.
+    Raises LoadError if config.json describes a much larger model than the weights hold. Otherwise the library would
+    allocate and fill memory for all of it before it notices what is missing.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(directory.path), local_files_only=True, trust_remote_code=False
         )
+        known: Any = transformers.AutoModelForCausalLM
+        # Some architectures have no other attention than the library's own, which it calls eager (Gemma 2, GPT-J).
+        attention = "sdpa" if known._model_mapping[type(config)]._supports_sdpa else "eager"
         with torch.device("meta"):
             skeleton: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation="sdpa", trust_remote_code=False
+                config, attn_implementation=attention, trust_remote_code=False
             )
         described = sum(parameter.numel() for parameter in skeleton.parameters())
     except Exception as e:  # a foreign config.json may make the library raise anything
@@ -82,6 +86,7 @@ def _check_size(directory: ModelDir) -> None:
             f"{directory.path}/config.json describes a model of {described} parameters, its weights hold {held}: they "
             "are not of one model"
         )
+    return attention
 
 
 def check_room(directory: ModelDir, device: torch.device, rows: int, context: int) -> None:

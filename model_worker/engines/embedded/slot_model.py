@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from model_worker.engine import LoadError
+from model_worker.engines import one_line
 from model_worker.engines.embedded.slot_cache import SlotCache
 
 
@@ -105,6 +106,23 @@ class SlotModel:
         This test works for every architecture. It finds an architecture that keeps state elsewhere, reads positions
         from its cache, or ignores the mask.
         """
+        try:
+            worst, scale = self._compare(vocab_size)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, NotImplementedError) as e:
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
+            raise LoadError(
+                f"architecture {name} cannot be computed with a slot cache ({type(e).__name__}: {one_line(e)}): it is "
+                "not supported by engine transformers"
+            ) from e
+        if not worst <= 1e-3 * scale:  # also for NaN
+            raise LoadError(
+                f"architecture {name} does not compute the same with a slot cache (off by {worst:.3g}): "
+                "it is not supported by engine transformers"
+            )
+
+    def _compare(self, vocab_size: int) -> tuple[float, float]:
+        """Return the largest difference from the model's own logits, and the size of those."""
         generator = torch.Generator().manual_seed(0)
         length = max(2, min(12, self._places.shape[0] - 1))
         ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
@@ -118,9 +136,4 @@ class SlotModel:
         for step, at in enumerate(range(cut + 1, length)):
             tokens, positions = [ids[at], others[short + step]][:rows], [at, short + step][:rows]
             worst = max(worst, float((self.decode(tokens, positions)[0] - own[at]).abs().max()))
-        scale = max(1.0, float(own.abs().max()))
-        if not worst <= 1e-3 * scale:  # also for NaN
-            raise LoadError(
-                f"architecture {name} does not compute the same with a slot cache (off by {worst:.3g}): "
-                "it is not supported by engine transformers"
-            )
+        return worst, max(1.0, float(own.abs().max()))
