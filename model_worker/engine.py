@@ -77,6 +77,7 @@ class Capabilities:
     decoding        for people: how the engine launches a step, and the reason if that is not the best way
     sleep_bytes     host memory that the model takes while it sleeps; None if it cannot sleep
     no_sleep        for people: why it cannot sleep
+    end_ids         ids that end every answer, by the model's own files
     """
 
     context: int
@@ -88,6 +89,7 @@ class Capabilities:
     decoding: str = ""
     sleep_bytes: int | None = None
     no_sleep: str = "its engine does not offer it"
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

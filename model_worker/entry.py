@@ -213,7 +213,13 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     # enough new objects have gathered. Each scan stops every stream for about 160 ms.
     gc.collect()
     gc.freeze()
-    link.ready(engine.capabilities, format, load_seconds=time.monotonic() - started, max_jobs=loop.max_jobs)
+    link.ready(
+        engine.capabilities,
+        format,
+        load_seconds=time.monotonic() - started,
+        max_jobs=loop.max_jobs,
+        end_tokens=loop.end_tokens,
+    )
     loop.run()
     lease.step()
     engine.close()

@@ -16,6 +16,7 @@ JSON for each question, in the order of the questions:
     {"unknown": text} for a model without a fault, whose needs cannot be estimated
 
 Each line may also hold
+    {"sampling": {name: value}}, what generation_config.json recommends
     {"sleep_bytes": bytes}, the host memory that the model takes while it sleeps; 0 if it cannot sleep on so many GPUs
     {"template": file}, the file of the directory that holds the chat template; "" without one
     {"unchecked": text}, the parts that cannot be checked here because a package is not installed
@@ -33,6 +34,8 @@ from protocol.process.process_title import set_title
 
 FLOAT32 = 4
 """Bytes of a weight in the engine transformers, whatever its type in the file."""
+SAMPLED = "temperature", "top_k", "top_p", "min_p", "typical_p"
+"""Keys of generation_config.json that count where tokens are drawn at random."""
 MEMORY_LIMIT = 2 << 30
 """Bytes of address space. A safetensors header as long as the format allows, 100 MiB, takes 1 GiB as Python objects."""
 
@@ -82,7 +85,8 @@ def _of_transformers(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     assert checked is not None
     unknown = f"there is no estimate for engine {spec.engine}"
     sleeping = sum(tensor.elements * FLOAT32 for tensor in checked.directory.tensors.values())
-    return {"unknown": unknown, "sleep_bytes": sleeping, "template": _template(checked.directory)}
+    facts = {"unknown": unknown, "sleep_bytes": sleeping, "template": _template(checked.directory)}
+    return facts | _sampling(checked.directory)
 
 
 def _template(directory: Any) -> str:
@@ -119,7 +123,34 @@ def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     if question["counts"][0] == 1:  # the memory of one GPU only can be given back
         models = [checked.directory] if checked.draft is None else [checked.directory, checked.draft]
         sleeping = sum(map(weight_bytes, models)) + checked.options.sleep_cache
-    return {"needs": needs, "sleep_bytes": sleeping, "template": _template(checked.directory)}
+    facts = {"needs": needs, "sleep_bytes": sleeping, "template": _template(checked.directory)}
+    return facts | _sampling(checked.directory)
+
+
+def _sampling(directory: Any) -> dict[str, Any]:
+    return {"sampling": recommended_sampling(directory.generation_config)}
+
+
+def recommended_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a generation_config.json recommends, as keys of ``sampling`` in models.yaml.
+
+    Neutral values are left out, and so are values that no request could have. Without ``do_sample`` transformers draws
+    the likeliest token whatever the other keys say, so that only the penalty counts.
+    """
+    from protocol.sampling_params import SamplingParams
+
+    keys = SAMPLED if generation_config.get("do_sample") is True else ()
+    found: dict[str, Any] = {}
+    for key in (*keys, "repetition_penalty"):
+        value = generation_config.get(key)
+        if value is None or isinstance(value, bool) or value == SamplingParams.model_fields[key].default:
+            continue
+        try:
+            SamplingParams(**{key: value})
+        except ValueError:
+            continue
+        found[key] = value
+    return found
 
 
 def _fault(message: str, key: str | None = None, machine: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from model_worker.answer_format import UNKNOWN, AnswerFormat, calls_text
+from model_worker.conversations import Form
 from model_worker.engine import PIECE, PLAIN, Engine, Job, Layout, LoadError, PromptScoring
 from protocol.chat import ChatFields
 from protocol.codec import unpack_body
@@ -23,6 +24,9 @@ tokenizing it would stall the loop. English text has 4 to 5 bytes per token."""
 MOST_PROMPT_LOGPROBS: Final = 1 << 20
 """The most log-probabilities of a prompt. As JSON they take 40 to 80 MB, which a gateway holds for one request. It is
 enough for 20 likeliest tokens at each place of 49,000 tokens."""
+
+_LONGEST_END: Final = 256
+"""Characters of the end of a turn that are looked at."""
 
 
 class Intake:
@@ -43,7 +47,7 @@ class Intake:
         self._capabilities = engine.capabilities
         self._sampling, self._limits = sampling, limits
         ends = (engine.encode_rendered(text) for text in format.ends)
-        self._ends = tuple(ids[0] for ids in ends if len(ids) == 1)
+        self._ends = turn_end_ids(engine, format.forms).union(ids[0] for ids in ends if len(ids) == 1)
         self.longest_text = self._capabilities.context * MAX_BYTES_PER_TOKEN
         """The longest text, in bytes, that is tokenized."""
 
@@ -162,7 +166,9 @@ class Intake:
             request.stop,
             min_new_tokens=request.min_tokens,
             stop_on_loop=request.stop_on_loop,
-            stop_token_ids=request.stop_token_ids if rendered is None else (*request.stop_token_ids, *self._ends),
+            stop_token_ids=request.stop_token_ids
+            if rendered is None or request.ignore_eos
+            else (*request.stop_token_ids, *sorted(self._ends.difference(request.stop_token_ids))),
             banned_strings=request.banned_strings,
             token_healing=request.token_healing,
             top_logprobs=request.top_logprobs if request.logprobs else None,
@@ -173,6 +179,13 @@ class Intake:
             layout=self.layout(request, rendered),
             resumed_ids=resumed_ids,
         )
+
+    @property
+    def end_tokens(self) -> str:
+        """The names of the tokens that end the answer to a conversation, for people."""
+        ids = sorted(self._capabilities.end_ids.union(self._ends))
+        names = (self._engine.token_bytes(token).decode(errors="replace") or f"id {token}" for token in ids)
+        return " ".join(name for name in names if name.isprintable())
 
     def encode(self, prompt: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a text. Raises RequestError for a text that is too long to fit.
@@ -290,3 +303,25 @@ def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | N
         if name not in optional and (tuple(value) if isinstance(value, list) else value) != neutral:
             return name
     return None
+
+
+def turn_end_ids(engine: Engine, forms: Sequence[Form]) -> frozenset[int]:
+    """Return the special tokens that a chat template writes first behind the assistant's words.
+
+    Many models that were trained further have no generation_config.json, and name the end of text only. Without the
+    token that ends a turn, their answers go on up to their limit. Only special tokens count: text with which a template
+    begins the user's next turn may stand in an answer. Ids that the engine knows itself are left out.
+    """
+    capabilities = engine.capabilities
+    if "stop_token_ids" not in capabilities.offered:
+        return frozenset()
+    found: set[int] = set()
+    for text in {end for form in forms for end in form.turn_ends}:
+        try:
+            ids = engine.encode_rendered(text[:_LONGEST_END])
+        except RequestError:
+            continue
+        first = next((token for token in ids if engine.token_bytes(token).strip()), None)
+        if first is not None and not engine.decode([first]):
+            found.add(first)
+    return frozenset(found - capabilities.end_ids)

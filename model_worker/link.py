@@ -126,7 +126,15 @@ class SupervisorLink:
         body = {"phase": phase, "done": done, "total": total, "unit": unit}
         self._socket.send(encode(ProgressMessage(pack_body(body))))
 
-    def ready(self, capabilities: Capabilities, format: AnswerFormat, *, load_seconds: float, max_jobs: int) -> None:
+    def ready(
+        self,
+        capabilities: Capabilities,
+        format: AnswerFormat,
+        *,
+        load_seconds: float,
+        max_jobs: int,
+        end_tokens: str = "",
+    ) -> None:
         """Say that the model is loaded, and describe it."""
         body = {
             "context": capabilities.context,
@@ -135,6 +143,7 @@ class SupervisorLink:
             "chat": capabilities.chat and not format.template_error,
             "template": format.template_changes[:500],
             "parallel_tool_calls": format.parallel,
+            "end_tokens": end_tokens[:500],
             "device": capabilities.device,
             "attention": capabilities.attention,
             "decoding": capabilities.decoding,

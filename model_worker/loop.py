@@ -137,6 +137,11 @@ class WorkerLoop:
         self.max_jobs = engine.capabilities.max_batch_size + SLACK_JOBS
         """The number of jobs that the supervisor may give to this worker at once."""
 
+    @property
+    def end_tokens(self) -> str:
+        """Return the names of the tokens that end an answer, for people."""
+        return self._intake.end_tokens
+
     def run(self) -> None:
         try:
             while not self._shutdown:

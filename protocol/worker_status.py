@@ -67,6 +67,9 @@ class WorkerStatus(TypedDict):
     template: str | None
     """What the worker changes in conversations for the model's chat template, for people, or why the template renders
     none. Null if the template takes every conversation."""
+    end_tokens: str | None
+    """The tokens that end the answer to a conversation, separated by spaces: those that the model's files name, and
+    those that the chat template writes behind the assistant's words. Null until the model is loaded."""
     tool_format: str | None
     """The name of the format in which the model writes calls of tools; null if it is not known."""
     parallel_tool_calls: bool | None

@@ -166,7 +166,8 @@ def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tu
             left = []
             for path, estimated in answers.items():
                 if not estimated.faults:
-                    keys = engine if context is None else {**engine, "max_seq_len": context}
+                    recommended = {"sampling": dict(estimated.sampling)} if estimated.sampling else {}
+                    keys = {**engine, **({"max_seq_len": context} if context else {}), **recommended}
                     chosen[path] = keys, estimated.template
                 elif context is not None and all(fault.key == "max_seq_len" for fault in estimated.faults):
                     left.append(path)  # the model has less context: try with its own
@@ -195,6 +196,7 @@ def _has_gpu() -> bool:
 
 _COMMENTS = {
     "max_seq_len": "tokens of context; the model has more, which take more memory",
+    "sampling": "from the model's generation_config.json; for options that a request leaves out",
     "lazy": "loaded by its first request; without this line, when the supervisor starts",
 }
 _LAZY = """\
@@ -224,7 +226,9 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
     for entry in entries:
         lines.append(f"  {yaml.safe_dump(entry.name).splitlines()[0]}:")  # quoted if YAML would read a date
         for key, value in entry.keys.items():
-            line = yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20).rstrip()
+            shown = yaml.safe_dump(value, default_flow_style=True, width=1 << 20) if isinstance(value, dict) else ""
+            line = f"{key}: {shown}" if shown else yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20)
+            line = line.rstrip()
             lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
         lines.append("")
     lines += [f"# left out: {_printable(path)}: {why}" for path, why in left_out.items()]

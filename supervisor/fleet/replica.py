@@ -280,6 +280,7 @@ class Replica:
             "max_batch_size": config.max_batch_size,
             "chat": self.chat,
             "template": self.info.get("template") or None,
+            "end_tokens": self.info.get("end_tokens") or None,
             "tool_format": self.info.get("tool_format"),
             "parallel_tool_calls": self.info.get("parallel_tool_calls"),
             "reasoning": self.reasoning,

@@ -71,6 +71,7 @@ class Estimated:
     unchecked  the parts of the model that cannot be checked here, because a package is not installed, with the remedy
     template   the file of the directory that holds the chat template; "" without one, None if that is not known
     sleep_bytes  host memory that the model takes while it sleeps; 0 if it cannot sleep, None if that is not known
+    sampling   what the model's generation_config.json recommends, as keys of ``sampling``
     """
 
     needs: Mapping[int, Needs] | None = None
@@ -80,6 +81,7 @@ class Estimated:
     unchecked: str | None = None
     sleep_bytes: int | None = None
     template: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def error(self) -> str | None:
@@ -249,11 +251,9 @@ def answers(descriptor: int) -> list[Estimated]:
 
 def _read(line: bytes) -> Estimated:
     reply: dict[str, Any] = json.loads(line)
-    unchecked, sleep_bytes, template = reply.get("unchecked"), reply.get("sleep_bytes"), reply.get("template")
+    always: dict[str, Any] = {key: reply.get(key) for key in ("unchecked", "sleep_bytes", "template")}
+    always["sampling"] = reply.get("sampling", {})
     if "needs" in reply:
-        needs = {int(count): Needs(**parts) for count, parts in reply["needs"].items()}
-        return Estimated(needs=needs, unchecked=unchecked, sleep_bytes=sleep_bytes, template=template)
+        return Estimated(needs={int(count): Needs(**parts) for count, parts in reply["needs"].items()}, **always)
     faults = tuple(Fault(**fault) for fault in reply.get("faults", ()))
-    return Estimated(
-        None, reply.get("unknown"), faults, unchecked=unchecked, sleep_bytes=sleep_bytes, template=template
-    )
+    return Estimated(unknown=reply.get("unknown"), faults=faults, **always)

@@ -20,6 +20,7 @@ _READY: dict[str, tuple[type, ...]] = {
     "decoding": (str,),
     "chat": (bool,),
     "template": (str,),
+    "end_tokens": (str,),
     "parallel_tool_calls": (bool,),
     "tool_format": (str, type(None)),
     "sleep_bytes": (int, type(None)),

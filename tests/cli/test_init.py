@@ -80,6 +80,21 @@ def test_with_a_gpu_exllamav2_is_chosen_and_the_context_is_bounded(tmp_path: Pat
     assert modelctl("check", cwd=place, **box).returncode == 0
 
 
+def test_the_sampling_that_a_model_recommends_is_copied(models: Path, place: Path) -> None:
+    """Only what counts for transformers, and what a request could have."""
+    recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": "x", "typical_p": 1.0}
+    file = models / "people" / "ann" / "stories" / "generation_config.json"
+    file.write_text(json.dumps(recommended | {"repetition_penalty": 1.05, "eos_token_id": 1}))
+    greedy = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0}
+    (models / "Llama 3.1 8B: EXL2 #6.0bpw" / "generation_config.json").write_text(json.dumps(greedy))
+    assert modelctl("init", models, cwd=place).returncode == 0
+    llama, stories = written(place).values()
+    assert "sampling" not in llama
+    assert stories["sampling"] == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert "# from the model's generation_config.json" in (place / "models.yaml").read_text()
+    assert modelctl("check", cwd=place).returncode == 0
+
+
 def test_a_single_model_starts_with_the_supervisor(models: Path, place: Path) -> None:
     assert modelctl("init", models / "people", cwd=place).returncode == 0
     (entry,) = written(place).values()
@@ -125,7 +140,7 @@ def test_models_that_cannot_be_loaded_are_left_out_with_the_reason(models: Path,
     first, second = done.stderr.splitlines()
     assert first.startswith(f"left out: {broken}: {broken}/config.json cannot be read: ")
     assert second.startswith(f"left out: {foreign}: engine transformers: architecture BertModel is no causal")
-    assert "; engine exllamav2: architecture BertModel is not one that ExLlamaV2" in second
+    assert "; engine exllamav2: architecture BertModel is not served by engine exllamav2" in second
     text = (place / "models.yaml").read_text()
     for line in (first, second):
         assert f"# {line}\n" in text

@@ -107,6 +107,7 @@ class TransformersEngine:
             attention="PyTorch SDPA over a cache of slots, float32",
             sleep_bytes=self._model.weight_bytes if self._spec.sleep else None,
             no_sleep="" if self._spec.sleep else "models.yaml does not let it sleep",
+            end_ids=eos_ids,
         )
         progress("warmup", 0, 1)
         with torch.inference_mode():

@@ -112,6 +112,7 @@ class ExLlamaV2Engine:
             decoding=decoding,
             sleep_bytes=self._sleeper.host_bytes,
             no_sleep=loaded.no_sleep,
+            end_ids=frozenset(eos_ids),
         )
         self._warm_up(loaded, progress)
 
