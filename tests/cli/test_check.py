@@ -385,4 +385,4 @@ def test_engines_of_ones_own_are_not_looked_into(tmp_path: Path) -> None:
 def test_the_known_architectures_are_the_librarys() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    assert causal_language_models() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    assert causal_language_models().keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
