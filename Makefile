@@ -21,7 +21,7 @@ COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 REAL_MODEL := $(BIN)/python tools/real_model.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-long test-nightly test-real test-agents test-clients test-lm-eval test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
+.PHONY: demo test test-long test-nightly test-real test-agents test-templates test-clients test-lm-eval test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
 
 demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
 	@$(REAL_MODEL) --optional
@@ -61,6 +61,8 @@ test-real: $(VENV)/.test ## a real model, which is downloaded (93 MB), on the CP
 
 test-agents: $(VENV)/.test ## programs of other people against the gateway, without a network; Node 20, npm and 1.2 GB to download, no GPU
 	$(BIN)/python -m tests.agents $(PYTEST_ARGS)
+test-templates: $(VENV)/.test ## 95 real chat templates of two packages (105 MB) render what agents send as transformers does; no GPU
+	$(BIN)/python -m pytest tests/real_templates.py
 
 test-clients: $(VENV)/.test ## the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/node openai@7.57.0

@@ -32,12 +32,15 @@ class AnswerFormat:
     tools      name of the format of its calls; None if it is not known
     reasoning  the markers before and behind its reasoning; None if it does not reason, or its markers are not known
     parallel   whether an answer may have several calls
+    tried      whether the reader of the format of calls has read a call that the template wrote, or the format is the
+               general one, or models.yaml names it
     forms      what the chat template can take: without tools, and with tools; empty without a template
     """
 
     tools: str | None = None
     reasoning: tuple[str, str] | None = None
     parallel: bool = True
+    tried: bool = True
     forms: tuple[Form, ...] = ()
 
     @classmethod
@@ -45,24 +48,30 @@ class AnswerFormat:
         """Return the format of a model with this chat template. Keys of models.yaml come before the template.
 
         A format that the template shows is taken only if its reader can read the call that the template has written in
-        a probe.
+        a probe. If the template shows tools but writes no calls, the format is taken, and is not ``tried``. A template
+        that shows no tools gets the general format.
 
         forms  as ``rendering.probe_template`` returns them
         """
         if template is None:
             return cls()
         tools, reasoning = recognise(template.source, template.tool_source)
-        if forms and tools is not None and not reads_back(tools, forms[-1].call, reasoning):
-            tools = None
-        if forms and not forms[-1].calls and not forms[-1].error:
-            tools = GENERAL
+        tried = True
+        if forms and not forms[-1].error:
+            form = forms[-1]
+            general = not form.tools or not form.calls
+            forms = [replace(one, general=general, parallel=one.parallel or general) for one in forms]
+            if not form.tools:
+                tools = GENERAL
+            elif not form.calls:
+                tried = False
+            elif tools is not None and not reads_back(tools, form.call, reasoning):
+                tools = None
         if spec.tool_format is not None:
-            tools = None if spec.tool_format == OFF else spec.tool_format
+            tools, tried = None if spec.tool_format == OFF else spec.tool_format, True
         if spec.reasoning is not None:
             reasoning = None if spec.reasoning == OFF else spec.reasoning
-        if tools == GENERAL:
-            forms = [replace(form, general=True, parallel=True) for form in forms]
-        return cls(tools, reasoning, all(form.parallel for form in forms[-1:]), tuple(forms))
+        return cls(tools, reasoning, all(form.parallel for form in forms[-1:]), tried, tuple(forms))
 
     @property
     def template_error(self) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from answer_formats import plain_json
@@ -66,8 +66,8 @@ class Form:
     turn_ends          what it writes behind the words of the assistant: at the end of the conversation, and before the
                        next words of the user
     call               what it writes for the call of the probe; "" if it shows no calls
-    general            whether tools, calls and results become texts of the format json, because the template shows no
-                       calls
+    general            whether calls and results become texts of the format json, because the template shows no calls or
+                       no tools; tools, too, if it shows none
     """
 
     error: str = ""
@@ -114,7 +114,8 @@ class Form:
             "one call a turn": self.calls and not self.parallel,
             "ids of nine characters": self.nine,
             "no text beside calls": self.calls and not self.text_beside_calls,
-            "tools and calls written by the format json": self.general,
+            "tools, calls and results as texts of the format json": self.general and not self.tools,
+            "calls and results as texts of the format json": self.general and bool(self.tools),
             "no calls": not self.calls and not self.general,
             "no results": not self.results and not self.general,
             "no tools": not self.tools and not self.general,
@@ -152,8 +153,10 @@ def adapt(
     Raises UnfitError.
     """
     adapted = [_without_empty_calls(message) for message in messages]
-    if form.general:
-        adapted, tools = _as_texts(adapted, tools), None
+    if form.general and (tools or not form.calls):
+        adapted = _as_texts(adapted, None if form.tools else tools)
+        form = replace(form, calls=True, results=True)
+        tools = tools if form.tools else None
     adapted = _with_systems(adapted, form)
     adapted = _merged(adapted, form)
     adapted = _with_calls(adapted, form)

@@ -148,6 +148,7 @@ class SupervisorLink:
             "attention": capabilities.attention,
             "decoding": capabilities.decoding,
             "tool_format": format.tools,
+            "tools_tried": format.tools is not None and format.tried,
             "reasoning_start": format.reasoning and format.reasoning[0],
             "reasoning_end": format.reasoning and format.reasoning[1],
             "sleep_bytes": capabilities.sleep_bytes,

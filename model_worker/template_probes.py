@@ -34,7 +34,10 @@ TOOL: Final[dict[str, Any]] = {
         "description": "Say what Qz5 is.",
         "parameters": {
             "type": "object",
-            "properties": {"topic_qz5": {"type": "string", "description": "Words Qz5."}},
+            "properties": {
+                "topic_qz5": {"type": "string", "description": "Words Qz5."},
+                "most_qz5": {"type": "integer"},
+            },
             "required": ["topic_qz5"],
         },
     },
@@ -68,7 +71,7 @@ def _probe(draw: Draw) -> Form:
         return Form(error="it shows no user's words")
     form["system"] = system = shows([_S], [_said("system", _S), plain[0]])
     form["several_systems"] = shows([_S, _S2, _U], [_said("system", _S), _said("system", _S2), plain[0]])
-    form["developer"] = _knows_developer(draw, parts)
+    form["developer"] = shows([_S, _U], [_said("developer", _S), plain[0]])
     for role, key in (("system", "system_within"), ("developer", "developer_within")):
         late = _said(role, _S2)
         begin = [_said("system", _S)] if system else []
@@ -219,16 +222,6 @@ def _turn_ends(draw: Draw, parts: Sequence[str]) -> tuple[str, ...]:
     last, within = draw(turns[:2], None, False) or "", draw(turns, None, False) or ""
     ends = [last.rpartition(_A)[2] if _A in last else "", within.rpartition(_A)[2].partition(_U2)[0]]
     return tuple(dict.fromkeys(end[:LONGEST_CALL] for end in ends if end))
-
-
-def _knows_developer(draw: Draw, parts: Sequence[str]) -> bool:
-    """Return whether a template shows a message of role developer, and not as a turn of the user or assistant."""
-
-    def drawn(role: str) -> str | None:
-        return draw(_in_parts([_said(role, _S), _said("user", _U)], parts))
-
-    text = drawn("developer")
-    return stands(text, [_S, _U]) and text not in (drawn("user"), drawn("assistant"))
 
 
 def _wants_parts(draw: Draw, role: str) -> bool:

@@ -188,8 +188,9 @@ class Replica:
 
     @property
     def tools(self) -> bool | None:
-        """Whether the format of the model's calls of tools is known. None until a worker has loaded it."""
-        return self.info["tool_format"] is not None if "tool_format" in self.info else None
+        """Whether the format of the model's calls of tools is known, and was tried with the chat template. None until a
+        worker has loaded it."""
+        return self.info.get("tools_tried")
 
     @property
     def reasoning(self) -> dict[str, str] | None:

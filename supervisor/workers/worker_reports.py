@@ -23,6 +23,7 @@ _READY: dict[str, tuple[type, ...]] = {
     "end_tokens": (str,),
     "parallel_tool_calls": (bool,),
     "tool_format": (str, type(None)),
+    "tools_tried": (bool,),
     "sleep_bytes": (int, type(None)),
     "no_sleep": (str,),
     "reasoning_start": (str, type(None)),

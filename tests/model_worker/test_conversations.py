@@ -260,12 +260,23 @@ def test_tools_have_their_keys_in_the_usual_order() -> None:
 
 
 def test_a_template_without_calls_gets_them_as_texts() -> None:
-    format = format_of(PLAIN)
-    assert (format.tools, format.template_changes) == ("json", "tools and calls written by the format json")
-    text = rendered(PLAIN, system("a"), user(), call("1", content="so"), result("1", "dry"), tools=TOOLS)
+    of = ChatTemplate(PLAIN.source.replace("{{ t | tojson }}", ""))
+    format = format_of(of)
+    assert (format.tools, format.tried) == ("json", True)
+    assert format.template_changes == "tools, calls and results as texts of the format json"
+    text = rendered(of, system("a"), user(), call("1", content="so"), result("1", "dry"), tools=TOOLS)
     for part in ("<|system|>a\n\n", '"name": "weather"', f'so\n{{"name": "weather", "arguments": {TEXT}}}<|end|>',
                  "<|user|>Result of weather:\ndry<|end|>"):  # fmt: skip
         assert part in text
+
+
+def test_a_template_that_shows_tools_and_no_calls_gets_the_calls_as_texts() -> None:
+    of = ChatTemplate("<tool_call> arguments" + PLAIN.source)
+    format = format_of(of)
+    assert (format.tools, format.tried) == ("hermes", False)
+    text = rendered(of, user(), call("1"), result("1", "dry"), tools=TOOLS)
+    assert json.dumps(TOOLS[0]) in text
+    assert text.endswith(f"{TEXT}}}<|end|><|user|>Result of weather:\ndry<|end|><|assistant|>")
 
 
 def test_calls_that_cannot_be_shown_are_refused_by_name() -> None:
