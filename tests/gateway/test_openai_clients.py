@@ -184,7 +184,7 @@ def test_models(client: openai.OpenAI) -> None:
     described = client.models.retrieve("stories").model_dump()
     context = described["context_length"]
     assert context == described["max_model_len"] == described["max_context_length"] == described["meta"]["n_ctx"] > 0
-    assert (described["capabilities"]["chat"], described["capabilities"]["function_calling"]) == (True, False)
+    assert (described["capabilities"]["chat"], described["capabilities"]["function_calling"]) == (True, True)
     assert (described["state"], described["status"]["value"], described["owned_by"]) == ("loaded", "loaded", "modelctl")
 
 
