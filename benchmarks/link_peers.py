@@ -134,7 +134,8 @@ class Peers:
         agent.send(pack_agent(Up(os.getpid(), "simulated")))
         link.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
         body = {
-            "context": 1 << 24, "max_batch_size": self._batch, "max_jobs": self._batch, "chat": False, "template": "", "parallel_tool_calls": True, "tools_tried": False, "device": "none",
+            "context": 1 << 24, "max_batch_size": self._batch, "max_jobs": self._batch, "chat": False, "device": "none",
+            "template": "", "parallel_tool_calls": True, "tools_tried": False,
             "attention": "none", "decoding": "", "tool_format": None, "reasoning_start": None, "reasoning_end": None,
             "sleep_bytes": None, "no_sleep": "", "load_seconds": 0.0,
         }  # fmt: skip
