@@ -61,6 +61,7 @@ test-real: $(VENV)/.test ## a real model, which is downloaded (93 MB), on the CP
 
 test-agents: $(VENV)/.test ## programs of other people against the gateway, without a network; Node 20, npm and 1.2 GB to download, no GPU
 	$(BIN)/python -m tests.agents $(PYTEST_ARGS)
+
 test-templates: $(VENV)/.test ## 95 real chat templates of two packages (105 MB) render what agents send as transformers does; no GPU
 	$(BIN)/python -m pytest tests/real_templates.py
 
