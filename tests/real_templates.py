@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from gateway.http.notes import Notes
 from gateway.openai.messages import read_messages
 from model_worker.answer_format import GENERAL, AnswerFormat, reads_back
 from model_worker.conversations import UnfitError, adapt
@@ -317,7 +318,8 @@ def compared(name: str, source: str) -> Row:
     renderer = Renderer(template, 1 << 20, row.format.forms)
     try:
         for title, (messages, tools) in CONVERSATIONS.items():
-            given = ChatFields.model_validate({"messages": read_messages(messages), "tools": tools}).for_template()
+            fields = {"messages": read_messages(messages, Notes()), "tools": tools}
+            given = ChatFields.model_validate(fields).for_template()
             renderer.ask(1, 1, given)
             ((_, prompt),) = wait_until(renderer.collect, 60, "a rendered conversation")
             theirs = draw(messages, tools)
