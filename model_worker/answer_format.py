@@ -44,7 +44,7 @@ class AnswerFormat:
     forms: tuple[Form, ...] = ()
 
     @classmethod
-    def of(cls, template: ChatTemplate | None, spec: WorkerSpec, forms: Sequence[Form] = ()) -> "AnswerFormat":
+    def of(cls, template: ChatTemplate | None, spec: WorkerSpec | None, forms: Sequence[Form] = ()) -> "AnswerFormat":
         """Return the format of a model with this chat template. Keys of models.yaml come before the template.
 
         A format that the template shows is taken only if its reader can read the call that the template has written in
@@ -67,9 +67,9 @@ class AnswerFormat:
                 tried = False
             elif tools is not None and not reads_back(tools, form.call, reasoning):
                 tools = None
-        if spec.tool_format is not None:
+        if spec is not None and spec.tool_format is not None:
             tools, tried = None if spec.tool_format == OFF else spec.tool_format, True
-        if spec.reasoning is not None:
+        if spec is not None and spec.reasoning is not None:
             reasoning = None if spec.reasoning == OFF else spec.reasoning
         return cls(tools, reasoning, all(form.parallel for form in forms[-1:]), tried, tuple(forms))
 

@@ -19,6 +19,8 @@ Each line may also hold
     {"sampling": {name: value}}, what generation_config.json recommends
     {"sleep_bytes": bytes}, the host memory that the model takes while it sleeps; 0 if it cannot sleep on so many GPUs
     {"template": file}, the file of the directory that holds the chat template; "" without one
+    {"understood": text}, for people: how the model calls tools, and what its chat template makes of conversations. Only
+        if the question has "template": true, and there is a chat template
     {"unchecked": text}, the parts that cannot be checked here because a package is not installed
 """
 
@@ -85,15 +87,30 @@ def _of_transformers(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     assert checked is not None
     unknown = f"there is no estimate for engine {spec.engine}"
     sleeping = sum(tensor.elements * FLOAT32 for tensor in checked.directory.tensors.values())
-    facts = {"unknown": unknown, "sleep_bytes": sleeping, "template": _template(checked.directory)}
-    return facts | _sampling(checked.directory)
+    facts = {"unknown": unknown, "sleep_bytes": sleeping}
+    return facts | _template(checked, question) | _sampling(checked.directory)
 
 
-def _template(directory: Any) -> str:
+def _template(checked: Any, question: dict[str, Any]) -> dict[str, str]:
+    """Return what the answer says about the chat template of a model that can be loaded.
+
+    The template runs in the process that renders chats, not in this one.
+    """
+    from model_worker.answer_format import AnswerFormat
     from model_worker.engines.template_files import find_template
+    from model_worker.rendering import probe_template
 
-    found = find_template(directory)
-    return found.file if found is not None else ""
+    found = find_template(checked.directory)
+    told = {"template": found.file if found is not None else ""}
+    if not question.get("template") or checked.tokenizer is None or checked.tokenizer.chat_template is None:
+        return told
+    template = checked.tokenizer.chat_template
+    try:
+        format = AnswerFormat.of(template, None, probe_template(template))
+    except OSError as e:
+        return {**told, "understood": f"not tried: {_one_line(str(e))}"}
+    calls = "" if format.tools is None else f"calls in the format {format.tools}"
+    return {**told, "understood": _one_line("; ".join(filter(None, (calls, format.template_changes))))}
 
 
 def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
@@ -123,8 +140,8 @@ def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     if question["counts"][0] == 1:  # the memory of one GPU only can be given back
         models = [checked.directory] if checked.draft is None else [checked.directory, checked.draft]
         sleeping = sum(map(weight_bytes, models)) + checked.options.sleep_cache
-    facts = {"needs": needs, "sleep_bytes": sleeping, "template": _template(checked.directory)}
-    return facts | _sampling(checked.directory)
+    facts = {"needs": needs, "sleep_bytes": sleeping}
+    return facts | _template(checked, question) | _sampling(checked.directory)
 
 
 def _sampling(directory: Any) -> dict[str, Any]:

@@ -71,15 +71,19 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
         unchecked = {"unchecked": checked.unchecked} if checked.unchecked else {}
         notes = {"notes": examined.config.notes} if examined.config.notes else {}
         templates = {"templates": checked.templates} if checked.templates else {}
-        click.echo(json.dumps({"ok": True, "models": names, **templates, **unchecked, **notes}, indent=2))
+        understood = {"understood": checked.understood} if checked.understood else {}
+        found = {**templates, **understood, **unchecked, **notes}
+        click.echo(json.dumps({"ok": True, "models": names, **found}, indent=2))
         return exit_codes.OK
     click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
     for note in examined.config.notes:
         click.echo(note)
     for line in name_lines({name: examined.config.names.describe(name) for name in names}):
         click.echo(line)
-    for name, found in checked.templates.items():
-        click.echo(f"{name}: chat template in {found}" if found else f"{name}: {ADD_TEMPLATE}")
+    for name, place in checked.templates.items():
+        click.echo(f"{name}: chat template in {place}" if place else f"{name}: {ADD_TEMPLATE}")
+        if text := checked.understood.get(name):
+            click.echo(f"{name}: {text}")
     if checked.unknown:
         click.echo(f"not looked into, because only their own engine can: {', '.join(checked.unknown)}")
     for what in dict.fromkeys(checked.unchecked.values()):
@@ -142,6 +146,7 @@ class Checked:
     of_machine  problems of this machine: a GPU or a package that it lacks
     unknown     models that only their own engine can check
     unchecked   what cannot be checked here, by model
+    understood  how the models call tools, and what their chat templates make of conversations, by model
     templates   the file with the chat template, by model; "" for a model without one
     """
 
@@ -150,6 +155,7 @@ class Checked:
     unknown: list[str]
     unchecked: dict[str, str] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
+    understood: dict[str, str] = field(default_factory=dict)
 
 
 def check_all(examined: "Examined", *, elsewhere: bool) -> Checked:
@@ -161,7 +167,7 @@ def check_all(examined: "Examined", *, elsewhere: bool) -> Checked:
     from supervisor.placement.vetting import lacking_gpus, problems_of, vet_models
 
     models = examined.config.models
-    known = vet_models(models, installed=not elsewhere)
+    known = vet_models(models, installed=not elsewhere, templates=True)
     found = [(name, fault) for name, answer in known.items() for fault in answer.faults]
     if not elsewhere:
         found += lacking_gpus(models).items()
@@ -173,6 +179,7 @@ def check_all(examined: "Examined", *, elsewhere: bool) -> Checked:
         unknown=[name for name, spec in models.items() if spec.config.engine not in VETTED],
         unchecked={name: answer.unchecked for name, answer in known.items() if answer.unchecked is not None},
         templates={name: answer.template for name, answer in known.items() if answer.template is not None},
+        understood={name: answer.understood for name, answer in known.items() if answer.understood},
     )
 
 

@@ -39,12 +39,14 @@ class Question:
     sampling   the model's sampling defaults
     counts     numbers of GPUs for which the needs are wanted, the likeliest first
     installed  whether it is a fault that the engine's packages are not installed on this machine
+    template   whether the chat template is to be tried
     """
 
     spec: EngineSpec
     sampling: Mapping[str, Any] = field(default_factory=dict)
     counts: Sequence[int] = (1,)
     installed: bool = False
+    template: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Estimated:
     retry      with ``faults``: whether another try may help
     unchecked  the parts of the model that cannot be checked here, because a package is not installed, with the remedy
     template   the file of the directory that holds the chat template; "" without one, None if that is not known
+    understood  how the model calls tools, and what its chat template makes of conversations, for people; None if it was
+                not asked for, or there is no chat template
     sleep_bytes  host memory that the model takes while it sleeps; 0 if it cannot sleep, None if that is not known
     sampling   what the model's generation_config.json recommends, as keys of ``sampling``
     """
@@ -81,6 +85,7 @@ class Estimated:
     unchecked: str | None = None
     sleep_bytes: int | None = None
     template: str | None = None
+    understood: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -251,7 +256,7 @@ def answers(descriptor: int) -> list[Estimated]:
 
 def _read(line: bytes) -> Estimated:
     reply: dict[str, Any] = json.loads(line)
-    always: dict[str, Any] = {key: reply.get(key) for key in ("unchecked", "sleep_bytes", "template")}
+    always: dict[str, Any] = {key: reply.get(key) for key in ("unchecked", "sleep_bytes", "template", "understood")}
     always["sampling"] = reply.get("sampling", {})
     if "needs" in reply:
         return Estimated(needs={int(count): Needs(**parts) for count, parts in reply["needs"].items()}, **always)

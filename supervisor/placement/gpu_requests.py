@@ -23,17 +23,18 @@ def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
     return GpuRequest(pins, split, config.gpu_count)
 
 
-def question_of(spec: ModelSpec, *, installed: bool = False) -> Question | None:
+def question_of(spec: ModelSpec, *, installed: bool = False, template: bool = False) -> Question | None:
     """Return the question for the process that reads the model's directory; None if only the engine can check the
     model.
 
     installed  whether it is a fault that the engine's packages are not installed here
+    template   whether the chat template is to be tried
     """
     if spec.config.engine not in VETTED:
         return None
     gpu_request = gpu_request_of(spec)
     counts = gpu_request.counts if gpu_request is not None else (1,)
-    return Question(spec.engine_spec, spec.config.sampling or {}, counts, installed)
+    return Question(spec.engine_spec, spec.config.sampling or {}, counts, installed, template)
 
 
 def answer_with(spec: ModelSpec, estimated: Estimated | None) -> Estimated:

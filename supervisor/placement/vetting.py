@@ -17,13 +17,15 @@ from supervisor.workers.machines import includes_own
 from supervisor.yaml_source import Problem
 
 
-def vet_models(models: Mapping[str, ModelSpec], *, installed: bool) -> dict[str, Estimated]:
+def vet_models(models: Mapping[str, ModelSpec], *, installed: bool, templates: bool = False) -> dict[str, Estimated]:
     """Return the faults of each model, or else the memory that it needs. Raises OSError if no process can be started.
 
     installed  whether it is a fault that the packages of an engine that may run on this machine are not installed here
+    templates  whether the chat templates are to be tried
     """
     questions = {
-        name: question_of(spec, installed=installed and includes_own(spec.config.node)) for name, spec in models.items()
+        name: question_of(spec, installed=installed and includes_own(spec.config.node), template=templates)
+        for name, spec in models.items()
     }
     asked = {name: question for name, question in questions.items() if question is not None}
     answers = dict(zip(asked, ask_now([*asked.values()]), strict=True)) if asked else {}

@@ -386,3 +386,10 @@ def test_the_known_architectures_are_the_librarys() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     assert causal_language_models().keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def test_check_says_how_the_chat_templates_were_understood() -> None:
+    found = json.loads(modelctl("check", "--json", str(ROOT / "models.yaml")).stdout)["understood"]
+    assert found["agent"] == "calls in the format hermes"
+    assert found["stories"].startswith("calls in the format json; one system message, ")
+    assert "letters" not in found  # it has no chat template
