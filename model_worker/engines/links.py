@@ -62,7 +62,7 @@ def open_place(path: Path, bounds: Bounds) -> int:
 
 
 def open_file(path: Path, bounds: Bounds) -> int:
-    """Open a regular file for reading, without ever blocking. Return the descriptor.
+    """Open a regular file for reading. A pipe or a device is never opened. Return the descriptor.
 
     Raises LoadError if it is where it may not be, OSError if it cannot be opened, ValueError if it is no regular file.
     """
@@ -70,7 +70,8 @@ def open_file(path: Path, bounds: Bounds) -> int:
     try:
         if not stat.S_ISREG(os.fstat(place).st_mode):
             raise ValueError("it is no regular file")
-        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Not O_NONBLOCK: where another process has a lease on the file, that would fail instead of waiting.
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(place)
 

@@ -149,7 +149,7 @@ def _integer(digits: str) -> int | float:
 
 
 def read_bytes(file: Path, limit: int, bounds: Bounds | None = None) -> bytes:
-    """Return the content of a regular file without ever blocking.
+    """Return the content of a regular file. A pipe or a device is never opened.
 
     bounds  where the file may be; None: in its directory
 
