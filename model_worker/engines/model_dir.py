@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model_worker.engine import LoadError
+from model_worker.engines.foreign_formats import REMEDY, declared_method
 from model_worker.engines.links import Bounds, open_file
 from model_worker.engines.vetting import (
     READ,
@@ -37,6 +38,7 @@ _BITS = {
     "C64": 64, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 """The number of bits of an element, by the name that the safetensors format gives to its type."""
+_PLAIN = ("F16", "BF16", "F32", "F64")
 _MOST_DIMENSIONS = 16
 """The most dimensions of a tensor. Weights have up to five (convolutions over video). The product is computed."""
 LONGEST_CONTEXT = 1 << 31
@@ -94,8 +96,11 @@ class ModelDir:
 
     def _check_tokenizer(self) -> None:
         if not self.tokenizer_path.is_file():
+            others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (self.path / name).exists()]
+            only = f", only {others[0]}, which is not read" if others else ""
             raise LoadError(
-                f"{self.path} has no tokenizer.json: convert the tokenizer to that format, no other is read"
+                f"{self.path} has no tokenizer.json{only}: download the model's tokenizer.json, or convert the "
+                "tokenizer with transformers (AutoTokenizer.from_pretrained, then save_pretrained)"
             )
 
     def _read_weights(self) -> None:
@@ -139,11 +144,15 @@ class ModelDir:
         """Return "exl2", "gptq", the name of another quantization, or None for plain weights."""
         if any(name.endswith(".q_weight") for name in self.tensors):
             return "exl2"
-        declared = self.config.get("quantization_config")
-        method = declared.get("quant_method") if isinstance(declared, dict) else None
-        if method:
+        if any(name.endswith(".trellis") for name in self.tensors):
+            return "exl3"
+        method = declared_method(self.config)
+        # The key stays behind where weights were written again in 16 bits.
+        packed = any(name.endswith(".qweight") for name in self.tensors)
+        plain = not packed and all(tensor.dtype in _PLAIN for tensor in self.tensors.values())
+        if method and not (plain and isinstance(method, str)):
             return str(method).lower()
-        return "gptq" if any(name.endswith(".qweight") for name in self.tensors) else None
+        return "gptq" if packed else None
 
     @property
     def is_quantized(self) -> bool:
@@ -226,6 +235,12 @@ class ModelDir:
 
     def _json(self, name: str, *, required: bool = False) -> dict[str, Any]:
         if required and not os.path.lexists(self.path / name):
+            if os.path.lexists(self.path / "adapter_config.json"):
+                raise LoadError(f"{self.path} holds an adapter, not a model: name it under lora of its model")
+            if gguf := sorted(self.path.glob("*.gguf")):
+                raise LoadError(
+                    f"{self.path} holds GGUF weights ({gguf[0].name}), which no engine here loads: {REMEDY}"
+                )
             raise LoadError(f"{self.path} has no {name}: it is no model's directory")
         return _json_of(self.path / name, self.bounds)
 
@@ -267,6 +282,8 @@ def weight_files(directory: Path, bounds: Bounds | None = None) -> list[Path]:
         raise LoadError(
             f"{directory} holds pickled weights only ({pickles[0]}), which are never loaded: convert to safetensors"
         )
+    if gguf := sorted(directory.glob("*.gguf")):
+        raise LoadError(f"{directory} holds GGUF weights ({gguf[0].name}), which no engine here loads: {REMEDY}")
     raise LoadError(f"{directory} has no weights: no *.safetensors file")
 
 

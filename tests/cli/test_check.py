@@ -74,6 +74,11 @@ def quantized(suffix: str) -> Callable[[Path], None]:
     return rewritten(rename)
 
 
+def awq(model: Path) -> None:
+    json_edited("config.json", quantization_config={"quant_method": "awq"})(model)
+    quantized("qweight")(model)
+
+
 def pickled(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
 
@@ -101,7 +106,7 @@ FOR_BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     "lost-shard": (indexed, "lacks model-00002-of-00002.safetensors"),
     "foreign": (json_edited("config.json", architectures=["BertModel"]), "architecture BertModel is"),
     "more-layers": (json_edited("config.json", num_hidden_layers=99), "describes 99 layers, and the weights have none"),
-    "awq": (json_edited("config.json", quantization_config={"quant_method": "awq"}), "awq"),
+    "awq": (awq, "is quantized by AWQ"),
     "bad-template": (written("chat_template.jinja", "{% for %}"), "chat template"),
 }
 """name → a function that breaks a good directory, and the words of the report by either engine."""

@@ -157,8 +157,8 @@ def test_quantized_weights(model: Path) -> None:
     write_safetensors(model / "model.safetensors", ["model.layers.0.mlp.up_proj.qweight"])
     refused(lambda: load(model), "gptq", "engine exllamav2")
     edit_json(model / "config.json", quantization_config={"quant_method": "awq"})
-    refused(lambda: load(model), "awq", "unquantized")
-    refused(lambda: check_directory(ModelDir(str(model))), "awq", "EXL2, GPTQ")
+    refused(lambda: load(model), "AWQ", "16-bit weights")
+    refused(lambda: check_directory(ModelDir(str(model))), "AWQ", "EXL2 weights, GPTQ")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
+from model_worker.engines.embedded.check import check as check_embedded
+from model_worker.engines.exllamav2.check import check as check_exllamav2
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.template_files import find_template
 from model_worker.engines.tokenizer import Tokenizer
@@ -174,3 +178,58 @@ def test_the_first_file_with_a_template_counts(model: Path) -> None:
     (model / "chat_template.json").write_text("[")
     with pytest.raises(LoadError, match=r"chat_template\.json cannot be read"):
         found()
+
+
+# directories that cannot be served say what they are
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized by AWQ"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by FP8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized by bitsandbytes"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "quantized by EXL3"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}}, "NVFP4"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantized by compressed-tensors"),
+        ({"compression_config": {"format": "pack-quantized"}}, "quantized by compressed-tensors"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "quantized by MLX"),
+    ],
+)
+def test_foreign_formats_are_named_and_their_left_behind_keys_are_no_fault(
+    model: Path, keys: dict[str, Any], says: str
+) -> None:
+    edit_json(model / "config.json", **keys)
+    assert ModelDir(str(model)).quantization is None  # the weights have 16 bits
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "model.layers.0.self_attn.q_proj.packed": torch.zeros(8, dtype=torch.uint8)}, file)
+    for check, engine in ((check_embedded, "transformers"), (check_exllamav2, "exllamav2")):
+        with pytest.raises(LoadError) as caught:
+            check(EngineSpec("m", engine, str(model), device="cuda"))
+        found = [message for message in map(str, (caught.value, *caught.value.also)) if says in message]
+        assert found, str(caught.value)
+        assert "which no engine here loads: use the model's EXL2 weights" in found[0]
+
+
+def test_a_left_behind_key_of_bitsandbytes_changes_nothing(model: Path) -> None:
+    edit_json(model / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    load(model)
+
+
+def test_pointers_of_git_lfs_are_told(model: Path) -> None:
+    for name in ("tokenizer.json", "model.safetensors"):
+        (model / name).unlink()
+        (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n")
+        with pytest.raises(LoadError, match=f"{name} is a pointer of Git LFS, .* `git lfs pull`"):
+            load(model)
+
+
+def test_other_tokenizers_ggufs_and_adapters_are_told(model: Path) -> None:
+    (model / "tokenizer.json").rename(model / "tokenizer.model")
+    assert "has no tokenizer.json, only tokenizer.model, which is not read: download" in refused(model)
+    (model / "model.safetensors").rename(model / "m.Q4_1.gguf")
+    (model / "config.json").unlink()
+    assert "holds GGUF weights (m.Q4_1.gguf), which no engine here loads" in refused(model)
+    (model / "adapter_config.json").write_text("{}")
+    assert "holds an adapter, not a model: name it under lora" in refused(model)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from model_worker.engine import LoadError
 from model_worker.engines.embedded.architectures import check_architecture
+from model_worker.engines.foreign_formats import refusal
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import check_counts
 from model_worker.engines.opening import open_tokenizer
@@ -103,9 +104,11 @@ def check(spec: EngineSpec) -> CheckedEmbeddedModel:
 def _check_weights(directory: ModelDir) -> None:
     """Raise LoadError for weights that the library would not read unchanged from this directory's safetensors files."""
     if directory.quantization:
-        remedy = "use engine exllamav2" if directory.quantization in ("exl2", "gptq") else "use unquantized weights"
+        if directory.quantization not in ("exl2", "gptq"):
+            raise LoadError(refusal(directory.path, directory.quantization))
         raise LoadError(
-            f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: {remedy}"
+            f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: use engine "
+            "exllamav2"
         )
     if (directory.path / "adapter_config.json").exists():
         # The library would load the base model that the adapter names, wherever that model is.

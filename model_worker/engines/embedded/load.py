@@ -27,6 +27,12 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
     load. Raises LoadError.
     """
     attention = _check_size(directory)
+    changed: dict[str, Any] = {}
+    if "quantization_config" in directory.config:  # left behind by plain weights; the library would quantize them
+        changed["config"] = transformers.AutoConfig.from_pretrained(
+            str(directory.path), local_files_only=True, trust_remote_code=False
+        )
+        del changed["config"].quantization_config
     done_before = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -39,6 +45,7 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **changed,
             )
             model, info = loaded
             model = model.to(device).eval()

@@ -12,6 +12,7 @@ from model_worker.engines.exllamav2.limits import check_limits
 from model_worker.engines.exllamav2.lora import check_adapter
 from model_worker.engines.exllamav2.meaning import check_meaning, check_reach, has_window, open_directory
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, read_options, sizes_of
+from model_worker.engines.foreign_formats import REMEDY, refusal
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.model_shape import check_counts, read_shape
 from model_worker.engines.opening import open_tokenizer, open_vocabulary
@@ -114,10 +115,7 @@ def check_directory(directory: ModelDir) -> None:
             why = "of models that read images, the text of Gemma 3, Mistral 3, Qwen2-VL and Qwen2.5-VL is served only"
         raise LoadError(f"architecture {name} is not served by engine exllamav2: {why}")
     if directory.quantization not in (None, "exl2", "gptq"):
-        raise LoadError(
-            f"{directory.path} is quantized as {directory.quantization}: ExLlamaV2 loads EXL2, GPTQ (4 bit) and plain "
-            "16-bit or 32-bit weights"
-        )
+        raise LoadError(refusal(directory.path, directory.quantization))
     check_counts(directory)
     if directory.quantization == "gptq":
         _check_gptq(directory)
@@ -135,7 +133,9 @@ def _check_gptq(directory: ModelDir) -> None:
     declared = declared if isinstance(declared, dict) else directory.quantize_config
     bits, form, size = (declared.get(key) for key in ("bits", "checkpoint_format", "group_size"))
     if bits not in (None, 4):
-        raise LoadError(f"{directory.path} is quantized by GPTQ to {bits} bits: ExLlamaV2 loads GPTQ with 4 bits only")
+        raise LoadError(
+            f"{directory.path} is quantized by GPTQ to {bits} bits: ExLlamaV2 loads GPTQ with 4 bits only; {REMEDY}"
+        )
     if form not in (None, "gptq", "gptq_v2"):
         raise LoadError(
             f"{directory.path} holds GPTQ weights in the format {form}: ExLlamaV2 loads gptq and gptq_v2 only"

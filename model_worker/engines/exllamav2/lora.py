@@ -100,14 +100,14 @@ def _check(path: Path, directory: ModelDir) -> dict[str, Tensor]:
 def _check_config(file: Path, bounds: Bounds) -> int:
     """Return the adapter's rank. Raises LoadError for a configuration that ExLlamaV2 does not compute."""
     config = read_json(file, bounds)
+    kind = config.get("peft_type")
+    if kind not in (None, "LORA"):
+        raise LoadError(f"{file.name} has peft_type={kind!r:.60}: only LoRA adapters are served; {_MERGE}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LoadError(f"{file.name} has r={rank!r}: it must be the rank")
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise LoadError(f"{file.name} has lora_alpha={alpha!r}: it must be a number")
-    kind = config.get("peft_type")
-    if kind not in (None, "LORA"):
-        raise LoadError(f"{file.name} has peft_type={kind!r:.60}: only LoRA adapters are served; {_MERGE}")
     for key in _VARIANTS:
         if config.get(key):
             raise LoadError(
