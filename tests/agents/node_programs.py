@@ -22,6 +22,7 @@ from tests.keyed import free_port
 from tests.replaying_engine import CITY
 from tests.serving import Serving, wait_until
 
+pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="Node and npm are not installed")
 REPLAYING = {"model_dir": ".", "engine": "tests.replaying_engine:ReplayingEngine"}
 SLOW = {**REPLAYING, "options": {"step_s": 0.2, "answers": {"talk": "And so I say it. " * 500}, "context": 65536}}
 SAYS = "Hello from the local model."
