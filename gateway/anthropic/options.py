@@ -1,8 +1,8 @@
 """Turn the options of Anthropic's API into the options of OpenAI's API, and these into a request. Pure.
 
 So a request of either API takes the same way to the worker. Clients of this API send many options that say nothing
-about the answer, and more with each version. Unknown options are ignored. An option that would change the answer, and
-that is not offered, is refused by its name.
+about the answer, and more with each version. Unknown options are ignored, and that is said. An option that would change
+the answer, and that is not offered, is refused by its name.
 """
 
 from collections.abc import Collection
@@ -23,6 +23,14 @@ NOT_OFFERED: Final = {
     "container": "containers are not offered",
 }
 """Options that are refused, each with the reason. An empty value is as good as none."""
+TAKEN: Final = frozenset(
+    {
+        "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice", "thinking",
+        "output_config", "output_format", "metadata", "service_tier", "cache_control", "context_management",
+        *OWN, *NOT_OFFERED,
+    }
+)  # fmt: skip
+"""Options that are read, or that change nothing here. Every other one is ignored, and that is said."""
 NAMES: Final = {
     "stop": "stop_sequences",
     "json_schema": "output_config.format",
@@ -58,6 +66,9 @@ def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) ->
     for name, reason in NOT_OFFERED.items():
         if body.get(name):
             raise ApiError(400, f"{name} is not offered: {reason}", code="unsupported", param=name)
+    for name in sorted(body.keys() - TAKEN):
+        if body[name] is not None:
+            notes.ignore(name)
     chat: dict[str, Any] = {name: body[name] for name in OWN if name in body}
     chat |= {"model": body.get("model"), "stream": body.get("stream")}
     max_tokens = 0 if counts else _read_max_tokens(body.get("max_tokens"))

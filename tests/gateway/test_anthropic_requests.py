@@ -179,6 +179,12 @@ def test_thinking_effort_and_format() -> None:
     assert options(output_format=shape)["json_schema"] == {"type": "object"}
 
 
+def test_an_unknown_option_is_ignored_and_said() -> None:
+    notes = Notes()
+    read_request(BODY | {"speed": "fast", "unheard_of": {}, "metadata": {"user_id": "x"}, "nothing": None}, notes)
+    assert notes.ignored == "speed, unheard_of"
+
+
 def test_what_cannot_be_served_is_left_out_and_said() -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
     found = {"type": "search_result", "source": "s", "title": "S", "content": [{"type": "text", "text": "R"}]}
