@@ -6,7 +6,7 @@ import pytest
 
 from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from gateway.answering import TOOL_CALLS, ParsedAnswer, Piece
-from gateway.anthropic.blocks import MessageEvents, stop_of, usage_of, whole_message
+from gateway.anthropic.blocks import MessageEvents, Thinking, stop_of, usage_of, whole_message
 from gateway.anthropic.signatures import reasoning_in
 from gateway.http.errors import ApiError
 from gateway.responses import objects
@@ -22,9 +22,9 @@ def answer(parts: list[Part], reason: str = "stop") -> ParsedAnswer:
     return parsed
 
 
-def message(parts: list[Part], *, shows_thinking: bool = True) -> list[Any]:
+def message(parts: list[Part], *, thinking: Thinking = "shown") -> list[Any]:
     """Return the content of a message of Anthropic's API."""
-    shown = whole_message("msg_1", "m", answer(parts), {}, usage_of({}), shows_thinking=shows_thinking)
+    shown = whole_message("msg_1", "m", answer(parts), {}, usage_of({}), thinking=thinking)
     content: list[Any] = shown["content"]
     return content
 
@@ -50,7 +50,7 @@ def test_an_answer_that_somebody_else_cancelled_is_an_error_in_each_api() -> Non
     with pytest.raises(ApiError, match="an operator cancelled"):
         stop_of("cancelled", None, cut=False)
     with pytest.raises(ApiError, match="an operator cancelled"):
-        ResponseEvents(objects.ResponseObject("m", {})).finish("cancelled", {})
+        ResponseEvents(objects.ResponseObject("m", {}), lambda item: None).finish("cancelled", {})
 
 
 def test_the_counts_of_tokens() -> None:
@@ -76,8 +76,9 @@ def test_the_blocks_of_a_whole_message() -> None:
     assert text == {"type": "text", "text": "ab"}
     assert call == {"type": "tool_use", "id": call["id"], "name": "look", "input": {"at": 1}}
     assert call["id"].startswith("toolu_")
-    (omitted,) = message([Reasoning("hm")], shows_thinking=False)
+    (omitted,) = message([Reasoning("hm")], thinking="signed")
     assert (omitted["thinking"], reasoning_in(omitted["signature"])) == ("", "hm")
+    assert message([Reasoning("hm")], thinking="none") == []
     assert message([CallStart(0, "look", "own id"), CallEnd(0)]) == [
         {"type": "tool_use", "id": "own id", "name": "look", "input": {}}
     ]
@@ -91,12 +92,12 @@ def test_a_call_that_was_cut_is_nothing_that_a_client_may_run() -> None:
 
 
 def test_events_that_keep_a_stream_open_come_before_and_between_the_others() -> None:
-    events = MessageEvents("msg_1", "m", shows_thinking=True)
+    events = MessageEvents("msg_1", "m", thinking="shown")
     first = events.silence()
     assert first.startswith(b"event: message_start\n")
     assert events.silence() == b'event: ping\ndata: {"type":"ping"}\n\n'
     assert b"message_start" not in events.parts([Text("a")])
-    response = ResponseEvents(objects.ResponseObject("m", {}))
+    response = ResponseEvents(objects.ResponseObject("m", {}), lambda item: None)
     assert response.silence().startswith(b"event: response.created\n")
     assert response.silence().startswith(b'event: response.in_progress\ndata: {"type":"response.in_progress","seq')
     assert b"response.created" not in response.parts([Text("a")])

@@ -120,10 +120,10 @@ def test_a_text_and_a_conversation_are_tokenized_and_ids_are_read() -> None:
         ask(4, "tokenize", prompt=""),
         ask(5, "detokenize", token_ids=b""),
     )
-    assert link.answers[1] == {"result": {"token_ids": pack("<2I", 97, 98), "count": 2}}
-    assert link.answers[2] == {"result": {"token_ids": pack("<8I", *b"user: hi"), "count": 8}}
+    assert link.answers[1] == {"result": {"token_ids": pack("<2I", 97, 98), "count": 2, "context": 64}}
+    assert link.answers[2] == {"result": {"token_ids": pack("<8I", *b"user: hi"), "count": 8, "context": 64}}
     assert link.answers[3] == {"result": {"text": "ab"}}
-    assert link.answers[4] == {"result": {"token_ids": b"", "count": 0}}
+    assert link.answers[4] == {"result": {"token_ids": b"", "count": 0, "context": 64}}
     assert link.answers[5] == {"result": {"text": ""}}
     assert not link.events
 
@@ -140,7 +140,7 @@ def test_tools_count_as_tokens() -> None:
 @pytest.mark.parametrize(
     ("verb", "params", "field", "name", "message"),
     [
-        ("judge", {}, "verb", "unsupported", "tokenize and detokenize only"),
+        ("judge", {}, "verb", "unsupported", "tokenize, detokenize, chat_template only"),
         ("tokenize", {}, None, "invalid_request", "give exactly one of prompt and messages"),
         ("tokenize", {"prompt": 5}, "prompt", "invalid_request", "must be a string"),
         ("tokenize", {"promt": "x"}, "promt", "invalid_request", "did you mean 'prompt'?"),

@@ -253,7 +253,7 @@ def test_the_package_anthropic_calls_tools_until_the_answer(port: int) -> None:
         for streamed in (False, True):
             messages: list[Any] = list(case.messages)
             options: Any = {"model": "agent", "max_tokens": 500, "messages": messages, "tools": tools}
-            options["extra_body"] = {"temperature": 0}  # not among the arguments of the package
+            options |= {"thinking": {"type": "adaptive"}, "extra_body": {"temperature": 0}}
             first = create(client, streamed, options)
             thinking, text, *calls = first.content
             assert (thinking.thinking.strip(), text.text.strip()) == (case.answer.reasoning, case.answer.content)
