@@ -21,7 +21,7 @@ COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
 REAL_MODEL := $(BIN)/python tools/real_model.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
 
-.PHONY: demo test test-long test-nightly test-real test-agents test-templates test-clients test-lm-eval test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
+.PHONY: demo test test-long test-nightly test-real test-agents test-templates test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
 
 demo: $(VENV)/.run ## small models served end to end on the CPU, then stopped again; no GPU needed
 	@$(REAL_MODEL) --optional
@@ -68,12 +68,6 @@ test-templates: $(VENV)/.test ## 95 real chat templates of two packages (105 MB)
 test-clients: $(VENV)/.test ## the npm package openai under Node against the gateway; needs Node 20 and npm, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/node openai@7.57.0
 	$(BIN)/python -m pytest tests/npm_openai.py
-
-test-lm-eval: $(VENV)/.test ## lm-eval over HTTP gets the figures that it gets from transformers itself; 0.7 GB, no GPU
-	$(BIN)/python -m venv $(VENV)/lm-eval
-	@$(BIN)/python -c 'import glob, sys; p = glob.glob("$(VENV)/lm-eval/lib/*/site-packages")[0]; open(p + "/ours.pth", "w").write("\n".join(e for e in sys.path if e.endswith("site-packages")))'
-	$(VENV)/lm-eval/bin/python -m pip install --quiet 'lm-eval[api]==0.4.13' accelerate==1.15.0 peft==0.21.2
-	$(BIN)/python -m pytest tests/lm_eval_program.py
 
 test-claude-code: $(VENV)/.test ## Claude Code against the gateway, with no other network; needs Node 20, npm and 0.4 GB, no GPU
 	npm install --no-audit --no-fund --silent --prefix $(VENV)/claude @anthropic-ai/claude-code@2.1.330

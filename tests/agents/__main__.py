@@ -39,7 +39,8 @@ def main(arguments: list[str]) -> int:
         raise_loopback()
         return int(pytest.main([argument for argument in arguments if argument != INSIDE]))
     make_all()
-    tests = ["-p", "no:cacheprovider", "tests/agents/python_programs.py", "tests/agents/node_programs.py", *arguments]
+    tests = [f"tests/agents/{name}.py" for name in ("python_programs", "node_programs", "lm_eval_figures")]
+    tests = ["-p", "no:cacheprovider", *tests, *arguments]
     if command := namespace():
         print("The programs run in a network namespace that holds only loopback.", flush=True)
         os.execvp(command[0], [*command, sys.executable, "-m", "tests.agents", INSIDE, *tests])

@@ -54,7 +54,7 @@ def environment(lock: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
         pip = [str(made / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
         subprocess.run([*pip, "--no-deps", "--require-hashes", "--no-compile", "-r", str(given)], check=True)
-        if lock == "guidellm.txt":  # imports torch, of which the project has a build already
+        if lock in ("guidellm.txt", "lmeval.txt"):  # they import torch, of which the project has a build already
             torch = importlib.util.find_spec("torch")
             assert torch is not None
             assert torch.origin is not None

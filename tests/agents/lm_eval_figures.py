@@ -1,8 +1,8 @@
 """The program lm-eval computes the same figures of a demo model over HTTP as with transformers itself.
 
-``make test-lm-eval`` installs the program and runs this file. ``make test`` does not, because that takes 0.7 GB. The
-tasks are of the kinds of MMLU and HellaSwag (the likeliest of some endings), of WikiText (perplexity of whole texts),
-and of generated answers. No data set can be fetched, so they are made here.
+``make test-agents`` runs this file. ``make test`` does not, because the program is downloaded. The tasks are of the
+kinds of MMLU and HellaSwag (the likeliest of some endings), of WikiText (perplexity of whole texts), and of generated
+answers. No data set can be fetched, so they are made here.
 """
 
 import json
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.agents.harness import environment
 from tests.gateway.running import Gateway
-from tests.serving import ROOT, Serving
+from tests.serving import Serving
 from tools.demo_models import directory
 
-PYTHON = ROOT / ".venv" / "lm-eval" / "bin" / "python"
 WITHIN_S = 300
 TEXT = """\
 red fox called Mia lived in a quiet forest and the small bird sang near the river every morning while an old bear
@@ -68,13 +68,13 @@ def write_tasks(folder: Path) -> None:
 
 def run(folder: Path, name: str, *arguments: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Run the program. Return its figures, and by task what it got for each document."""
-    environment = {"HOME": str(folder), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": os.environ["PATH"]}
+    variables = {"HOME": str(folder), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [
-            str(PYTHON), "-m", "lm_eval", *arguments, "--include_path", str(folder), "--tasks", ",".join(TASKS),
-            "--output_path", str(folder / name), "--log_samples",
+            str(environment("lmeval.txt") / "bin" / "lm_eval"), *arguments, "--include_path", str(folder),
+            "--tasks", ",".join(TASKS), "--output_path", str(folder / name), "--log_samples",
         ],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=WITHIN_S,
+        env=variables, cwd=folder, capture_output=True, text=True, timeout=WITHIN_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (figures,) = (folder / name).glob("**/results_*.json")
