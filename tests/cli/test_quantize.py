@@ -29,6 +29,15 @@ from tests.serving import ROOT, engine, marked_processes, wait_until
 GIB = 1 << 30
 
 
+PACKAGE = {
+    "config": "import glob\nclass ExLlamaV2Config:\n    prepare = None\n",
+    "architecture": "gpt2_keymap = []\n",
+    "model": "class ExLlamaV2: ...\n",
+    "rope": "get_rope_params = None\n",
+}
+"""What the worker changes in the package before it converts. The stand-in computes nothing with it."""
+
+
 class Place:
     """A machine with a stand-in for the converter, for torch and for NVML, and a copy of a demo model."""
 
@@ -46,7 +55,9 @@ class Place:
         self.torch = packages / "torch" / "version.py"
         self.torch.write_text("__version__ = '2.8.0'\ncuda = '12.8'\n")
         shutil.copyfile(Path(__file__).with_name("stand_in_converter.py"), conversion / "convert_exl2.py")
-        (conversion.parent / "config.py").write_text("import glob\n")
+        (packages / "torch" / "__init__.py").write_text("class Tensor: ...\n")
+        for module, content in PACKAGE.items():
+            (conversion.parent / f"{module}.py").write_text(content)
         found = importlib.util.find_spec("exllamav2")
         assert found is not None
         assert found.origin is not None
@@ -230,6 +241,8 @@ def test_what_is_missing_is_said_in_one_line(place: Place) -> None:
     assert "torch 2.8.0+cpu is built for the CPU" in refused()[1]
     config = json.loads((place.model / "config.json").read_text())
     (place.model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    header = json.dumps({"model.layers.0.mlp.up_proj.qweight": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]}})
+    (place.model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
     assert "is quantized already (awq)" in refused()[1]
     assert not place.job.exists()
 

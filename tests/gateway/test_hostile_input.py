@@ -80,6 +80,9 @@ def test_a_body_that_is_nested_a_million_deep_is_refused_before_it_is_parsed(por
 )
 def test_a_value_that_no_option_has_is_refused_by_name(port: int, name: str, value: bytes) -> None:
     status, error = send(port, b'{"model": "m", "prompt": "x", "%s": %s}' % (name.encode(), value))
+    if name == "stream_options" and value.startswith(b"{"):
+        assert status == 200, "unknown keys of an object are ignored, whatever they hold"
+        return
     assert status == 400
     assert name in error["param"]
 

@@ -145,7 +145,7 @@ def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Pag
     _, seen = next(page.pictures(page.sign_in("guest")))
     assert "supervisor" not in seen
     assert seen["model m"] == {
-        "name": "m", "model": "m", "state": "ready", "context": 100_000, "chat": True, "tools": False,
+        "name": "m", "model": "m", "state": "ready", "context": 100_000, "chat": True, "tools": True,
         "aliases": [], "variants": [], "default": None,
     }  # fmt: skip
     for name, status in (("watcher", 403), ("guest", 403), ("ops", 200)):

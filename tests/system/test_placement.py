@@ -168,7 +168,7 @@ def test_directories_are_read_by_others_before_anything_is_spawned(
         models | {"hanging": exl2(tmp_path / "hanging", 0), "other": on(1)}, wait=False, options=["--no-compile"]
     )
     assert refused(serving, "full") == (
-        "needs 0.8 GiB (weights 0.0, cache 0.0, workspace 0.2, context 0.6), "
+        "needs 0.9 GiB (weights 0.0, cache 0.0, workspace 0.3, context 0.6), "
         "GPU 0 has 0.5 of 80.0 free: other processes 79.5; GPU 1 has room"
     )
     assert refused(serving, "cut").startswith("cannot load: ")
