@@ -181,7 +181,7 @@ def get_weather(city: str) -> str:
 
 
 def test_an_agent_calls_a_tool_and_uses_its_result(client: Any) -> None:
-    """The model's template knows no tools. So the loop has it write the call as JSON of a schema."""
+    """The loop has the model write a call as JSON of a schema, which is how many agents use small models."""
     call = {
         "type": "object",
         "properties": {"tool": {"enum": ["get_weather"]}, "city": {"enum": ["Paris", "Rome"]}},
@@ -202,6 +202,18 @@ def test_an_agent_calls_a_tool_and_uses_its_result(client: Any) -> None:
     messages = [*messages[1:], {"role": "assistant", "content": text}, *chat(result)]
     last = client.chat.completions.create(messages=messages, **options)
     assert "rain" in (last.choices[0].message.content or "")
+
+
+def test_a_tool_is_called_though_the_template_knows_none(client: Any) -> None:
+    """The tools stand in the system message, and a call is written as JSON. Used results need a larger model."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": city}}]
+    answer = client.chat.completions.create(
+        model="smollm2", messages=chat("What is the weather in Rome?"), tools=tools, tool_choice="required",
+        parallel_tool_calls=False, temperature=0, max_tokens=60,
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Rome"})
 
 
 @pytest.fixture(scope="module")
