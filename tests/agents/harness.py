@@ -70,6 +70,13 @@ def environment(lock: str) -> Path:
     return made
 
 
+def real_template() -> str:
+    """Return the chat template of Qwen3, which agents are used with. The first call downloads it."""
+    from tests.real_templates import sources  # brings what pytest must import itself
+
+    return sources()["Qwen-Qwen3-0.6B"]
+
+
 def make_all() -> None:
     """Make the environments of all lock files. This needs the network, if one is missing.
 
@@ -77,6 +84,9 @@ def make_all() -> None:
     """
     node = shutil.which("npm") is not None
     locks = [path.name for path in LOCKS.iterdir() if path.suffix == ".txt" or (node and path.is_dir())]
+    subprocess.run(
+        [sys.executable, "-c", "from tests.agents.harness import real_template; real_template()"], cwd=ROOT, check=True
+    )
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(environment, sorted(locks)))
 

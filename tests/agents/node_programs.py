@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.conversation import OMITTED_IMAGE
-from tests.agents.harness import PROGRAMS, Place, environment
+from tests.agents.harness import PROGRAMS, Place, environment, real_template
 from tests.agents.python_programs import HELLO
 from tests.claude_code import order
 from tests.keyed import free_port
@@ -36,7 +36,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def serving(port: int) -> Iterator[Serving]:
     models: dict[str, Any] = {
-        "replaying": REPLAYING,
+        "replaying": {**REPLAYING, "options": {"template": real_template()}},
         "claude-local": {"model_dir": ".", "engine": "tests.agent_engine:AgentEngine"},
         "slow": SLOW,
         "claude-slow": {"model_dir": ".", "engine": "tests.agent_engine:AgentEngine", "options": {"step_s": 2}},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents.harness import Place
+from tests.agents.harness import Place, real_template
 from tests.keyed import free_port
 from tests.replaying_engine import CITY
 from tests.serving import Serving, wait_until
@@ -46,7 +46,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def serving(port: int) -> Iterator[Serving]:
     models: dict[str, Any] = {
-        "replaying": {**REPLAYING, "options": {"answers": {"edit": EDIT}}},
+        "replaying": {**REPLAYING, "options": {"answers": {"edit": EDIT}, "template": real_template()}},
         "slow": {**REPLAYING, "options": {"step_s": 0.5, "answers": {"long": "And so I say it. " * 40}}},
         "letters": {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu"},
     }
