@@ -99,7 +99,7 @@ class Clients:
             return "admitted"
 
     async def wrong_field(self, number: int) -> str:
-        return (await self.near.complete("mortal", "x", max_tokens=0)).finish_reason
+        return (await self.near.complete("mortal", "x", max_tokens=-1)).finish_reason
 
     async def not_there(self, number: int) -> str:
         return (await self.far.complete("nosuch", "x")).finish_reason
