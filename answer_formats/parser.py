@@ -107,6 +107,9 @@ class AnswerParser:
         yield
         source = self._source
         if not self._inside:
+            if self._end:
+                yield from source.blanks()
+                yield from source.literal(self._end)  # MiniMax M3 begins so if it does not reason
             yield from self._open()
         while True:
             markers = self._markers_inside if self._inside else self._markers_outside

@@ -63,6 +63,12 @@ def test_reasoning_before_a_call(way: str) -> None:
     check_divisions(format, f"<think>\nhm\n</think>\n\nso\n{text}", [("reasoning", "hm"), ("text", "so"), EMPTY])
 
 
+def test_an_answer_that_begins_behind_the_reasoning() -> None:
+    """A model may write the end marker alone if it does not reason."""
+    check_divisions("hermes", "</think>Well. </think>", [("text", "Well. </think>")])
+    check_divisions("json", '\n</think>\n{"name": "get_time", "arguments": {}}', [EMPTY])
+
+
 @ways
 def test_drafts_within_the_reasoning_are_reasoning(way: str) -> None:
     format, text = written(way, EMPTY)
