@@ -68,7 +68,7 @@ def _named(form: named_json.Form) -> Family:
 def _functions(functions: function_tags.Functions) -> Family:
     return Family(
         functions.begins,
-        (functions.section[1],),
+        functions.also,
         partial(function_tags.read, functions=functions),
         partial(function_tags.rules, functions=functions),
     )
@@ -84,6 +84,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_coder": _functions(function_tags.QWEN3_CODER),
     "seed_oss": _functions(function_tags.SEED_OSS),
     "minimax_m2": _functions(function_tags.MINIMAX_M2),
+    "minimax_m3": _functions(function_tags.MINIMAX_M3),
     "glm45": Family((glm45.BEGIN,), glm45.ALSO, glm45.read, glm45.rules),
     "llama3": Family((llama3.BEGIN,), (), llama3.read, llama3.rules, llama3.OPENING),
     "mistral": _listed(json_lists.MISTRAL),
@@ -130,6 +131,7 @@ _SIGNS: Final = (
     ("command_r7b", ("<|START_ACTION|>",), ()),
     ("seed_oss", ("<seed:tool_call>", "<function="), ()),
     ("minimax_m2", ("<minimax:tool_call>", "<invoke name="), ()),
+    ("minimax_m3", ("]<]minimax[>[", "<tool_call>", "<invoke name="), ()),
     ("nemotron", ("<TOOLCALL>",), ()),
     ("apriel", ("<tool_calls>[",), ()),
     ("minimax_m1", ("<tool_calls>", '{"name": '), ("<tool_call>",)),
@@ -141,7 +143,7 @@ _SIGNS: Final = (
     ("granite", ("<|tool_call|>",), ()),
     ("qwen3_coder", ("<tool_call>", "<function="), ()),
     ("glm45", ("<tool_call>", "<arg_key>"), ()),
-    ("hermes", ("<tool_call>", "arguments"), ("<invoke name=",)),
+    ("hermes", ("<tool_call>", "arguments"), ()),
     ("functionary_v31", ("<function=", "</function>"), ("<tool_call>",)),
     ("llama3", ("<|python_tag|>",), ("<|python_start|>",)),
     ("llama3", ("Environment: ipython",), ("<|python_start|>",)),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from answer_formats.members import in_order, members_of
+from answer_formats.members import in_order, items_of, members_of
 from answer_formats.raw_rules import string_expression
 from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal
 from answer_formats.schemas import Members, Schema, branches, resolved, types, types_of_value
@@ -17,7 +17,6 @@ from answer_formats.values import text_piece, to_json
 _ENDS: Final = ",}]"
 _LONGEST_SCALAR: Final = 1000
 _NO_KEY: Final = '<>{}[]:,"\n'
-_NOT_WRITTEN: Final = ("prefixItems", "uniqueItems", "contains", "additionalItems", "unevaluatedItems")
 
 
 def read_value(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema) -> Steps[bool]:
@@ -148,14 +147,11 @@ class ValueRules:
             yield self._tool.json({**made, "type": sorted(scalars)})
 
     def _array(self, key: str, schema: Mapping[str, Any]) -> str:
-        for name in _NOT_WRITTEN:
-            if schema.get(name):
-                self._tool.refuse(key, f"has {name}, which is not offered in this model's format")
-        item = self._value(key, schema.get("items", True))
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        inner, least, most = items_of(self._tool, key, schema)
+        item = self._value(key, inner)
         if most == 0:
             return '"[]"'
-        further = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else int(most) - 1}}}'
+        further = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
         return f'"[" {item} {further} "]"' if least else f'"[" ({item} {further})? "]"'
 
     def _object(self, schema: Mapping[str, Any]) -> str:

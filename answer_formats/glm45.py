@@ -32,7 +32,7 @@ def read(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     if not ((yield from _stands(source, _KEY[0])) or (yield from _stands(source, END))):
         return Found.NOTHING
     if name.strip() not in calls.tools:
-        yield from skip_call(source, _FORM)
+        yield from skip_call(source, END)
         return Found.TEXT
     yield from read_arguments(source, calls, name.strip(), _FORM)
     return Found.CALL

@@ -1,7 +1,7 @@
 """Rules for the members of an object, for formats that write an object in a way of their own."""
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from answer_formats.rules import Rules, Wanted, literal
 from answer_formats.schemas import Members, Schema, resolved
@@ -11,6 +11,7 @@ _NOT_WRITTEN: Final = (
     "patternProperties", "propertyNames", "minProperties", "maxProperties",
 )  # fmt: skip
 """Keys of a schema that say more about an object than what its members are."""
+_NOT_OF_LISTS: Final = ("prefixItems", "uniqueItems", "contains", "additionalItems", "unevaluatedItems")
 
 
 def members_of(tool: Wanted, schema: Schema | None = None) -> Members:
@@ -21,6 +22,16 @@ def members_of(tool: Wanted, schema: Schema | None = None) -> Members:
             if key in whole and whole[key] != []:
                 tool.refuse(key, "of an object is not offered in the format in which this model writes calls")
     return Members.of(tool.schema, whole)
+
+
+def items_of(tool: Wanted, key: str, schema: Mapping[str, Any]) -> tuple[Schema, int, int | None]:
+    """Return (the schema of the items, the least number of items, the greatest one) of a list; None for no limit.
+    Raises NotOffered."""
+    for name in _NOT_OF_LISTS:
+        if schema.get(name):
+            tool.refuse(key, f"has {name}, which is not offered in this model's format")
+    most = schema.get("maxItems")
+    return schema.get("items", True), int(schema.get("minItems", 0)), None if most is None else int(most)
 
 
 def members_rule(

@@ -47,6 +47,7 @@ def _beside_strings(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: 
     """
     end = escaped(tags.end_of_line)
     looks = [_LOOKS_LIKE[name] for name in sorted(types(tool.schema, schema) - {"string"})]
+    beside_tags = tags.nested and bool(types(tool.schema, schema) & {"array", "object"})
     texts: list[tuple[str, bool]] = []  # expression, and whether it is that of strings
     for branch in branches(tool.schema, schema):
         made: dict[str, Any] = {} if isinstance(branch, bool) else dict(branch)
@@ -56,6 +57,8 @@ def _beside_strings(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: 
             yield from _listed(tool, key, values, allowed, tags)
             continue
         by_json = allowed & {"array", "object"}
+        if tags.nested:
+            allowed, by_json = allowed - by_json, frozenset()
         if _BOUNDS.intersection(made) and (numbers := allowed & {"integer", "number"}):
             by_json |= numbers
             looks.append(r"-?[0-9](?s:.*)")
@@ -63,8 +66,12 @@ def _beside_strings(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: 
             yield f"{tool.json({**made, 'type': sorted(by_json)})} {literal(tags.end_of_line)}"
         texts += [(f"/{_WRITTEN[name]}/", False) for name in sorted(allowed - by_json - {"string"})]
         if "string" in allowed:
-            # A line that begins with the tag ends an empty value.
-            not_empty = f" & ~/{escaped(tags.end)}(?s:.*)/" if tags.line else ""
+            # A line that begins with the tag ends an empty value. A list or an object begins with it, too.
+            not_empty = f" & ~/{escaped(tags.end)}(?s:.*)/" if tags.line or beside_tags else ""
+            if beside_tags:
+                not_empty += " & /(?s:.+)/"
+                if not any(name in made for name in ("pattern", "format", "minLength")):
+                    yield literal(tags.end)
             texts.append((string_expression(tool, key, made, end) + not_empty, True))
     # A text that looks like another value is none, also if it goes on behind the tag that would end it.
     not_other = f" & ~/[ \\t\\r\\n]*({'|'.join(looks)})[ \\t\\r\\n]*({end}(?s:.*))?/" if looks else ""

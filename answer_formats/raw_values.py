@@ -13,15 +13,17 @@ from answer_formats.values import is_python, is_text, open_in_string, text_piece
 class Tags:
     """How a value stands in a call.
 
-    end    the tag behind a value
-    line   whether the value stands on lines of its own: the line breaks beside the tags are no part of it
-    cut    two tags, one behind the other, that end the value, too, where they end the whole answer: the model has
-           forgotten the tag behind the value
+    end     the tag behind a value
+    line    whether the value stands on lines of its own: the line breaks beside the tags are no part of it
+    cut     two tags, one behind the other, that end the value, too, where they end the whole answer: the model has
+            forgotten the tag behind the value
+    nested  whether objects and lists stand in tags of their own, and not as JSON
     """
 
     end: str
     line: bool
     cut: tuple[str, str] | None = None
+    nested: bool = False
 
     @property
     def end_of_line(self) -> str:

@@ -59,10 +59,10 @@ def read_arguments(source: Source, calls: Calls, name: str, form: Form) -> Steps
         calls.end()
 
 
-def skip_call(source: Source, form: Form) -> Steps[None]:
+def skip_call(source: Source, end: str) -> Steps[None]:
     """Read to the end of a call of an unknown tool."""
-    yield from source.until((form.end,), ignore)
-    yield from source.closing(form.end)
+    yield from source.until((end,), ignore)
+    yield from source.closing(end)
 
 
 def arguments_rule(rules: Rules, tool: Wanted, form: Form) -> str:

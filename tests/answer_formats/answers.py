@@ -145,6 +145,25 @@ def _minimax_m2(calls: Sequence[Call]) -> str:
     return f"<minimax:tool_call>\n{''.join(one(*call) for call in calls)}</minimax:tool_call>"
 
 
+def _minimax_m3(calls: Sequence[Call]) -> str:
+    mark = "]<]minimax[>["
+
+    def tag(key: str, value: Any) -> str:
+        return f"{mark}<{key}>{written(value)}{mark}</{key}>"
+
+    def written(value: Any) -> str:
+        match value:
+            case dict():
+                return "".join(tag(key, inner) for key, inner in value.items())
+            case list():
+                return "".join(tag("item", inner) for inner in value)
+            case _:
+                return _raw(value)  # the template leaves out None
+
+    shown = (f'{mark}<invoke name="{name}">{written(arguments)}{mark}</invoke>\n' for name, arguments in calls)
+    return f"{mark}<tool_call>\n{''.join(shown)}{mark}</tool_call>"
+
+
 def _listed(begin: str, end: str, extra: str = "") -> Callable[[Sequence[Call]], str]:
     def write(calls: Sequence[Call]) -> str:
         shown = (f'{{"name": "{name}", "arguments": {_json(arguments)}{extra}}}' for name, arguments in calls)
@@ -218,6 +237,7 @@ WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "gemma4": ("gemma4", _gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
     "seed_oss": ("seed_oss", _seed_oss),
     "minimax_m2": ("minimax_m2", _minimax_m2),
+    "minimax_m3": ("minimax_m3", _minimax_m3),
     "granite": ("granite", _listed("<|tool_call|>", "")),
     "phi4": ("phi4", _listed("<|tool_call|>", "<|/tool_call|>")),
     "apriel": ("apriel", _listed("<tool_calls>", "</tool_calls>", ', "id": "call_1"')),
@@ -245,6 +265,7 @@ _OWN_ENDS = {
     "glm45": ("</arg_value>",),
     "seed_oss": ("</parameter>",),
     "minimax_m2": ("</parameter>",),
+    "minimax_m3": ("]<]minimax[>[", "]<]minimax[>[<tool_call>", "]<]minimax[>[</tool_call>"),
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
 }

@@ -13,6 +13,7 @@ from tests.answer_formats.answers import PYTHON, TOOLS, WRITERS, Call, bare
 from tests.answer_formats.splitting import Cut, Meant, check_divisions, divided, parsed
 
 TIME: Call = ("get_time", {})
+M3 = "]<]minimax[>["
 
 ODD: list[tuple[str, str, Meant]] = [
     # Hermes
@@ -45,6 +46,21 @@ ODD: list[tuple[str, str, Meant]] = [
      [("write", {"text": "a"})]),
     ("qwen3_coder", "<tool_call>\n<function=rm>\n<parameter=x>\n<tool_call><function=get_time></function></tool_call>",
      [("text", "<tool_call>\n<function=rm>\n<parameter=x>\n<tool_call><function=get_time></function></tool_call>")]),
+    # MiniMax M3
+    ("minimax_m3", f"{M3}<tool_call>{M3}<invoke name=\"write\">{M3}<text>a{M3}</invoke>{M3}</tool_call> so",
+     [("write", {"text": "a"}), ("text", "so")]),
+    ("minimax_m3", f"{M3}<tool_call>{M3}<invoke name=\"write\">{M3}<text>a{M3}</txt>{M3}</tool_call>",
+     [("write", {"text": "a"})]),
+    ("minimax_m3", f"{M3}<tool_call>{M3}<invoke name=\"write\">{M3}<text>{M3}<b>{M3}</text>{M3}</invoke>",
+     [("write", {"text": f"{M3}<b>"})]),
+    ("minimax_m3", f"{M3}<tool_call>{M3}<invoke name=\"get_weather\">{M3}<where>{{\"lat\": 1}}{M3}</where>{M3}<tags>"
+     f"{M3}</tags>{M3}<other>\n{M3}<item>{M3}<item>7{M3}</item>{M3}</item>\n{M3}</other>\n{M3}</invoke>",
+     [("get_weather", {"where": {"lat": 1}, "tags": [], "other": [[7]]})]),
+    ("minimax_m3", f"{M3}<tool_call>{M3}<invoke name=\"get_weather\">{M3}<where>{M3}</where>{M3}<share>{M3}</share>"
+     f"{M3}<days> 3 {M3}</days>{M3}</invoke>{M3}<invoke name=\"rm\">{M3}</invoke>{M3}</tool_call>",
+     [("get_weather", {"where": {}, "share": None, "days": 3}),
+      ("text", f"{M3}<invoke name=\"rm\">{M3}</invoke>")]),
+    ("minimax_m3", f"{M3} and {M3}<tool_call>", [("text", f"{M3} and {M3}<tool_call>")]),
     # GLM
     ("glm45", "<tool_call>get_weather<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
      [("get_weather", {"days": 3})]),
@@ -96,6 +112,16 @@ def test_odd_calls(format: str, text: str, meant: Meant) -> None:
         ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=text>\na<", [("write", Cut('{"text": "a<'))]),
         ("qwen3_coder", "<tool_call>\n<function=write>\n<para", [("write", Cut("{"))]),
         ("glm45", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a", [("write", Cut('{"text": "a'))]),
+        (
+            "minimax_m3",
+            f'{M3}<tool_call>{M3}<invoke name="write">{M3}<text>a{M3}</te',
+            [("write", Cut(f'{{"text": "a{M3}</te'))],
+        ),
+        (
+            "minimax_m3",
+            f'{M3}<tool_call>{M3}<invoke name="get_weather">{M3}<where>{M3}<lat>1',
+            [("get_weather", Cut('{"where": {"lat": 1'))],
+        ),
         ("gemma3", "```tool_code\nwrite(text='a', x=1", [("write", Cut('{"text": "a"'))]),
         ("gemma4", '<|tool_call>call:write{text:<|"|>a', [("write", Cut('{"text": "a'))]),
     ],
@@ -163,6 +189,14 @@ def test_no_text_is_lost(format: str, data: st.DataObject) -> None:
     if not found or [kind for kind, _ in found] == ["text"]:
         told = "".join(str(part) for _, part in found)
         assert told == text.lstrip(" \t\r\n")
+
+
+def test_tags_within_tags_without_end() -> None:
+    """Each level would be a level of Python's stack. Deep ones are text."""
+    text = f'{M3}<tool_call>{M3}<invoke name="get_weather">{M3}<other>' + f"{M3}<a>" * 20_000
+    found = parsed("minimax_m3", [text])
+    assert found[0][0] == "get_weather"
+    assert len(found) == 1
 
 
 def test_an_argument_of_megabytes_takes_seconds_at_most() -> None:

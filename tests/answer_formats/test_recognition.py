@@ -48,7 +48,7 @@ TEMPLATES = [
         ("seed_oss", ("<seed:think>", "</seed:think>")),
     ),
     ("""{% set begin = '<minimax:tool_call>' %}<invoke name="{{ name }}"> arguments </think>""", ("minimax_m2", THINK)),
-    ("""]<]minimax[>[<tool_call>]<]minimax[>[<invoke name="{{ name }}"> arguments""", (None, None)),
+    ("""]<]minimax[>[<tool_call>]<]minimax[>[<invoke name="{{ name }}"> arguments""", ("minimax_m3", None)),
     ("""within <tool_call></tool_call> XML tags {{ '<tool_calls>[{"name": ' }} arguments""", ("apriel", None)),
     ("""{{ '<tool_calls>\\n' }}{{ '{"name": "' + name }}""", ("minimax_m1", None)),
     ("""{{- '<TOOLCALL>[{"name": "' + name }}</TOOLCALL>""", ("nemotron", None)),

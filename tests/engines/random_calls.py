@@ -40,6 +40,7 @@ _CLOSERS = {
     "qwen3_coder": ("\n</function>\n</tool_call>", "\n</parameter>"),
     "seed_oss": ("\n</function>\n</seed:tool_call>", "</parameter>"),
     "minimax_m2": ("\n</invoke>\n</minimax:tool_call>", "</parameter>"),
+    "minimax_m3": ("]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",),
     "minimax_m1": ("\n</tool_calls>",),
     "kimi_k2": ("<|tool_calls_section_end|>", "<|tool_call_end|>"),
     "functionary_v31": ("</function>",),

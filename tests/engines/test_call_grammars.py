@@ -8,6 +8,8 @@ import llguidance
 import pytest
 
 from answer_formats.families import FAMILIES
+from answer_formats.parser import AnswerParser, Tool
+from answer_formats.parts import CallArguments
 from model_worker.engines.constraint_child import attempt, judge
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, loosened
 from protocol.errors import ErrorCode, RequestError
@@ -97,7 +99,7 @@ def test_other_calls_are_not_allowed(way: str, required: bool) -> None:
         ("get_weather", {"days": "three"}),
         ("get_weather", {"days": 1.5}),
         ("get_weather", {"where": {"lat": "north"}}),
-        ("get_weather", {"tags": [1]}),
+        ("get_weather", {"tags": [{"a": 1}] if format == "minimax_m3" else [1]}),  # which writes 1 and "1" alike
         ("write", {}),
     ):
         assert not allows(before + written(way, call), made), call
@@ -147,7 +149,7 @@ STRING_SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("format", ["glm45", "qwen3_coder", "seed_oss", "minimax_m2"])
+@pytest.mark.parametrize("format", ["glm45", "qwen3_coder", "seed_oss", "minimax_m2", "minimax_m3"])
 @pytest.mark.parametrize(("schema", "good", "bad"), STRING_SCHEMAS)
 def test_strings_without_quotes_follow_their_schema(format: str, schema: Any, good: list[str], bad: list[str]) -> None:
     whole = {"properties": {"x": schema}, "required": ["x"], "$defs": {"color": {"enum": ["red"]}}}
@@ -178,11 +180,58 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_tool_and_key(format: str
     assert attempt(BYTES, "tools", constraint(format, required=False, tools=[fine, ("bad", bad)])) is None
 
 
-@pytest.mark.parametrize("format", ["glm45", "qwen3_coder", "seed_oss", "minimax_m2", "gemma4", "gemma3", "lfm2"])
+@pytest.mark.parametrize(
+    "format", ["glm45", "qwen3_coder", "seed_oss", "minimax_m2", "minimax_m3", "gemma4", "gemma3", "lfm2"]
+)
 def test_an_object_that_the_format_writes_itself(format: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1}
     error = refused(constraint(format, tools=[("bad", schema)], required=True))
     assert error.message.startswith("tools: bad: minProperties ")
+
+
+TAGS: list[tuple[Any, list[Any], list[Any]]] = [
+    ({}, ["", "x", 1, None, [1, [2]], {"a": {"b": "c"}}], []),
+    ({"type": "array"}, [[], [["y"], "x"]], ["x"]),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [[1], [1, 2]],
+     [[], [1, 2, 3], ["x"]]),
+    ({"anyOf": [{"type": "string", "minLength": 1}, {"type": "array"}]}, ["x", ["y"]], [""]),
+    ({"type": ["object", "null"], "properties": {"a": {}}}, [{"a": 1}, {"a": {"b": 1}}, {}, None], [{"b": 1}, 3, "x"]),
+    ({"type": ["object", "string"], "properties": {"a": {}, "b": {}}, "required": ["b"]},
+     [{"a": 1, "b": 1}, {"b": 1}, ""], [{"a": 1}]),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1, "item": 2}], [{"x": "y"}]),
+    ({"enum": ["red", {"a": 1}]}, ["red"], ["blue", {"a": 1}]),  # such an object is JSON
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), TAGS)
+def test_objects_and_lists_that_are_tags_within_tags(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    """What the grammar allows is read as it was meant. A list without items beside strings would be read as a text."""
+    whole = {"properties": {"x": schema}, "required": ["x"]}
+    made = constraint("minimax_m3", required=True, tools=[("f", whole)])
+    write = WRITERS["minimax_m3"][1]
+    for value in good:
+        text = write([("f", {"x": value})])
+        assert allows(text, made), value
+        parser = AnswerParser(tool_format="minimax_m3", tools=[Tool("f", whole)])
+        parts = [*parser.feed(text), *parser.finish()]
+        told = "".join(part.json for part in parts if isinstance(part, CallArguments))
+        assert json.loads(told) == {"x": value}
+    for value in bad:
+        assert not allows(write([("f", {"x": value})]), made), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"anyOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object"}]}, "several alternatives"),
+        ({"type": ["object", "array"], "properties": {"item": {}}}, "item"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "properties": {"/a": {}}}, "cannot be written"),
+    ],
+)
+def test_tags_that_could_be_read_in_two_ways_are_refused(schema: Any, why: str) -> None:
+    tools = [("f", {"properties": {"x": schema}, "required": ["x"]})]
+    assert why in refused(constraint("minimax_m3", required=True, tools=tools)).message
 
 
 @pytest.mark.parametrize("format", [format for format in FAMILIES if format not in JSON])
