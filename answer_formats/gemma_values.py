@@ -11,7 +11,7 @@ from answer_formats.members import in_order, items_of, members_of
 from answer_formats.raw_rules import string_expression
 from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal
 from answer_formats.schemas import Members, Schema, branches, resolved, types, types_of_value
-from answer_formats.source import Source, Steps, Tell
+from answer_formats.source import DEEPEST, Source, Steps, Tell
 from answer_formats.values import text_piece, to_json
 
 _ENDS: Final = ",}]"
@@ -19,8 +19,11 @@ _LONGEST_SCALAR: Final = 1000
 _NO_KEY: Final = '<>{}[]:,"\n'
 
 
-def read_value(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema) -> Steps[bool]:
-    """Read a value, and tell its JSON as it comes. Return whether it is complete."""
+def read_value(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema, depth: int) -> Steps[bool]:
+    """Read a value, and tell its JSON as it comes. Return whether it is complete.
+
+    depth  objects and lists around the value. A value with DEEPEST of them around it is not read, as if it were cut
+    """
     yield from source.blanks()
     if (yield from source.literal(quote)):
         tell('"')
@@ -30,10 +33,11 @@ def read_value(source: Source, tell: Tell, quote: str, root: Schema, schema: Sch
         tell('"')
         return True
     first = yield from source.peek()
-    if first == "{":
-        return (yield from read_object(source, tell, quote, root, schema))
-    if first == "[":
-        return (yield from _read_array(source, tell, quote, root, schema))
+    if first in ("{", "["):
+        if depth >= DEEPEST:
+            return False
+        read = read_object if first == "{" else _read_array
+        return (yield from read(source, tell, quote, root, schema, depth + 1))
     if first == '"' and (text := (yield from source.string())) is not None:
         tell(json.dumps(text, ensure_ascii=False))
         return True
@@ -44,7 +48,7 @@ def read_value(source: Source, tell: Tell, quote: str, root: Schema, schema: Sch
     return True
 
 
-def read_object(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema) -> Steps[bool]:
+def read_object(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema, depth: int = 1) -> Steps[bool]:
     """Read an object."""
     source.at += 1
     members = Members.of(root, schema)
@@ -60,7 +64,7 @@ def read_object(source: Source, tell: Tell, quote: str, root: Schema, schema: Sc
             return False
         tell(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        if not (yield from read_value(source, tell, quote, root, members.schema_of(key))):
+        if not (yield from read_value(source, tell, quote, root, members.schema_of(key), depth)):
             return False
         yield from source.blanks()
         yield from source.literal(",")
@@ -79,7 +83,7 @@ def _read_key(source: Source, quote: str) -> Steps[str | None]:
     return None if key is None else key.strip()
 
 
-def _read_array(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema) -> Steps[bool]:
+def _read_array(source: Source, tell: Tell, quote: str, root: Schema, schema: Schema, depth: int) -> Steps[bool]:
     source.at += 1
     whole = resolved(root, schema)
     items = whole.get("items", True) if isinstance(whole, Mapping) else True
@@ -94,7 +98,7 @@ def _read_array(source: Source, tell: Tell, quote: str, root: Schema, schema: Sc
             return True
         tell(separator)
         separator = ", "
-        if not (yield from read_value(source, tell, quote, root, items)):
+        if not (yield from read_value(source, tell, quote, root, items, depth)):
             return False
         yield from source.blanks()
         if not (yield from source.literal(",")) and (yield from source.peek()) != "]":

@@ -19,13 +19,11 @@ from answer_formats.raw_rules import value_rule
 from answer_formats.raw_values import Tags
 from answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal
 from answer_formats.schemas import Members, Schema, branches, types
-from answer_formats.source import BLANKS, Source, Steps, Tell
+from answer_formats.source import BLANKS, DEEPEST, Source, Steps, Tell
 from answer_formats.tagged import checked
 from answer_formats.values import text_piece, to_json
 
 _ITEM: Final = "item"
-_DEEPEST: Final = 50
-"""Tags within tags that are read. Deeper ones are text, because each level is a level of Python's stack."""
 _MOST_BRANCHES: Final = 16
 """Alternatives of a schema that are looked at. A schema that refers to itself may have more on each level."""
 _EMPTY: Final = (("string", '""'), ("object", "{}"), ("array", "[]"), ("null", "null"))
@@ -101,7 +99,7 @@ def _read_value(
     """Read a value with the tag behind it. Return False if the answer ends within the value."""
     allowed = types(root, schema)
     is_text = allowed <= {"string"}
-    may_be_tags = bool(allowed & _NESTED) and depth < _DEEPEST
+    may_be_tags = bool(allowed & _NESTED) and depth < DEEPEST
     pieces: list[str] = []
     if is_text:
         tell('"')

@@ -14,6 +14,8 @@ Steps = Generator[None, None, T]
 Tell = Callable[[str], None]
 
 BLANKS: Final = " \t\r\n"
+DEEPEST: Final = 50
+"""Values within one another that readers follow. Each level takes levels of Python's stack, and models write thousands."""
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OUTSIDE: Final = re.compile(r'[{}\[\]"]')
 _INSIDE: Final = re.compile(r'\\.|"', re.DOTALL)

@@ -199,6 +199,16 @@ def test_tags_within_tags_without_end() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("format", ["gemma4", "function_gemma"])
+@pytest.mark.parametrize("piece", ["{a:", "["])
+def test_values_within_values_without_end(format: str, piece: str) -> None:
+    """Each level of values is a level of Python's stack. A model may write thousands."""
+    call = "<|tool_call>call:get_weather{a:" if format == "gemma4" else "<start_function_call>call:get_weather{a:"
+    parser = AnswerParser(tool_format=format, tools=TOOLS)
+    parts = [*parser.feed(call + piece * 20_000), *parser.finish()]
+    assert sum(isinstance(part, CallStart) for part in parts) == 1
+
+
 def test_an_argument_of_megabytes_takes_seconds_at_most() -> None:
     """The cost of a long argument grows with its length, and not with its square."""
     parser = AnswerParser(tool_format="hermes", tools=TOOLS)
