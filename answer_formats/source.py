@@ -15,7 +15,7 @@ Tell = Callable[[str], None]
 
 BLANKS: Final = " \t\r\n"
 DEEPEST: Final = 50
-"""Values within one another that readers follow. Each level takes levels of Python's stack, and models write thousands."""
+"""Values within one another that readers follow. Each takes levels of Python's stack, and models write thousands."""
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OUTSIDE: Final = re.compile(r'[{}\[\]"]')
 _INSIDE: Final = re.compile(r'\\.|"', re.DOTALL)
