@@ -27,7 +27,7 @@ _REASONS: Final = {
 }
 Kind = Literal["text", "thinking", "tool_use"]
 Thinking = Literal["shown", "signed", "none"]
-"""What an answer has of the reasoning: blocks with its text, or blocks with a signature only, or no blocks, as for a
+"""How an answer shows the reasoning: in blocks with its text, in blocks with a signature only, or not at all, as for a
 request without ``thinking``."""
 
 

@@ -1,4 +1,4 @@
-"""What the gateway did with a request besides answering it: the options it ignored, and whatever it changed.
+"""Collect what the gateway ignored in a request, and what the gateway changed, and tell the client and the operator.
 
 The readers of all three APIs fill one ``Notes`` object for each request. It becomes the headers ``x-modelctl-ignored``
 and ``x-modelctl-changed`` of the answer, notes in the request's story, and lines in the gateway's log.
@@ -125,12 +125,12 @@ class Notes:
 
     @property
     def ignored(self) -> str:
-        """What was ignored, in one line; empty for nothing."""
+        """The ignored options, in one line; empty if there are none."""
         return _listed(name if _NAME.fullmatch(name) else None for name in self._ignored)
 
     @property
     def changed(self) -> str:
-        """What was changed, in one line; empty for nothing."""
+        """The changes, in one line; empty if there are none."""
         cut = [stream.max_tokens for stream in self._streams if stream.max_tokens is not None]
         left_out = any("reasoning_budget" in stream.left_out for stream in self._streams)
         budget = [self._budget] if self._budget is not None and left_out else []
