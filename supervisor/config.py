@@ -24,6 +24,7 @@ from supervisor.config_rules import (
     sampling_problems,
 )
 from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
+from supervisor.config_watch import Signature
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.logs import log_dir
@@ -127,7 +128,10 @@ class ModelSpec:
 
 
 class Config:
-    """A valid models.yaml."""
+    """A valid models.yaml.
+
+    file  its path, see ``absolute``
+    """
 
     def __init__(
         self,
@@ -145,6 +149,8 @@ class Config:
         self.gateway = gateway
         self.notes: list[str] = []
         """What was left out of files that give defaults, one line each."""
+        self.read: Signature | None = None
+        """The signature of the content of ``file`` that this is; None for one that was not read from a file."""
         self.groups = groups or {}
         self.cluster = cluster
         self.names = ModelNames({name: spec.config for name, spec in models.items()}, default_model)
@@ -216,7 +222,8 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
     """
     source = YamlSource(file)
     overlay(source, environment)
-    base = Path(file).resolve().parent
+    path_of_file = absolute(file)
+    base = path_of_file.parent
     notes = lay_beneath(source, lambda model_dir: _resolve(model_dir, base))
     parsed, flaws = _fit(source.data)
     problems = [*source.problems, *(source.problem(flaw.path, flaw.message) for flaw in flaws)]
@@ -251,11 +258,26 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
         problems += [source.problem(("gateway", key), message) for key, message in wrong_keys]
     problems.sort(key=lambda problem: problem.line)
     whole = Config(
-        Path(file).resolve(), models, parsed.supervisor, parsed.gateway, parsed.default_model, parsed.groups,
+        path_of_file, models, parsed.supervisor, parsed.gateway, parsed.default_model, parsed.groups,
         parsed.cluster,
     )  # fmt: skip
     whole.notes = [str(note) for note in notes]
+    whole.read = source.read
     return Examined(source, whole, problems)
+
+
+def absolute(file: Path) -> Path:
+    """Return the path of a models.yaml from the root. Links in it stay as they are, so that each reading follows them.
+
+    Whoever changes the file may do so by giving a link on its path another target, as Kubernetes does with a ConfigMap.
+    """
+    if file.is_absolute():
+        return file
+    base, parts = Path.cwd(), list(file.parts)  # the kernel's name of the current directory has no links
+    while parts[:1] == [".."]:
+        base = base.parent
+        del parts[0]
+    return base.joinpath(*parts)
 
 
 def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:

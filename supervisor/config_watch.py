@@ -15,9 +15,13 @@ Signature = tuple[int, int, int, int]
 def signature_of(file: Path) -> Signature | None:
     """Return what tells the file's present content from another; None if there is no file."""
     try:
-        found = os.stat(file)
+        return signature(os.stat(file))
     except OSError:
         return None
+
+
+def signature(found: os.stat_result) -> Signature:
+    """Return the signature of a file by the kernel's answer about it."""
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
 

@@ -20,6 +20,7 @@ from protocol.process.log_style import LogStyle
 from protocol.process.private_paths import make_private, open_private
 from supervisor.config import Config
 from supervisor.config_gateway import Address, GatewayConfig
+from supervisor.config_watch import signature_of
 from supervisor.event_history import EventKind, noted
 from supervisor.gateway_child import GatewayChild
 from supervisor.logs import log_dir, log_path, prepare
@@ -273,11 +274,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
     def path(given: str | None) -> str | None:
         return None if given is None else str(base / Path(given).expanduser())
 
-    def changed_at(given: str | None) -> int:
-        try:
-            return 0 if given is None else (base / Path(given).expanduser()).stat().st_mtime_ns
-        except OSError:  # the process says what is wrong with the file
-            return 0
+    certificate, private_key = path(config.certificate), path(config.private_key)
 
     return GatewaySettings(
         host=config.listen.host,
@@ -285,9 +282,10 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         auth=config.auth,
         allowed_hosts=tuple(config.allowed_hosts),
         cors_origins=tuple(config.cors_origins),
-        certificate=path(config.certificate),
-        private_key=path(config.private_key),
-        certificate_changed_at=max(changed_at(config.certificate), changed_at(config.private_key)),
+        certificate=certificate,
+        private_key=private_key,
+        # A file that is missing has none. The process says what is wrong with it.
+        certificate_files=tuple(signature_of(Path(file)) for file in (certificate, private_key) if file is not None),
         max_body=config.max_body,
         stored_items=_stored_items(config),
         body_memory=config.body_memory,

@@ -165,7 +165,7 @@ class Supervisor:
         self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
         self._logs = LogControl(self._fleet.registry, log, self._gateway, self._effects)
         self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt, log)
-        self._config_watch = ConfigWatch(signature_of(config.file)) if watch else None
+        self._config_watch = ConfigWatch(config.read) if watch else None
         self._shutdown = SupervisorShutdown(
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from supervisor.config_watch import signature
+
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 100_000
 """Values in a file, with aliases expanded. This limits what a few nested aliases can multiply into."""
@@ -69,6 +71,7 @@ class YamlSource:
 
     data      the values of the file; if a key occurs twice, its second value
     problems  the keys that occur twice. A file with any must not be used
+    read      the signature of the content
     """
 
     def __init__(self, file: Path) -> None:
@@ -83,9 +86,12 @@ class YamlSource:
         try:
             # O_NONBLOCK: a running supervisor reads the file again, and a pipe in its place would block the supervisor.
             descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
                 os.close(descriptor)
                 raise ConfigError([Problem(self.file, 0, "", "cannot be read: it is no regular file; give one")])
+            # Before the content is read: a change during the reading is seen as one that is to be read, too.
+            self.read = signature(found)
             with open(descriptor, "rb") as f:
                 raw = f.read(MAX_FILE_BYTES + 1)
         except FileNotFoundError:

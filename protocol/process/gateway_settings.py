@@ -34,7 +34,7 @@ class GatewaySettings:
     cors_origins   origins whose pages may use the API from a browser
     certificate    PEM file of the certificate chain; None for HTTP without TLS
     private_key    PEM file of its private key
-    certificate_changed_at  when these files were changed last, in nanoseconds
+    certificate_files  what tells the present content of these files from another, as ``config_watch.Signature``
     max_body       most bytes of a request's body
     body_memory    most bytes of all bodies together that the process reads at one time; None for 256 MiB, or room for
                    four of the largest bodies if that is more
@@ -64,7 +64,7 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()
     certificate: str | None = None
     private_key: str | None = None
-    certificate_changed_at: int = 0
+    certificate_files: tuple[tuple[int, int, int, int] | None, ...] = ()
     max_body: int = 16 * MIB
     body_memory: int | None = None
     body_s: float = 60.0

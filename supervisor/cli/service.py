@@ -177,7 +177,7 @@ def _unit(file: Path | None, scope: Scope, run_as: str | None) -> Unit:
         loaded = load_config(find_config(file))
     except ConfigError as e:
         raise CommandFailure(exit_codes.CONFIG, "not_usable", *map(str, e.problems)) from None
-    return Unit(scope, own_command(), loaded.file.absolute(), loaded.supervisor.stop, user)
+    return Unit(scope, own_command(), loaded.file, loaded.supervisor.stop, user)
 
 
 def _write(path: Path, text: str) -> None:

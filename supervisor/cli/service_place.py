@@ -76,7 +76,7 @@ def obstacles(unit: Unit, *, force: bool) -> list[str]:
     """
     found = [*_of_manager(unit.scope), *([] if force else _of_file(path_of(unit.scope)))]
     if unit.scope is Scope.SYSTEM:
-        for path in {Path(unit.command[0]), unit.config}:
+        for path in {Path(unit.command[0]), unit.config, unit.config.resolve()}:
             found += [
                 f"{path} is below {hidden}, of which the service sees another one (PrivateTmp): move it elsewhere"
                 for hidden in _HIDDEN

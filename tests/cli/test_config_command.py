@@ -57,6 +57,32 @@ def test_what_is_wrong_is_shown_beside_what_is_set(tmp_path: Path) -> None:
     assert "MODELCTL_SUPERVISR__STALL: sets no key of models.yaml: did you mean MODELCTL_SUPERVISOR__…?" in done.stderr
 
 
+CHANGES_AT_ITS_START = """\
+import runpy, yaml
+from pathlib import Path
+from supervisor import runtime_dir
+
+class Claimed(runtime_dir.RuntimeDir):
+    def __init__(self, path):
+        file = Path("models.yaml")
+        content = yaml.safe_load(file.read_text())
+        content["models"]["b"] = content["models"]["a"]
+        file.write_text(yaml.safe_dump(content))
+        super().__init__(path)
+
+if __name__ == "__main__":  # the supervisor reads models.yaml before it claims its runtime directory
+    runtime_dir.RuntimeDir = Claimed
+    runpy.run_module("supervisor", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_watched_file_that_changes_while_the_supervisor_starts_is_read_again(serve: Serve, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHANGES_AT_ITS_START)
+    serving = serve({"a": engine(lazy=True)}, options=["--watch"], script=script)
+    wait_until(lambda: len(serving.overview()["models"]) == 2, what="the second model")
+
+
 @pytest.mark.long
 def test_a_watched_file_is_followed_and_a_faulty_one_changes_nothing(serve: Serve) -> None:
     def names() -> list[str]:

@@ -257,6 +257,29 @@ def exllamav2(**keys: Any) -> str:
     return model(**({"engine": "exllamav2", "gpu": 0} | keys))
 
 
+def test_links_to_the_file_are_followed_at_each_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted, project = tmp_path / "mounted", tmp_path / "project"
+    for version, name in (("..v1", "a"), ("..v2", "b")):
+        (mounted / version).mkdir(parents=True)
+        (mounted / version / "models.yaml").write_text(model(model_dir="weights").replace("a:", f"{name}:", 1))
+    (mounted / "..data").symlink_to("..v1")
+    (mounted / "models.yaml").symlink_to("..data/models.yaml")
+    (mounted / "weights").mkdir()
+    first = load_config(mounted / "models.yaml")
+    assert (first.file, list(first.models)) == (mounted / "models.yaml", ["a"])
+    assert first.models["a"].model_dir == (mounted / "weights").resolve(), "it is beside the link, not its target"
+    (mounted / "..next").symlink_to("..v2")
+    (mounted / "..next").replace(mounted / "..data")
+    second = load_config(first.file)
+    assert (second.file, list(second.models)) == (first.file, ["b"])
+    assert first.read not in (None, second.read)
+    (project / "below").mkdir(parents=True)
+    (project / "models.yaml").symlink_to(mounted / "models.yaml")
+    (project / "weights").mkdir()
+    monkeypatch.chdir(project / "below")
+    assert load_config(Path("../models.yaml")).file == project.resolve() / "models.yaml"
+
+
 def test_directories_of_draft_model_and_adapters_are_found_like_model_dir(tmp_path: Path) -> None:
     (tmp_path / "pirate").mkdir()
     text = exllamav2(draft_model="demo:letters", lora=[{"dir": "pirate"}, {"dir": "./pirate", "scaling": 0.5}])

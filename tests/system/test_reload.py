@@ -1,5 +1,6 @@
 """Workers are exchanged and models.yaml is applied while requests go on, and no request is lost."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,40 @@ def test_an_invalid_file_changes_nothing_and_says_why(serve: Serve) -> None:
         serving.order("reload", model="z")
     assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
     assert (serving.status("a")["pid"], serving.overview()["supervisor"]["turnovers"]) == (pid, [])
+
+
+def test_a_file_behind_links_is_read_where_they_lead_now() -> None:
+    def update(version: str, name: str) -> None:
+        """Exchange the directory as Kubernetes does with that of a ConfigMap: the former one is removed."""
+        former = (mounted / "..data").resolve() if (mounted / "..data").exists() else None
+        (mounted / version).mkdir(parents=True)
+        serving.config.unlink()
+        serving.write_models({name: engine(lazy=True)})
+        serving.config.rename(mounted / version / "models.yaml")
+        serving.config.symlink_to("mounted/..data/models.yaml")
+        (mounted / "..next").symlink_to(version)
+        (mounted / "..next").replace(mounted / "..data")
+        if former is not None:
+            shutil.rmtree(former)
+
+    def names() -> list[str]:
+        return [model["name"] for model in serving.overview()["models"]]
+
+    serving = Serving({"first": engine(lazy=True)}, begin=False, options=["--watch"])
+    mounted = serving.directory / "mounted"
+    update("..v1", "first")
+    serving.start_again({"first": engine(lazy=True)})
+    with serving:
+        assert serving.overview()["supervisor"]["config"] == str(serving.config)
+        update("..v2", "second")
+        wait_until(lambda: names() == ["second"], what="the file that is watched")
+        update("..v3", "third")
+        done = serving.modelctl("reload")
+        assert (done.returncode, names()) == (0, ["third"]), done.stderr
+        update("..v4", "fourth")
+        serving.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "SIGHUP" in serving.log(), what="the order")
+        assert names() == ["fourth"]
 
 
 @pytest.mark.long

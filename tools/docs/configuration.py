@@ -40,7 +40,8 @@ supervisor: # may be left out
 
 A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size** is `20GiB` or `20G` (2³⁰ bytes each),
 `20GB` (10⁹ bytes), or a number of bytes. A **share** of a GPU is `90%`. Paths may begin with `~`. Relative paths start
-from the directory of models.yaml.
+from the directory of models.yaml. If models.yaml is a link, that is the directory of the link, and each reading follows
+the link anew.
 
 `modelctl check --json-schema` prints a JSON schema of the file. Editors with the YAML language server then complete and
 check keys: `modelctl init` names the schema in the first line of the file. In a file of your own, write
