@@ -8,8 +8,10 @@ WireError           an error with a code; ``WireError.to_wire()`` is the map tha
 Messages say what to do. They never hold a prompt, an answer or a key.
 """
 
+import copy
+import copyreg
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from protocol.messages import Kind
 
@@ -167,15 +169,18 @@ class WireError(Exception):
     def __str__(self) -> str:
         return f"{self.code.wire_name}: {self.message}"
 
-    def again(self) -> "WireError":
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own method calls the class with ``args``, which are not the arguments of this constructor. Then
+        # the error could not be copied, and multiprocessing.Pool would wait for ever for an error that it cannot read.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+    def again(self) -> Self:
         """Return a copy. Raise the copy where the error itself is kept and raised more than once.
 
         The reason is that each raise adds a traceback to the exception. The traceback keeps the stack frames and all
-        objects that they refer to in memory.
+        objects that they refer to in memory. The copy has no traceback and no cause.
         """
-        return WireError(
-            self.code, self.message, field=self.field, retry_after_ms=self.retry_after_ms, overflow=self.overflow
-        )
+        return copy.copy(self)
 
     def to_wire(self) -> dict[str, Any]:
         """Return the error as a map for a message."""
@@ -244,6 +249,3 @@ class ConnectionLost(WireError):
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.CONNECTION_LOST, message)
-
-    def again(self) -> "ConnectionLost":
-        return ConnectionLost(self.message)

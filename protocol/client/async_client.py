@@ -38,7 +38,8 @@ class AsyncClient:
     """A connection to the supervisor, from asyncio code. ``async with`` or ``await client.connect()`` makes it.
 
     The parameters and the rules for connections are those of ``Client``. An AsyncClient belongs to one event loop. Any
-    number of tasks may use it, and it refuses other threads.
+    number of tasks may use it. It refuses other threads and other event loops, also a later ``asyncio.run`` of the same
+    thread, which may only close it.
     """
 
     def __init__(

@@ -105,6 +105,7 @@ class AsyncChoices(ChoicesBase[AsyncStream]):
         return _Loop(self)
 
     async def __anext__(self) -> tuple[int, Delta]:
+        self.streams[0]._connection.check()
         while True:
             if (came := self._now()) is not None:
                 return came

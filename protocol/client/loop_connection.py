@@ -15,7 +15,10 @@ _WELCOME = 0
 
 
 class LoopConnection(Connection):
-    """A connection for one event loop. Only the thread of the loop may use it. Any thread may call ``abandon``."""
+    """A connection for one event loop. Only code of the loop may use it, and code of its thread while no loop runs.
+
+    The thread may call ``close`` in any loop. Any thread may call ``abandon``.
+    """
 
     def __init__(self, endpoint: str | None, **more: Any) -> None:
         super().__init__(endpoint, **more)
@@ -29,6 +32,19 @@ class LoopConnection(Connection):
         self._settling = False
 
     def check(self) -> None:
+        self._check_thread()
+        try:
+            other = asyncio.get_running_loop() is not self._loop
+        except RuntimeError:  # called between two runs of a loop, or after the last
+            other = self._loop.is_closed()
+        if other:
+            # A request of another loop would be sent, and its events would wake nobody.
+            raise RuntimeError(
+                f"this client belongs to another event loop{', which is closed' if self._loop.is_closed() else ''}: "
+                "make an AsyncClient in each event loop (each asyncio.run has its own), or use Client, which needs none"
+            )
+
+    def _check_thread(self) -> None:
         self.check_process()
         if (here := threading.current_thread()) is not self._thread:
             raise RuntimeError(
@@ -61,7 +77,7 @@ class LoopConnection(Connection):
 
     def close(self) -> None:
         if not self.closed:
-            self.check()
+            self._check_thread()  # any loop of the thread may close the client, because the client's own may have ended
         super().close()
         if self._timer is not None:
             self._timer.cancel()

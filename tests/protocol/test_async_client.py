@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from modelctl import AsyncClient
-from protocol.client.async_client import AsyncStream
+from protocol.client.async_client import AsyncChoices, AsyncStream
 from protocol.codec import pack_body, pack_error, unpack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Error, Generate, Message, Ping, Pong, Reply
@@ -384,6 +384,49 @@ def test_misuse_is_refused_by_name(runtime_dir: Path) -> None:
                 await client.call("unheard", reply_timeout=0.05)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_second_loop_of_the_thread_is_refused_and_nothing_is_sent(
+    runtime_dir: Path, run: Callable[[Awaitable[object]], object]
+) -> None:
+    """The client waits on the descriptors with its own loop, so nobody would read the answer."""
+    with ScriptedPeer(runtime_dir / "front", HoldingScript(first=1)) as peer:
+        client = AsyncClient(peer.endpoint)
+
+        async def first() -> tuple[AsyncStream, AsyncChoices]:
+            await client.connect()
+            return client.generate("letters", "x"), client.choices("letters", "y", n=2)
+
+        async def second() -> None:
+            for misuse in (
+                lambda: client.complete("letters", "z"),
+                client.status,
+                lambda: anext(stream),
+                lambda: anext(choices),
+            ):
+                with pytest.raises(RuntimeError, match="belongs to another event loop, which is closed: make an Async"):
+                    await misuse()
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                client.generate("letters", "z")
+            await client.close()
+
+        stream, choices = run(first())  # type: ignore[misc]
+        with pytest.raises(RuntimeError, match="belongs to another event loop, which is closed"):
+            client.generate("letters", "z")  # no loop runs here
+        peer.wait_for(Generate, 3)
+        run(second())
+        assert (len(peer.of(Generate)), len(peer.of(Call))) == (3, 0)
+
+
+def test_a_loop_that_runs_in_turns_may_use_its_client_in_between(runtime_dir: Path) -> None:
+    with ScriptedPeer(runtime_dir / "front", answers(["a ", "b"])) as peer, asyncio.Runner() as own:
+        client = own.run(AsyncClient(peer.endpoint).connect())
+        stream = client.generate("letters", "x")  # no loop runs, and the client's own will
+        with asyncio.Runner() as other, pytest.raises(RuntimeError, match="belongs to another event loop: make"):
+            other.run(stream.__anext__())
+        assert own.run(stream.complete()).text == "a b"
+        own.run(client.close())
 
 
 def test_a_timer_that_is_due_at_once_does_no_harm_on_uvloop(runtime_dir: Path) -> None:
