@@ -22,6 +22,7 @@ from supervisor.config_values import (
     Ttl,
     Vram,
 )
+from supervisor.placement.gpus import MOST_GPUS
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Within
 
@@ -102,7 +103,7 @@ class ModelConfig:
     Default: required for exllamav2, cpu for the other engines
     Example: [0, 1]
     """
-    gpus: Annotated[int, Within(1, 16)] = 1
+    gpus: Annotated[int, Within(1, MOST_GPUS)] = 1
     """With ``gpu: auto``: the number of GPUs of every worker, all of one machine, for engines that can use several.
 
     Example: 2

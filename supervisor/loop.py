@@ -40,6 +40,7 @@ from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.rollout import How
 from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
 from supervisor.gateway_process import GatewayProcesses, supervisors_settings
+from supervisor.how_to_ask import how_to_ask, is_settled
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.listening import keys_of
@@ -82,7 +83,7 @@ from supervisor.worker_frames import WorkerFrames
 from supervisor.worker_traffic import WorkerTraffic
 from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
 from supervisor.workers.launcher import Launcher
-from supervisor.workers.lifecycle import COMING_UP
+from supervisor.workers.lifecycle import COMING_UP, WorkerState
 from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.orphans import Orphans
 
@@ -91,6 +92,8 @@ if TYPE_CHECKING:
 
 MONITOR_LIMIT = 8
 """Events of a port's monitor that are read before descriptors are counted again."""
+HOW_TO_ASK_S = 0.25
+"""Seconds between two looks whether the models are up, until the log says how to ask them."""
 SPARES_CHECK_S = 0.5
 """Seconds between two looks whether a spare worker is missing."""
 STREAMS_CHECK_S = 0.5
@@ -280,6 +283,7 @@ class Supervisor:
         every(USAGE_CHECK_S, self._check_usage)
         every(REQUEST_LOG_CHECK_S, self._request_log.check)
         every(TRIM_S, trim)
+        self._reactor.timers.at(time.monotonic() + HOW_TO_ASK_S, self._say_how_to_ask)
         if self._manager is not None:
             every(self._manager.look_s, self._tell_manager)
 
@@ -339,6 +343,17 @@ class Supervisor:
         if watch.due(signature_of(file), time.monotonic()) and not self._shutdown.begun:
             with suppress(WireError):  # the log has it
                 self._reloads.read_again(f"{file.name} has changed", How.AUTO)
+
+    def _say_how_to_ask(self) -> None:
+        """Log once, when the models that start with the supervisor are up or failed, how to ask them over HTTP."""
+        gateway, replicas = self._gateway.describe(), self._fleet.registry.replicas.values()
+        begins = gateway is not None and not (gateway["ready"] or gateway["problem"])
+        if begins or any(replica.spec.autostart and not is_settled(replica.state) for replica in replicas):
+            self._reactor.timers.at(time.monotonic() + HOW_TO_ASK_S, self._say_how_to_ask)
+            return
+        models = [(replica.model, replica.chat, replica.state is WorkerState.READY) for replica in replicas]
+        for line in how_to_ask(gateway, models, self._fleet.registry.config.file):
+            self._log.info("%s", line)
 
     def _adopt(self, config: Config) -> bool:
         """Apply what the loop's own parts read of a configuration. Return whether the gateway's part of it differs."""

@@ -113,6 +113,11 @@ def name_problems(
         yield ("default_model",), f"is {default!r}: must be a model, an alias, or a variant of this file"
 
 
+def is_alias(name: str) -> bool:
+    """Return whether a name has the form of an alias, and means no log of the supervisor."""
+    return bool(_ALIAS.fullmatch(name)) and name not in (SUPERVISOR_NAME, GATEWAY_NAME)
+
+
 def _alias_problem(alias: str, models: Mapping[str, ModelConfig], taken: Mapping[str, str]) -> str | None:
     if not _ALIAS.fullmatch(alias):
         rule = "use letters, digits, '.', '_', '-', '/' and ':', at most 128, starting with a letter or digit"

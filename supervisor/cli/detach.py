@@ -14,13 +14,14 @@ from protocol.limits import SUPERVISOR_NAME
 from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.figures import gateway_url
 from supervisor.cli.hints import say
 from supervisor.cli.options import connect
 from supervisor.cli.views import warn_of_troubles
 from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
+from supervisor.how_to_ask import how_to_ask
 from supervisor.logs import log_path
 from supervisor.phase_lines import PhaseLines
+from supervisor.workers.lifecycle import WorkerState
 
 STALLED_S = 10.0
 """Seconds after which a new supervisor is given up that neither answers nor uses processor time. A supervisor that uses
@@ -96,8 +97,9 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             continue
         say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
         warn_of_troubles(answer)
-        if (gateway := answer["supervisor"].get("gateway")) and not gateway["problem"]:
-            say(f"modelctl: OpenAI's API is at {gateway_url(gateway)}/v1, with auth: {gateway['auth']}")
+        loaded = [(m["model"], m["chat"], m["state"] == WorkerState.READY) for m in models or answer["models"]]
+        for line in how_to_ask(answer["supervisor"].get("gateway"), loaded, config):
+            say(line)
         if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:
             raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
         return exit_codes.OK

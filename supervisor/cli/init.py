@@ -2,14 +2,15 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.process.engine_packages import missing_for
+from protocol.process.engine_packages import missing_for, missing_for_gateway
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import NAME, SCHEMA
@@ -18,12 +19,18 @@ from supervisor.cli.hints import ADD_TEMPLATE, say
 from supervisor.cli.options import as_json
 from supervisor.config import DEMO_PREFIX, demo_models
 
+if TYPE_CHECKING:
+    from supervisor.placement.estimates import Estimated
+    from supervisor.placement.gpus import Gpu
+
 SAMPLE = Path(__file__).with_name("models.yaml")
 _SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA.as_uri()}\n"
 """The first line of a written file. Editors take the schema from it. The sample's first line names another path."""
 CONTEXT = 16384
 """Tokens of context that an entry gets if the model has more. The cache grows with the context: the 131072 tokens of a
 Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
+LISTEN = "127.0.0.1:8000"
+"""The address of HTTP in a written file."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,13 @@ class Entry:
 
     keys      the keys of its entry in models.yaml
     template  the file with its chat template; "" without one, None if that is not known
+    original  the name by which clients of other servers ask for the model; "" if there is none
     """
 
     name: str
     keys: dict[str, Any]
     template: str | None = None
+    original: str = ""
 
 
 @click.command(
@@ -55,12 +64,19 @@ class Entry:
     type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
     help="Directory into which files of the models may be links. May be repeated.",
 )
+@click.option(
+    "--http",
+    type=click.Choice(["none", "keys", "off"]),
+    help=f"Open http://{LISTEN} without a token (none), for keys only (keys), or not (off). Asked on a terminal.",
+    show_default="none",
+)
 @as_json
-def init(directory: Path | None, force: bool, roots: tuple[Path, ...], as_json: bool) -> int:
+def init(directory: Path | None, force: bool, roots: tuple[Path, ...], http: str | None, as_json: bool) -> int:
     """Write ./models.yaml. Starts nothing.
 
-    With DIRECTORY, the file gets an entry for each model at or below DIRECTORY that an engine can load. Without it, the
-    file is a sample with the demo models, which run on the CPU, and with every key explained.
+    With DIRECTORY, the file gets an entry for each model at or below DIRECTORY that an engine can load, and a section
+    `gateway`, which opens OpenAI's and Anthropic's APIs and the page. Without it, the file is a sample with the demo
+    models, which run on the CPU, and with every key explained.
     """
     file = Path(NAME)
     if file.exists() and not force:
@@ -71,7 +87,9 @@ def init(directory: Path | None, force: bool, roots: tuple[Path, ...], as_json: 
         text = _SCHEMA_LINE + SAMPLE.read_text(encoding="utf-8").partition("\n")[2]
     else:
         entries, left_out = _entries(directory, roots)
-        text = _text(directory, entries, left_out, roots)
+        if http is None:
+            http = _ask_for_http() if sys.stdin.isatty() and sys.stderr.isatty() and not as_json else "none"
+        text = _text(directory, entries, left_out, roots, http)
     try:
         _write(file, text, force)
     except FileExistsError:
@@ -80,8 +98,20 @@ def init(directory: Path | None, force: bool, roots: tuple[Path, ...], as_json: 
         raise CommandFailure(
             exit_codes.CONFIG, "not_usable", f"{file.absolute()} cannot be written: {e.strerror}"
         ) from None
-    _tell(file.absolute(), entries, left_out, as_json)
+    _tell(file.absolute(), entries, left_out, http, as_json)
     return exit_codes.OK
+
+
+def _ask_for_http() -> str:
+    """Ask the user how HTTP is to be opened. Return a value of ``--http``."""
+    say(
+        f"HTTP at {LISTEN}, for OpenAI's and Anthropic's APIs and the page:\n"
+        "  none  no token: every user and every program of this machine may use, start and stop the models\n"
+        "  keys  each client needs a token, which `modelctl keys new NAME --http` makes\n"
+        "  off   no port"
+    )
+    answer: str = click.prompt("which", type=click.Choice(["none", "keys", "off"]), default="none", err=True)
+    return answer
 
 
 def _write(file: Path, text: str, force: bool) -> None:
@@ -108,7 +138,7 @@ def _entries(directory: Path, roots: Sequence[Path]) -> tuple[list[Entry], dict[
 
     Raises CommandFailure if no model can be loaded.
     """
-    from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of
+    from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of, original_name
 
     root = directory.resolve()
     try:
@@ -119,25 +149,38 @@ def _entries(directory: Path, roots: Sequence[Path]) -> tuple[list[Entry], dict[
         say(f"modelctl: {_printable(unread)} is not searched: {why}")
     if not found.complete:
         say(f"modelctl: {root} is searched in part only: it has more than {MOST_DIRECTORIES} directories")
-    chosen = _choose(found.models, roots)
+    searched = [*found.models, *found.gguf]
+    chosen = _choose(searched, roots)
     entries: list[Entry] = []
     left_out: dict[str, str] = {}
-    for path in found.models:
+    for path in searched:
         choice = chosen[path]
         if isinstance(choice, str):
-            left_out[str(path)] = choice
+            left_out[str(path)] = choice.removeprefix(f"{path} ")
             continue
         keys, template = choice
         name = name_of(path, {entry.name for entry in entries})
-        entries.append(Entry(name, {"model_dir": str(path), **keys}, template))
+        entries.append(Entry(name, {"model_dir": str(path), **keys}, template, original_name(path)))
     if not entries:
         reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
         message = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
         raise CommandFailure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {message}", *reasons)
+    _add_aliases(entries)
     if len(entries) > 1:  # the file says why, see _LAZY
         for entry in entries:
             entry.keys["lazy"] = True
     return entries, left_out
+
+
+def _add_aliases(entries: Sequence[Entry]) -> None:
+    """Give each model its original name as an alias, where that is valid and means no other model."""
+    from supervisor.model_names import is_alias
+
+    wanted = [entry.original for entry in entries]
+    names = {entry.name for entry in entries}
+    for entry in entries:
+        if is_alias(entry.original) and entry.original not in names and wanted.count(entry.original) == 1:
+            entry.keys["aliases"] = [entry.original]
 
 
 def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tuple[dict[str, Any], str | None] | str]:
@@ -148,9 +191,11 @@ def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tu
     """
     from protocol.process.worker_spec import EngineSpec
     from supervisor.placement.estimates import Question, ask_now
+    from supervisor.placement.policy import GpuRequest
 
     engines: list[dict[str, Any]] = [{"engine": "exllamav2", "gpu": "auto"}, {"engine": "transformers", "gpu": "cpu"}]
-    if not _has_gpu():
+    gpus = _gpus()
+    if not gpus:
         engines.reverse()
     chosen: dict[Path, tuple[dict[str, Any], str | None]] = {}
     reasons: dict[Path, dict[str, str]] = {path: {} for path in directories}
@@ -162,12 +207,14 @@ def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tu
                 EngineSpec(path.name, engine["engine"], str(path), device, context, model_roots=(*map(str, roots),))
                 for path in left
             ]
-            answers = dict(zip(left, ask_now([Question(spec) for spec in specs]), strict=True))
+            counts = GpuRequest(None).counts if engine["engine"] == "exllamav2" else (1,)
+            answers = dict(zip(left, ask_now([Question(spec, counts=counts) for spec in specs]), strict=True))
             left = []
             for path, estimated in answers.items():
                 if not estimated.faults:
                     recommended = {"sampling": dict(estimated.sampling)} if estimated.sampling else {}
-                    keys = {**engine, **({"max_seq_len": context} if context else {}), **recommended}
+                    size = _how_many(estimated, gpus) if engine["gpu"] == "auto" else {}
+                    keys = {**engine, **size, **({"max_seq_len": context} if context else {}), **recommended}
                     chosen[path] = keys, estimated.template
                 elif context is not None and all(fault.key == "max_seq_len" for fault in estimated.faults):
                     left.append(path)  # the model has less context: try with its own
@@ -184,17 +231,35 @@ def _in_words(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"engine {engine}: {why}" for engine, why in reasons.items())
 
 
-def _has_gpu() -> bool:
+def _gpus() -> "list[Gpu]":
+    """Return the GPUs of this machine as they are without any process; none if they cannot be read."""
     from supervisor.placement.gpu_reader import read_once
     from supervisor.placement.gpus import GpusUnknown
 
     try:
-        return bool(read_once())
+        box = read_once()
     except GpusUnknown:
-        return False
+        return []
+    held = [sum(size or 0 for size in gpu.processes.values()) for gpu in box]
+    return [replace(gpu, used=gpu.used - size, free=gpu.free + size) for gpu, size in zip(box, held, strict=True)]
+
+
+def _how_many(estimated: "Estimated", gpus: "Sequence[Gpu]") -> dict[str, int]:
+    """Return the key ``gpus`` for the smallest number of GPUs on which a model fits. Nothing for one GPU, and nothing
+    for a model that fits on no number of them: `plan` says what is missing."""
+    from supervisor.placement.gpu_shares import Split
+    from supervisor.placement.policy import GpuRequest, Placed, place, rooms
+
+    for count in range(1, len(gpus) + 1):
+        wanted = GpuRequest(None, Split(engine_chooses=count > 1), count)
+        if estimated.needs is None or isinstance(place(wanted, estimated.needs, rooms(gpus, [])), Placed):
+            return {"gpus": count} if count > 1 else {}
+    return {}
 
 
 _COMMENTS = {
+    "aliases": "further names: the folder's, which clients of other servers ask for",
+    "gpus": "it does not fit on one: the layers are divided",
     "max_seq_len": "tokens of context; the model has more, which take more memory",
     "sampling": "from the model's generation_config.json; for options that a request leaves out",
     "lazy": "loaded by its first request; without this line, when the supervisor starts",
@@ -208,7 +273,25 @@ _NOT_LAZY = """\
 # request loads it."""
 
 
-def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str], roots: Sequence[Path]) -> str:
+_HTTP = {
+    "none": f"""\
+# OpenAI's and Anthropic's APIs, and the page http://{LISTEN}/. No token is needed: every user and every program of
+# this machine may use, start and stop the models. With `auth: keys` each client needs a token, which
+# `modelctl keys new NAME --http` makes.
+gateway: {{listen: "{LISTEN}", auth: none}}""",
+    "keys": f"""\
+# OpenAI's and Anthropic's APIs, and the page http://{LISTEN}/. Each client needs a token, which
+# `modelctl keys new NAME --http` makes.
+gateway: {{listen: "{LISTEN}", auth: keys}}""",
+    "off": f"""\
+# No port is open. This line opens OpenAI's and Anthropic's APIs, and a page, for clients with a token:
+# gateway: {{listen: "{LISTEN}", auth: keys}}""",
+}
+
+
+def _text(
+    directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str], roots: Sequence[Path], http: str
+) -> str:
     """Return the content of a models.yaml with these entries."""
     import yaml
 
@@ -218,6 +301,8 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
         "#",
         _LAZY if any("lazy" in entry.keys for entry in entries) else _NOT_LAZY,
         "",
+        _HTTP[http],
+        "",
     ]
     if roots:
         supervisor = {"supervisor": {"model_roots": [*map(str, roots)]}}
@@ -226,7 +311,8 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
     for entry in entries:
         lines.append(f"  {yaml.safe_dump(entry.name).splitlines()[0]}:")  # quoted if YAML would read a date
         for key, value in entry.keys.items():
-            shown = yaml.safe_dump(value, default_flow_style=True, width=1 << 20) if isinstance(value, dict) else ""
+            nested = isinstance(value, dict | list)
+            shown = yaml.safe_dump(value, default_flow_style=True, width=1 << 20) if nested else ""
             line = f"{key}: {shown}" if shown else yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20)
             line = line.rstrip()
             lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
@@ -235,7 +321,7 @@ def _text(directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str]
     return _SCHEMA_LINE + "\n".join(lines).rstrip() + "\n"
 
 
-def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], as_json: bool) -> None:
+def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], http: str | None, as_json: bool) -> None:
     """Say what was written, what was left out, and what is missing on this machine."""
     if as_json:
         models = [{"name": entry.name, **entry.keys, **_template_key(entry)} for entry in entries]
@@ -251,6 +337,8 @@ def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], as_
     engines = dict.fromkeys(str(entry.keys["engine"]) for entry in entries)
     for missing in filter(None, map(missing_for, engines)):
         click.echo(f"before they can be served here: {missing}")
+    if http in ("none", "keys") and (lacking := missing_for_gateway()):
+        click.echo(f"before HTTP can be served here: {lacking}")
 
 
 def _template_key(entry: Entry) -> dict[str, str]:

@@ -13,7 +13,12 @@ from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
 
 MOST_DIRECTORIES = 20_000
 """Directories that one search reads, at most."""
-_SNAPSHOT = re.compile(r"models--(?:.*--)?(.+)/snapshots/[0-9a-f]{40}$")
+_QUANTIZATION = re.compile(
+    r"(?i)(?:(?:exl2|exl3|gptq|awq|main|h\d|\d+[._]\d+(?:bpw|bits?|b)?|\d+[ -]?(?:bpw|bits?|b))(?:[ _.-]|$))+"
+)
+"""A directory's name that only says how its model is quantized, such as ``4.0bpw-h6``. The directory above has the
+model's name: ``Model-exl2/4.0bpw-h6``."""
+_CACHED = re.compile(r"(?:^|/)models--([^/]+)/snapshots/[0-9a-f]{40}$")
 """A model in the cache of Hugging Face's hub. The name of its own directory is a hash."""
 
 
@@ -22,11 +27,13 @@ class Found:
     """The result of a search.
 
     models    directories with config.json and weights, sorted
+    gguf      directories with weights in the format GGUF only, sorted
     unread    directories that could not be looked into: path → why
     complete  False if there are more directories than one search looks into
     """
 
     models: list[Path]
+    gguf: list[Path]
     unread: dict[str, str]
     complete: bool
 
@@ -37,6 +44,7 @@ def find_models(root: Path) -> Found:
     A link to a model's directory counts as one. Other links are not followed. Hidden directories are left out.
     """
     models: list[Path] = []
+    gguf: list[Path] = []
     unread: dict[str, str] = {}
     os.scandir(root).close()
     pending, seen = [root], 0
@@ -51,17 +59,19 @@ def find_models(root: Path) -> Found:
             continue
         if "config.json" in is_directory and any(name.endswith(".safetensors") for name in is_directory):
             models.append(place)
-        elif place == root or not place.is_symlink():
+            continue
+        if any(name.endswith(".gguf") for name in is_directory):
+            gguf.append(place)
+        if place == root or not place.is_symlink():
             pending += [place / name for name, it_is in is_directory.items() if it_is and not name.startswith(".")]
     # A link and its target are one model. The path of the target itself is better. It comes last here, so it is kept.
     once = {path.resolve(): path for path in sorted(models, key=lambda path: not path.is_symlink())}
-    return Found(sorted(once.values()), unread, complete=not pending)
+    return Found(sorted(once.values()), sorted(gguf), unread, complete=not pending)
 
 
 def name_of(directory: Path, taken: Collection[str]) -> str:
     """Return a name for the model in a directory: valid in models.yaml, and not one of those that are ``taken``."""
-    snapshot = _SNAPSHOT.search(directory.as_posix())
-    plain = re.sub(r"[^a-z0-9._-]+", "-", (snapshot[1] if snapshot else directory.name).lower())
+    plain = re.sub(r"[^a-z0-9._-]+", "-", _own_name(directory).lower())
     plain = plain.lstrip("._-")[:58] or "model"
     number, name = 1, plain
     while name in taken or name in (SUPERVISOR_NAME, GATEWAY_NAME):
@@ -69,3 +79,21 @@ def name_of(directory: Path, taken: Collection[str]) -> str:
         name = f"{plain}-{number}"
     assert re.fullmatch(MODEL_NAME_PATTERN, name), name
     return name
+
+
+def _own_name(directory: Path) -> str:
+    if cached := _CACHED.search(directory.as_posix()):
+        return cached[1].rpartition("--")[2]
+    if _QUANTIZATION.fullmatch(directory.name):
+        return f"{directory.parent.name[: 57 - len(directory.name)]}-{directory.name}"
+    return directory.name
+
+
+def original_name(directory: Path) -> str:
+    """Return the name by which clients of other servers ask for the model in a directory.
+
+    It is the model's id in Hugging Face's cache, and the folder's name elsewhere: ``Model``, or ``Model-exl2/4.0bpw``.
+    """
+    if cached := _CACHED.search(directory.as_posix()):
+        return cached[1].replace("--", "/")
+    return "/".join(directory.parts[-2:]) if _QUANTIZATION.fullmatch(directory.name) else directory.name

@@ -23,6 +23,8 @@ EVERY = "GPU-"
 """A pin that means each GPU: the beginning of all UUIDs."""
 MAX_ANSWER = 1 << 17
 """The most bytes of an answer: enough for some 5,000 processes that hold memory."""
+MOST_GPUS = 16
+"""The most GPUs that a model may be divided among (``gpus`` in models.yaml)."""
 MAX_GPUS = 256
 MAX_TEXT = 200
 _MOST = 1 << 64

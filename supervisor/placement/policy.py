@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from supervisor.placement.gpu_shares import Needs, Split, divide
-from supervisor.placement.gpus import EVERY, Gpu
+from supervisor.placement.gpus import EVERY, MOST_GPUS, Gpu
 from supervisor.placement.sizes import Limit
 
 
@@ -31,11 +31,12 @@ class GpuRequest:
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of GPUs for which the needs must be known.
 
-        For one GPU of ``auto`` they are 1 and 2: if no single GPU has room, the error proposes two GPUs that have.
+        For ``auto`` they are its own number and all larger ones: if so few GPUs have no room, the error proposes the
+        number that has.
         """
-        if self.pins is not None:
-            return (len(self.pins),)
-        return (1, 2) if self.count == 1 else (self.count,)
+        if self.pins is not None or self.split.by_hand is not None:
+            return (self.count if self.pins is None else len(self.pins),)
+        return tuple(range(self.count, MOST_GPUS + 1))
 
     @property
     def one_suffices(self) -> bool:
@@ -268,23 +269,27 @@ def _auto(
         return PlacementRefused(f"gpu: auto: {why}")
     # Of GPUs that are equally free, take the one with fewer of our workers: how much these will take may not be known.
     order = sorted(usable, key=lambda room: (-room.bytes, len(room.ours) + len(room.coming), room.gpu.index))
-    if (count := gpu_request.count) > 1:
-        if len(order) < count:
-            return PlacementRefused(f"gpu: auto: {count} GPUs are wanted (gpus), and {len(order)} can be used")
-        chosen = sorted(order[:count], key=lambda room: room.gpu.index)
-        devices = ",".join(room.gpu.uuid for room in chosen)
-        return _on(chosen, needs[count] if needs else None, gpu_request.split, devices)
-    best = order[0]
-    verdict = _on([best], needs[1] if needs else None, Split(), best.gpu.uuid)
+    count = gpu_request.count
+    if len(order) < count:
+        return PlacementRefused(f"gpu: auto: {count} GPUs are wanted (gpus), and {len(order)} can be used")
+    chosen = sorted(order[:count], key=lambda room: room.gpu.index)
+    devices = ",".join(room.gpu.uuid for room in chosen)
+    verdict = _on(chosen, needs[count] if needs else None, gpu_request.split, devices)
     if isinstance(verdict, Placed) or needs is None:
         return verdict
-    wanted = needs[1].total(1)
-    text = f"{needs[1].text(1)}, no GPU has that much: {room_text(best)}, {gib(wanted - best.bytes)} missing"
-    if len(order) > 1 and 2 in needs:
-        pair = sorted(order[:2], key=lambda room: room.gpu.index)
-        if isinstance(_on(pair, needs[2], Split(), ""), Placed):
-            text += f"; `gpus: 2` would divide it among GPUs {pair[0].gpu.index} and {pair[1].gpu.index}"
-    return PlacementRefused(text, {room.gpu.index: wanted - room.bytes for room in order})
+    text, missing = verdict.message, verdict.missing
+    if count == 1:
+        best, wanted = order[0], needs[1].total(1)
+        text = f"{needs[1].text(1)}, no GPU has that much: {room_text(best)}, {gib(wanted - best.bytes)} missing"
+        missing = {room.gpu.index: wanted - room.bytes for room in order}
+    for more in range(count + 1, len(order) + 1):
+        among = sorted(order[:more], key=lambda room: room.gpu.index)
+        split = Split(tensors=gpu_request.split.tensors, engine_chooses=True)
+        if more in needs and isinstance(_on(among, needs[more], split, ""), Placed):
+            *first, last = (room.gpu.index for room in among)
+            text += f"; `gpus: {more}` would divide it among GPUs {', '.join(map(str, first))} and {last}"
+            break
+    return PlacementRefused(text, missing)
 
 
 def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str) -> Placed | PlacementRefused:

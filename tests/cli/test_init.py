@@ -1,9 +1,11 @@
 """modelctl init writes a models.yaml that passes modelctl check. It overwrites and omits nothing without saying so."""
 
 import json
+import math
 import os
 import re
 import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,8 +13,8 @@ import pytest
 import yaml
 
 from protocol.limits import MODEL_NAME_PATTERN
-from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of
-from tests.cli.programs import modelctl
+from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of, original_name
+from tests.cli.programs import Terminal, environment, modelctl
 from tests.engines.random_model import edit_json
 from tests.hanging_files import hanging_file
 from tests.hidden_packages import ENGINES, Hidden
@@ -127,6 +129,103 @@ def test_names_that_mean_something_else_in_yaml_are_quoted(models: Path, place: 
     assert modelctl("check", cwd=place).returncode == 0
 
 
+def test_a_directory_that_only_says_how_it_is_quantized_gets_the_models_name(tmp_path: Path, place: Path) -> None:
+    """Two of them would be called 2.5bpw and 3.0bpw. Clients of TabbyAPI ask for the folder's own name."""
+    family = tmp_path / "models" / "turboderp" / "Model-exl2"
+    for name in ("2.5bpw", "3.0bpw"):
+        shutil.copytree(LETTERS, family / name)
+    for above in ("ann", "bob"):
+        shutil.copytree(LETTERS, tmp_path / "models" / above / "Same-Name")
+    assert modelctl("init", tmp_path / "models", cwd=place).returncode == 0
+    assert {name: entry.get("aliases") for name, entry in written(place).items()} == {
+        "model-exl2-2.5bpw": ["Model-exl2/2.5bpw"],
+        "model-exl2-3.0bpw": ["Model-exl2/3.0bpw"],
+        "same-name": None,  # the alias would mean two models
+        "same-name-2": None,
+    }
+    assert modelctl("check", cwd=place).returncode == 0
+
+
+def test_a_model_that_needs_several_gpus_gets_their_number(tmp_path: Path, place: Path) -> None:
+    Box(tmp_path / "box.json").becomes([24, 24, 24, 24])
+    box = {"MODELCTL_TEST_BOX": str(tmp_path / "box.json"), "PYTHONPATH": f"{ROOT / 'tests' / 'stand_in_nvml'}:{ROOT}"}
+    large = tmp_path / "models" / "Large"
+    shutil.copytree(LETTERS, large)
+    shutil.copytree(LETTERS, tmp_path / "models" / "Small")
+    _become_large(large)
+    assert modelctl("init", tmp_path / "models", cwd=place, **box).returncode == 0
+    assert {name: entry.get("gpus") for name, entry in written(place).items()} == {"large": 3, "small": None}
+    planned = modelctl("plan", "--json", cwd=place, **box)
+    assert {worker["name"]: worker["starts"] for worker in json.loads(planned.stdout)["workers"]} == {
+        "large": True,
+        "small": True,
+    }
+    text = (place / "models.yaml").read_text()
+    (place / "models.yaml").write_text(re.sub(r"\n +gpus: 3.*", "", text))
+    assert "`gpus: 3` would divide it among GPUs " in modelctl("plan", cwd=place, **box).stdout
+
+
+def _become_large(model: Path) -> None:
+    """Give a Llama model the shapes of 48 GiB of weights. Nothing is written for them: the file has a hole."""
+    hidden, inner, heads, layers = 8192, 28672, 64, 30
+    edit_json(
+        model / "config.json",
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=layers,
+    )
+    shapes = {"model.embed_tokens": (448, hidden), "lm_head": (448, hidden), "model.norm": (hidden,)}
+    for layer in range(layers):
+        within = f"model.layers.{layer}"
+        shapes |= {f"{within}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{within}.self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
+        shapes |= {f"{within}.self_attn.{name}_proj": (1024, hidden) for name in "kv"}
+        shapes |= {f"{within}.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{within}.mlp.down_proj"] = (hidden, inner)
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[f"{name}.weight"] = {"dtype": "F16", "shape": shape, "data_offsets": [begin, end]}
+    packed = json.dumps(header).encode()
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(packed)) + packed)
+        file.truncate(8 + len(packed) + end)
+
+
+def test_a_folder_of_gguf_is_left_out_with_what_is_served(models: Path, place: Path) -> None:
+    gguf = models / "Llama-3.1-8B-GGUF"
+    gguf.mkdir()
+    (gguf / "llama-Q4_K_M.gguf").write_bytes(b"GGUF")
+    done = modelctl("init", models, cwd=place)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"left out: {gguf}: holds GGUF weights (llama-Q4_K_M.gguf), which no engine here loads: use")
+    assert "EXL2" in line
+    done = modelctl("init", "--force", gguf, cwd=place)
+    assert done.returncode == 78
+    assert "holds GGUF weights" in done.stderr
+
+
+@pytest.mark.parametrize(("http", "auth"), [((), "none"), (("--http", "keys"), "keys"), (("--http", "off"), None)])
+def test_a_port_is_opened_unless_it_is_off(models: Path, place: Path, http: tuple[str, ...], auth: str | None) -> None:
+    assert modelctl("init", models, *http, cwd=place).returncode == 0
+    text = (place / "models.yaml").read_text()
+    assert yaml.safe_load(text).get("gateway") == (auth and {"listen": "127.0.0.1:8000", "auth": auth})
+    assert ("every user and every program" in text) == (auth == "none")
+    assert modelctl("check", cwd=place).returncode == 0
+
+
+def test_on_a_terminal_the_port_is_asked_for(models: Path, place: Path) -> None:
+    with Terminal("init", models, environment=environment(), cwd=place) as terminal:
+        terminal.wait_for("every user and every program of this machine may use, start and stop the models")
+        terminal.wait_for("which (none, keys, off) [none]: ")
+        terminal.type("keys\n")
+        assert terminal.wait_for_exit() == 0
+    assert yaml.safe_load((place / "models.yaml").read_text())["gateway"]["auth"] == "keys"
+
+
 @pytest.mark.long
 def test_models_that_cannot_be_loaded_are_left_out_with_the_reason(models: Path, place: Path) -> None:
     broken = models / "broken"
@@ -206,7 +305,7 @@ def test_directories_without_a_model_are_told(tmp_path: Path, place: Path) -> No
     done = modelctl("init", place, cwd=place)
     assert done.returncode == 78
     assert done.stderr.splitlines()[0] == f"modelctl: no model found in {place}: none of them can be loaded"
-    assert done.stderr.splitlines()[1].startswith(f"modelctl: {place}/cut: {place}/cut has no tokenizer.json: ")
+    assert done.stderr.splitlines()[1].startswith(f"modelctl: {place}/cut: has no tokenizer.json: ")
     assert not (place / "models.yaml").exists()
 
 
@@ -234,11 +333,22 @@ def test_names_are_valid_and_no_two_alike() -> None:
         "/a/" + "x" * 200: "x" * 58,
         "/b/" + "x" * 200: "x" * 58 + "-2",
         cache: "llama-3.1-8b-exl2",
+        "/a/Qwen3-8B-exl2/4.0bpw-h6": "qwen3-8b-exl2-4.0bpw-h6",
+        "/a/" + "y" * 200 + "/6_5": "y" * 54 + "-6_5",
+        "/a/b/12": "12",
+        "/a/Phi-4/main": "phi-4-main",
     }
     for path, name in named.items():
         assert name_of(Path(path), taken) == name
         assert re.fullmatch(MODEL_NAME_PATTERN, name)
         taken.add(name)
+
+
+def test_the_original_name_is_the_id_or_the_folder() -> None:
+    cache = "/c/hub/models--turboderp--Llama-3.1-8B-exl2/snapshots/" + "0123456789" * 4
+    assert original_name(Path(cache)) == "turboderp/Llama-3.1-8B-exl2"
+    assert original_name(Path("/a/Llama-3.1-8B")) == "Llama-3.1-8B"
+    assert original_name(Path("/a/Llama-3.1-8B-exl2/6_5")) == "Llama-3.1-8B-exl2/6_5"
 
 
 def test_a_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,11 @@ def test_auto_counts_what_is_about_to_load() -> None:
     )
     both = {1: Needs(weights=gib(40)), 2: Needs(weights=gib(40))}
     assert refused(AUTO, both, rooms(BOX, ours[:1])).endswith("; `gpus: 2` would divide it among GPUs 0 and 3")
+    large = {count: Needs(weights=gib(70)) for count in AUTO.counts}
+    assert refused(AUTO, large, rooms(BOX, ours[:1])).endswith("; `gpus: 4` would divide it among GPUs 0, 1, 2 and 3")
+    larger = {count: Needs(weights=gib(76)) for count in AUTO.counts}
+    wanted = GpuRequest(None, count=2)
+    assert "; `gpus: 3` would divide it among GPUs " in refused(wanted, larger, rooms(BOX, []))
 
 
 def test_auto_takes_several_gpus() -> None:
@@ -115,7 +120,8 @@ def test_auto_takes_several_gpus() -> None:
     assert refused(GpuRequest(None, count=5), None, rooms(BOX, [])) == (
         "gpu: auto: 5 GPUs are wanted (gpus), and 4 can be used"
     )
-    assert GpuRequest(None, count=2).counts == (2,)
+    assert GpuRequest(None, count=2).counts[:3] == (2, 3, 4), "the first is its own; the others serve as a remedy"
+    assert GpuRequest(None, Split(by_hand=(gib(20), gib(22))), count=2).counts == (2,)
     assert (AUTO.one_suffices, GpuRequest(None, count=2).one_suffices) == (True, False)
 
 
