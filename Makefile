@@ -5,7 +5,7 @@
 #   PYTHON=python3.12    which Python makes the environment (3.11 to 3.13)
 #   TORCH_INDEX=URL      package index for torch alone. PyPI's torch for Linux is a CUDA build of several GB; without a
 #                        GPU, https://download.pytorch.org/whl/cpu is enough; for another CUDA version see pytorch.org
-#   PIP_INSTALL="..."    further options of pip install, such as --quiet
+#   PIP_INSTALL="..."    further options of pip install, such as --verbose, which shows what it does
 #   TEST_JOBS=4          how many tests run beside one another (they wait for nearly half of their time: four keep two
 #                        cores busy); 0: one after another, in one process
 #   PYTEST_ARGS="-k x"   handed to pytest
@@ -18,8 +18,11 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILED := $(wildcard */*.pyx */*.pxd */*/*.pyx */*/*.pxd)
+, := ,
 REAL_MODEL := $(BIN)/python tools/real_model.py
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_INSTALL)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_INSTALL)
+# $(call phase,WORDS,COMMAND): run the command, and print a line with its time
+phase = @printf '%s ...\n' '$(1)'; begun=$$(date +%s); $(2) && printf '%s: %d s\n' '$(1)' $$(($$(date +%s) - begun))
 
 .PHONY: demo test test-long test-nightly test-real test-agents test-templates test-clients test-claude-code test-browser test-nginx test-prometheus test-systemd test-ray test-fuzz-http test-install serve lint docs screens bench clean help
 
@@ -110,33 +113,33 @@ bench: $(VENV)/.test ## the speed of serving the demo models, as in benchmarks/s
 # TORCH_INDEX lacks many versions of what torch needs, also those that constraints.txt asks for. So torch alone comes from
 # there, and the next step installs what it needs from pip's own index.
 $(VENV)/.run: pyproject.toml setup.py constraints.txt tools/make_venv.py $(COMPILED)
-	test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) tools/make_venv.py $(VENV)
 	@$(BIN)/python tools/downloads.py run "$(TORCH_INDEX)"
-	$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	$(PIP) --editable '.[embedded,gateway,demo]'
+	$(call phase,PyTorch,$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch)
+	$(call phase,modelctl and what it needs,$(PIP) --editable '.[embedded$(,)gateway$(,)demo]')
 	@$(BIN)/modelctl --version # whether the modules were compiled: pip does not show why not
-	touch $@
+	@touch $@
 
 # The tests do without some needs of exllamav2. They are taken out of its metadata, because pip would report each as an
 # error of its own at later installations.
 $(VENV)/.test: $(VENV)/.run
 	@$(BIN)/python tools/downloads.py test
-	$(BIN)/python tools/extra.py test > $(VENV)/test.txt # without the project: it would be built a second time
-	$(PIP) -r $(VENV)/test.txt
-	$(PIP) --no-deps exllamav2==0.3.2 # its Python runs in the tests, on the CPU; nothing of it is compiled
+	@$(BIN)/python tools/extra.py test > $(VENV)/test.txt # without the project: it would be built a second time
+	$(call phase,the tools of the tests,$(PIP) -r $(VENV)/test.txt)
+	$(call phase,exllamav2,$(PIP) --no-deps exllamav2==0.3.2) # its Python runs in the tests, on the CPU, uncompiled
 	@sed -i -E '/^Requires-Dist: (fastparquet|ninja|pandas)$$/d' $(VENV)/lib/python3*/site-packages/exllamav2-*/METADATA
-	touch $@
+	@touch $@
 
 $(VENV)/.fuzz-http: $(VENV)/.test
-	$(PIP) --quiet schemathesis
+	$(PIP) schemathesis
 	touch $@
 
 $(VENV)/.browser: $(VENV)/.test
-	$(PIP) --quiet playwright
+	$(PIP) playwright
 	touch $@
 
 $(VENV)/.ray: $(VENV)/.test
-	$(PIP) --quiet 'ray>=2.50,<3'
+	$(PIP) 'ray>=2.50,<3'
 	touch $@
 
 # The same environment as for the tests, since the generators of pages import the project. They need no torch.
