@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,8 @@ import yaml
 
 from modelctl import Client
 from tests.cli.programs import MODELCTL, environment, modelctl
-from tests.serving import ROOT, engine
+from tests.keyed import free_port
+from tests.serving import ROOT, engine, wait_until
 
 
 def configure(directory: Path, models: dict[str, Any]) -> Path:
@@ -150,3 +152,22 @@ def test_a_supervisor_that_does_nothing_is_given_up_and_killed(away: Path) -> No
     started = serve_after(away, STUCK)
     assert started.returncode == 70
     assert started.stderr == f"modelctl: the supervisor does not answer; see {away / 'r' / 'logs' / 'supervisor.log'}\n"
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_command_that_a_start_shows_works(tmp_path: Path, lazy: bool) -> None:
+    port, place = free_port(), tmp_path / "r"
+    config = tmp_path / "models.yaml"
+    entry = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu", "lazy": lazy}
+    models = {"gateway": {"listen": f"127.0.0.1:{port}", "auth": "none"}, "models": {"letters": entry}}
+    config.write_text(yaml.safe_dump(models))
+    try:
+        started = modelctl("serve", "--detach", "-c", config, "--runtime-dir", place)
+        assert started.returncode == 0, started.stderr
+        (command,) = re.findall("^try: (.*)$", started.stderr, re.MULTILINE)
+        asked = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60)
+        assert json.loads(asked.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), asked
+        log = modelctl("logs", "--runtime-dir", place)
+        wait_until(lambda: command in modelctl("logs", "--runtime-dir", place).stdout, what=log.stdout)
+    finally:
+        modelctl("shutdown", "--runtime-dir", place)

@@ -3,16 +3,11 @@
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
-import pytest
 import yaml
 
 from supervisor.how_to_ask import how_to_ask
-from tests.cli.programs import modelctl
-from tests.keyed import free_port
-from tests.serving import wait_until
 
 FILE = Path("/srv/models.yaml")
 OPEN = {"listen": "127.0.0.1:8000", "auth": "none", "tls": False, "problem": None, "ready": True}
@@ -47,22 +42,3 @@ def test_without_a_port_the_section_to_add_is_named() -> None:
     assert yaml.safe_load(section) == {"gateway": {"listen": "127.0.0.1:8000", "auth": "none"}}
     assert str(FILE) in line
     assert how_to_ask(OPEN | {"problem": "the port is taken"}, [], FILE) == []
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_the_command_that_a_start_shows_works(tmp_path: Path, lazy: bool) -> None:
-    port, place = free_port(), tmp_path / "r"
-    config = tmp_path / "models.yaml"
-    entry = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu", "lazy": lazy}
-    models = {"gateway": {"listen": f"127.0.0.1:{port}", "auth": "none"}, "models": {"letters": entry}}
-    config.write_text(yaml.safe_dump(models))
-    try:
-        started = modelctl("serve", "--detach", "-c", config, "--runtime-dir", place)
-        assert started.returncode == 0, started.stderr
-        (command,) = re.findall("^try: (.*)$", started.stderr, re.MULTILINE)
-        asked = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60)
-        assert json.loads(asked.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), asked
-        log = modelctl("logs", "--runtime-dir", place)
-        wait_until(lambda: command in modelctl("logs", "--runtime-dir", place).stdout, what=log.stdout)
-    finally:
-        modelctl("shutdown", "--runtime-dir", place)
