@@ -1,10 +1,11 @@
 """One HTTP connection, with limits that uvicorn and httptools lack.
 
-They bound the size of a request's head, the time in which the head must come, and the number of connections.
+They bound the size of a request's head and the time in which the head must come. A connection also says whom it waits
+for: ``Places`` ends the ones that wait for their clients, if there are too many.
 """
 
 import asyncio
-import resource
+from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
@@ -14,69 +15,55 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.http.errors import ApiError, error_body
+from gateway.places import Places
 
 HEAD_BYTES: Final = 64 << 10
 """Most bytes of a request's head: its first line and its headers. httptools keeps a head of any size in memory."""
 HEAD_S: Final = 15.0
 """Seconds in which the head of a request must come. uvicorn waits for ever once the first byte has come."""
-MOST_CONNECTIONS: Final = 8192
-"""Most connections of one process."""
 LINGER_S: Final = 1.0
 """Seconds between an error and the end of its connection. If a socket is closed before everything that the client sent
 was read, the kernel resets the connection, and the client may lose the error."""
-_SPARE: Final = 64
-"""Descriptors for other things than connections: sockets to the supervisor, the log, files that are read."""
-_REASONS: Final = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    431: b"Request Header Fields Too Large",
-    503: b"Service Unavailable",
-}
-
-
-def connection_limit() -> int:
-    """Return the number of connections that this process may have. Raise its limit of descriptors for them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + _SPARE
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, soft - _SPARE)
-    return MOST_CONNECTIONS
 
 
 class Connection(HttpToolsProtocol):
     """The connection of a client. A request that breaks a limit gets an error, and then its connection ends.
 
-    most  connections that this process may have
+    opening  the task that makes the connection. It takes as long as the TLS handshake
+    made     whether the connection has been made
     """
-
-    most = MOST_CONNECTIONS
 
     def __init__(
         self,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        places: Places,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, app_state)
+        self.opening: asyncio.Task[None] | None = None
+        self.made = False
+        self._places = places
         self._in_head = False
         self._head_bytes = 0
         self._kept_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._error: ApiError | None = None
 
+    def make_way(self) -> None:
+        """End now. Whatever was not sent is lost."""
+        if self.made:
+            self.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.made = True
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            what = f"this process of the gateway has {self.most} connections, which is its limit"
-            self._refuse(ApiError(503, f"{what}: try again, or raise gateway.processes", code="overloaded"))
-            self.transport.close()  # without lingering: a flood must not add up
-        else:
-            self._await_head()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._places.leave(self)
         self._cancel_timer()
         self._unset_keepalive_if_required()  # uvicorn leaves it if the connection was reset: it kept 8 KiB for 75 s
         super().connection_lost(exc)
@@ -98,6 +85,7 @@ class Connection(HttpToolsProtocol):
         elif self.cycle is None or self.cycle.response_complete:
             # Only a part of the next request has come, or the rest of a body that nobody wants.
             self._await_head()
+        self._settle()
 
     def on_message_begin(self) -> None:
         """Begin the head of a request."""
@@ -140,6 +128,31 @@ class Connection(HttpToolsProtocol):
         self._kept_bytes = 0
         super().on_body(body)
 
+    def on_response_complete(self) -> None:
+        """Take the next request."""
+        super().on_response_complete()
+        self._settle()
+
+    def pause_writing(self) -> None:
+        """Stop sending to a client that does not read."""
+        super().pause_writing()
+        self._settle()
+
+    def resume_writing(self) -> None:
+        """Send to a client that reads again."""
+        super().resume_writing()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Say whether the gateway waits for this client, or the client for the gateway."""
+        cycle = self.cycle
+        idle = cycle is None or cycle.response_complete
+        # A pipelined request that came in part waits for the answer to an earlier one, which came as a whole.
+        if idle or self.flow.write_paused or (cycle.more_body and not self.pipeline):
+            self._places.wait_for(self)
+        else:
+            self._places.serve(self)
+
     def _count(self, size: int) -> None:
         """Count bytes of a head. Raise ApiError, which the parser passes on, if they are too many."""
         self._head_bytes += size
@@ -172,10 +185,15 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
             return
-        body = orjson.dumps(error_body(error))
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (error.status, _REASONS[error.status], len(body)) + body)
+        self.transport.write(error_answer(error))
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def error_answer(error: ApiError) -> bytes:
+    """Return the whole answer to something that did not become a request. It says that the connection ends."""
+    body = orjson.dumps(error_body(error))
+    head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head % (error.status, HTTPStatus(error.status).phrase.encode(), len(body)) + body
 
 
 def _too_large() -> ApiError:

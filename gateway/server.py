@@ -1,13 +1,15 @@
 """Run the application with uvicorn, on sockets that were opened before."""
 
 import socket
+import time
 
 import uvicorn
 from starlette.applications import Starlette
 
+from gateway.accepting import AcceptingServer
 from gateway.app import make_app
-from gateway.connection import Connection, connection_limit
 from gateway.garbage_collection import tune
+from gateway.places import Places, connection_limit
 from gateway.reports import Reports
 from protocol.process.gateway_settings import GatewaySettings
 from protocol.process.log_output import LogOutput, adopt_style, begin_log
@@ -33,6 +35,7 @@ def serve(
 
     async def each_second() -> None:
         reports.serving()
+        server.tell_news(time.monotonic())
         if (style := reports.log_style()) is not None:
             adopt_style(style)
         if log is not None:
@@ -42,7 +45,7 @@ def serve(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=Connection,
+        http="httptools",
         ws="none",
         log_config=None,
         log_level="warning",
@@ -61,22 +64,22 @@ def serve(
         files = f"the certificate {settings.certificate} with the private key {settings.private_key}"
         reports.trouble(f"{files} cannot be used: {e.strerror or e}")
         raise SystemExit(UNUSABLE) from e
-    Connection.most = connection_limit()
+    server = _Server(config, app)
     tune()
     try:
-        _Server(config, app).run(sockets=listeners)
+        server.run(sockets=listeners)
     except SystemExit:
         if (refusal := getattr(app.state, "refusal", None)) is not None:
             reports.trouble(refusal)
         raise
 
 
-class _Server(uvicorn.Server):
+class _Server(AcceptingServer):
     """The server. When it is told to end, answers are completed, but the updates of open pages have no end of their
     own."""
 
     def __init__(self, config: uvicorn.Config, app: Starlette) -> None:
-        super().__init__(config)
+        super().__init__(config, Places(connection_limit()))
         self._app = app
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

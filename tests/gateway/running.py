@@ -1,5 +1,6 @@
 """Run a gateway process with a test's own settings, for a supervisor that runs already."""
 
+import resource
 import socket
 import subprocess
 import sys
@@ -15,9 +16,10 @@ class Gateway:
 
     serving   the supervisor; at its end it also waits until the gateway's processes are gone
     settings  settings that differ from the defaults; runtime_dir is that of ``serving`` unless ``connect`` is given
+    descriptors  descriptors that the process may have
     """
 
-    def __init__(self, serving: Serving, **settings: Any) -> None:
+    def __init__(self, serving: Serving, descriptors: int | None = None, **settings: Any) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(100)
@@ -35,6 +37,8 @@ class Gateway:
                     stdin=channel,
                     pass_fds=(listener.fileno(),),
                 )
+        if descriptors is not None:  # before the settings, for which the process waits
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         self._reports.sendall(given.to_json())
         self._reports.shutdown(socket.SHUT_WR)
 

@@ -13,7 +13,9 @@ import pytest
 import uvicorn
 
 from gateway import connection
+from gateway.accepting import AcceptingServer
 from gateway.connection import HEAD_BYTES, Connection
+from gateway.places import Places
 from gateway.server import IDLE_S
 from tests.serving import WITHIN, wait_until
 
@@ -49,10 +51,11 @@ class Server:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._address = self._listener.getsockname()
         config = uvicorn.Config(
-            self.application, http=Connection, loop="uvloop", ws="none", log_config=None, lifespan="off",
+            self.application, http="httptools", loop="uvloop", ws="none", log_config=None, lifespan="off",
             timeout_keep_alive=IDLE_S,
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self.places = Places(100)
+        self._server = AcceptingServer(config, self.places)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
 
     def __enter__(self) -> "Server":
@@ -191,14 +194,19 @@ def test_an_error_is_not_mixed_into_a_stream(server: Server) -> None:
     assert b"error" not in received
 
 
-def test_a_process_has_a_most_of_connections(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "most", 2)
+def test_a_process_has_a_most_of_connections(server: Server) -> None:
+    server.places.most = 2
     with server.connected() as first, server.connected() as second:
         for client in (first, second):
             client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
             assert client.recv(1 << 16)
         with server.connected() as third:
             assert refusal(rest(third)) == (503, "overloaded")
+        assert refusal(server.ask(CLOSING)) == (503, "overloaded")
+        for client in (first, second):
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1 << 16)
     wait_until(lambda: server.ask(CLOSING).startswith(b"HTTP/1.1 200 "), what="a place for a connection")
 
 
