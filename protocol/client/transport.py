@@ -64,6 +64,7 @@ class Transport:
     rejected   whether the connection ended because the client does not have the right key
     overdue    whether the handshake ended so late that the supervisor may have been too busy for it
     left       whether ``leave`` was called
+    listener   over ipc: the pid of the listener, as ``check_listener`` returns it; else 0
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Transport:
         self.trusted = False
         self.refused = False
         self.left = False
+        self.listener = 0
         self._probe: GreetingProbe | None = None
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         try:
@@ -159,7 +161,7 @@ class Transport:
         """
         if self._endpoint.startswith("ipc://"):
             try:
-                check_listener(descriptor)
+                self.listener = check_listener(descriptor)
             except PermissionError as e:
                 self.refused = True
                 return (

@@ -1,4 +1,4 @@
-"""Check which user listens at the other end of an ipc connection. The kernel answers, so nobody can forge the answer.
+"""Check who listens at the other end of an ipc connection. The kernel answers, so nobody can forge the answer.
 
 A client checks only after libzmq has connected. The name of a socket proves nothing: another user may put a socket of
 their own in its place between a check of the name and the connect. The connection itself cannot be exchanged.
@@ -16,10 +16,13 @@ _PEER = struct.Struct("iII")
 """struct ucred: pid, uid, gid."""
 
 
-def check_listener(descriptor: int) -> None:
-    """Raise PermissionError, with the uid, unless a process of our own user listens at the other end.
+def check_listener(descriptor: int) -> int:
+    """Return the pid of the process that listens at the other end. Raise PermissionError, with the uid, unless the
+    process is one of our own user.
 
     descriptor  a connected Unix socket
+
+    The pid is that of our own PID namespace, and 0 if the process is not visible there.
 
     Raises another OSError if the descriptor is no Unix socket: libzmq may have closed it, and its number may be in use
     again. The check may pass if that number is another Unix socket by now. That is harmless: the connection has ended,
@@ -30,6 +33,7 @@ def check_listener(descriptor: int) -> None:
         family = connection.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN)
         if family != socket.AF_UNIX:
             raise OSError(f"descriptor {descriptor} is a socket of family {family}")
-        _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if uid != os.getuid():
         raise PermissionError(f"a process of uid {uid}, and not of yours ({os.getuid()}), listens there")
+    return int(pid)

@@ -15,7 +15,7 @@ from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE
 from supervisor.cli import exit_codes
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
-from supervisor.cli.options import connect
+from supervisor.cli.options import connect, listener_of
 from supervisor.cli.views import warn_of_troubles
 from supervisor.cli.waiting import settled_up, wait_for, why_not_ready
 from supervisor.how_to_ask import how_to_ask
@@ -80,7 +80,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
         try:
             with connect(runtime_dir, admin=True) as client:
                 answer = client.status()
-                if answer["supervisor"]["pid"] != process.pid:
+                if listener_of(client) != process.pid:
                     process.wait()  # another supervisor holds the lock; ours is about to report that and end
                     break
                 answered = True

@@ -112,6 +112,16 @@ def is_remote() -> bool:
     return context is not None and context.meta.get("modelctl.connect") is not None
 
 
+def listener_of(client: "Client") -> int:
+    """Return the pid of the process at the other end of the client's connection.
+
+    The kernel names it, as a pid of this process's own namespace. 0 if it is not known: over TCP, and for a process of
+    another PID namespace. A pid in a message is one of the supervisor's namespace.
+    """
+    transport = client._connection.transport
+    return 0 if transport is None else transport.listener
+
+
 def connect(runtime_dir: Path, *, admin: bool = False) -> "Client":
     """Return a client of the running supervisor. Raises ConnectionLost, which ends the command with exit code 69."""
     from protocol.client.sync_client import Client  # not imported for `check`: a third of its time

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from protocol.errors import ConnectionLost
 from supervisor.cli import chosen_models, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
+from supervisor.cli.options import as_json, connect, listener_of, supervisor_options
 from supervisor.cli.waiting import (
     POLL_S,
     ModelStatus,
@@ -127,7 +128,7 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
     """
     with connect(runtime_dir, admin=True) as client:
         pid = client.status()["supervisor"]["pid"]
-        pidfd = None if is_remote() else os.pidfd_open(pid)
+        pidfd = _pidfd_of(listener_of(client), pid)
         client.call("shutdown", now=now)
         if pidfd is None:
             _wait_for_silence(client)
@@ -171,6 +172,31 @@ def see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool)
     failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]
     if failed and not no_wait:
         raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
+
+
+def _pidfd_of(listener: int, pid: int) -> int | None:
+    """Return a pidfd of the supervisor; None if it is not known which process here is the supervisor.
+
+    listener  the pid of the process that listens, from the kernel; 0 if it is not known
+    pid       the supervisor's pid, from its message. In another PID namespace it means another process, or none
+
+    The listener may also be a program between, such as ssh. That one does not end with the supervisor. So the listener
+    must have the supervisor's pid in its own namespace.
+    """
+    if not listener:
+        return None
+    try:
+        pidfd = os.pidfd_open(listener)
+    except OSError:  # it has ended
+        return None
+    try:
+        facts = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    except OSError:  # /proc is not mounted, or is that of another namespace
+        facts = ""
+    if (names := re.search(r"^NSpid:.*\s(\d+)$", facts, re.MULTILINE)) and int(names[1]) == pid:
+        return pidfd
+    os.close(pidfd)
+    return None
 
 
 def _wait_for_silence(client: Client) -> None:
