@@ -1,27 +1,33 @@
 """What the page shows, kept up to date by server-sent events.
 
-The supervisor is asked once a second for all viewers with the same key together, and only while somebody looks. A
-viewer gets the whole picture first, and then only the parts that have changed.
+The supervisor is asked once a second for all open pages with the same key together, and only while a page is open. A
+page gets the whole picture first, and then only the parts that have changed. Each picture and each change is encoded
+once for all pages.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections import deque
 from typing import Any, Final
 
 import orjson
 
 from gateway.http.callers import Caller
-from gateway.http.errors import for_caller
+from gateway.http.errors import FAULT, ApiError, for_caller
+from gateway.http.event_stream import EventStream
 from gateway.supervisor_link import SupervisorLink
 from protocol.errors import ErrorCode, WireError
 
+log = logging.getLogger(__name__)
 EVERY_S: Final = 1.0
 QUIET_S: Final = 10.0
-"""Seconds after which a viewer gets a comment if nothing has changed, so that proxies keep the connection."""
-MOST_WAITING: Final = 8
-"""Pictures that may wait for one viewer. A viewer that reads more slowly misses some and gets the whole picture."""
+"""Seconds after which a page gets a comment if nothing has changed, so that proxies keep the connection."""
+KEPT_CHANGES: Final = 8
+"""Changes that are kept for pages that read slowly. A page that has missed more gets the whole picture."""
+MOST_PAGES: Final = 512
+"""Open pages of one key at one process: more than people open. Sending them a change of 2.5 KB takes 10 ms, and other
+requests wait meanwhile."""
 VOLATILE: Final = frozenset(
     {
         "state_s",
@@ -43,96 +49,143 @@ SHOWN_STATS: Final = frozenset({"prompt_tokens", "cached_tokens"})
 Picture = dict[str, Any]
 
 
-@dataclass(eq=False)
-class Viewer:
-    """One open page."""
+class Screen:
+    """What all open pages of one key show.
 
-    waiting: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(MOST_WAITING))
-    behind: bool = True
-    """Whether the viewer needs the whole picture, because it is new or has missed one."""
+    pages    number of the open pages
+    picture  the newest picture
+    number   its number; 0 before the first one
+    """
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self.picture: Picture = {}
+        self.number = 0
+        self._changes: deque[bytes] = deque(maxlen=KEPT_CHANGES)
+        """The changes that led to the newest pictures, the last one to ``picture``. All are encoded."""
+        self._whole: bytes | None = None
+        """The encoded picture, once a page has needed it."""
+        self._news = asyncio.Event()
+
+    def show(self, picture: Picture) -> None:
+        """Take a new picture, and wake the pages if it differs from the one before."""
+        changed = {name: value for name, value in picture.items() if self.picture.get(name) != value}
+        changed |= {name: None for name in self.picture if name not in picture}
+        if not changed:
+            return
+        if self.number:
+            self._changes.append(_event(b"change", changed))
+        self.number += 1
+        self.picture, self._whole = picture, None
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the pages that wait for news."""
+        self._news.set()
+        self._news.clear()
+
+    def since(self, seen: int) -> bytes:
+        """Return the events for a page that has seen the picture of this number; 0: none."""
+        missed = self.number - seen
+        if seen and missed <= len(self._changes):
+            return b"".join(list(self._changes)[-missed:])
+        if self._whole is None:
+            self._whole = _event(b"picture", self.picture)
+        return self._whole
+
+    async def wait(self) -> bool:
+        """Wait until the pages are woken. Return False if that takes longer than QUIET_S.
+
+        asyncio.wait_for of Python 3.11 must not be used here. It swallows a cancellation that comes together with
+        news, and the task of a page that was closed then ran for ever.
+        """
+        try:
+            async with asyncio.timeout(QUIET_S):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 class Live:
-    """The viewers of all open pages, and one task for each key that asks the supervisor."""
+    """The open pages, and one task for each key that asks the supervisor."""
 
     def __init__(self, link: SupervisorLink, auth: str) -> None:
         self._link = link
         self._auth = auth
-        self._viewers: dict[str | None, set[Viewer]] = {}
+        self._closed = False
+        self._screens: dict[str | None, Screen] = {}
+        """By key, what its pages show. There is a screen for each key with an open page, and no other."""
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
-        self._pictures: dict[str | None, Picture] = {}
-        """The newest picture of each key that somebody looks with."""
 
-    async def watch(self, caller: Caller) -> AsyncIterator[bytes]:
-        """Yield server-sent events for one open page, until the caller leaves the loop."""
-        viewer = Viewer()
-        key = caller.key_id
-        self._viewers.setdefault(key, set()).add(viewer)
-        if key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(self._ask(caller))
-        else:
-            await self._tell(key, self._pictures.get(key, {}), {})
+    async def send_to(self, caller: Caller, stream: EventStream) -> None:
+        """Send news to one open page until the task is cancelled, which happens when the page is closed.
+
+        Raises ApiError if the key has too many open pages, and when the gateway ends.
+        """
+        key, seen = caller.key_id, 0
+        screen = self._screen(caller)
+        screen.pages += 1
         try:
-            while True:
-                try:
-                    news = await asyncio.wait_for(viewer.waiting.get(), QUIET_S)
-                except TimeoutError:
-                    news = b": nothing new\n\n"
-                if not news:
-                    return
-                yield news
+            while not self._closed:
+                if seen != screen.number:
+                    news = screen.since(seen)
+                    seen = screen.number
+                    await stream.send(news)
+                elif not await screen.wait():
+                    await stream.send(b": nothing new\n\n")
+            raise ApiError(503, "the gateway is ending: connect anew", code="overloaded", retry=True)
         finally:
-            viewers = self._viewers[key]
-            viewers.discard(viewer)
-            if not viewers:
-                del self._viewers[key]
+            screen.pages -= 1
+            if not screen.pages:
+                del self._screens[key]
                 self._tasks.pop(key).cancel()
-                self._pictures.pop(key, None)
 
     def close(self) -> None:
-        """End the updates of all open pages, and all tasks. A page connects anew, perhaps to another process."""
-        for task in self._tasks.values():
-            task.cancel()
-        for viewers in self._viewers.values():
-            for viewer in viewers:
-                while not viewer.waiting.empty():
-                    viewer.waiting.get_nowait()
-                viewer.waiting.put_nowait(b"")
+        """End the news to all open pages. A page connects anew, perhaps to another process."""
+        self._closed = True
+        for screen in self._screens.values():
+            screen.wake()
 
-    async def _ask(self, caller: Caller) -> None:
+    def _screen(self, caller: Caller) -> Screen:
+        """Return the screen of a key. Raises ApiError if no more pages may be open."""
+        screen = self._screens.get(caller.key_id)
+        if screen is None:
+            screen = self._screens[caller.key_id] = Screen()
+            self._tasks[caller.key_id] = asyncio.create_task(self._ask(caller, screen))
+        elif screen.pages >= MOST_PAGES:
+            whose = "" if caller.key_id is None else " of this key"
+            raise ApiError(
+                429,
+                f"{MOST_PAGES} pages{whose} are open, which is the limit of a process of the gateway: close some",
+                code="overloaded",
+                retry=True,
+            )
+        return screen
+
+    async def _ask(self, caller: Caller, screen: Screen) -> None:
+        """Ask the supervisor for pictures until cancelled."""
         after = 0
         while True:
             begun = time.monotonic()
             try:
-                picture, after = await take_picture(self._link, caller, self._pictures.get(caller.key_id, {}), after)
-            except (WireError, TimeoutError) as e:
+                picture, after = await take_picture(self._link, caller, screen.picture, after)
+            except Exception as e:
+                # Whatever goes wrong, the pages say so. Without this task they would show the last picture for ever.
+                if not isinstance(e, ApiError | WireError):
+                    log.exception("no picture for the page")
                 after = 0
-                picture = {
-                    "trouble": for_caller(e).message if isinstance(e, WireError) else "the supervisor does not answer"
-                }
-            picture["auth"] = self._auth
-            before, self._pictures[caller.key_id] = self._pictures.get(caller.key_id, {}), picture
-            await self._tell(caller.key_id, picture, before)
+                picture = {"trouble": for_caller(e if isinstance(e, ApiError | WireError) else FAULT).message}
+            screen.show(picture | {"auth": self._auth})
             await asyncio.sleep(max(0.1, EVERY_S - (time.monotonic() - begun)))
 
-    async def _tell(self, key: str | None, picture: Picture, before: Picture) -> None:
-        if not picture:
-            return
-        changed = {name: value for name, value in picture.items() if before.get(name) != value}
-        changed |= {name: None for name in before if name not in picture}
-        for viewer in self._viewers.get(key, ()):
-            news, kind = (picture, b"picture") if viewer.behind else (changed, b"change")
-            if not news:
-                continue
-            if viewer.waiting.full():
-                viewer.behind = True
-                continue
-            viewer.behind = False
-            viewer.waiting.put_nowait(b"event: %b\ndata: %b\n\n" % (kind, orjson.dumps(news)))
+
+def _event(name: bytes, content: Picture) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, orjson.dumps(content))
 
 
 async def take_picture(link: SupervisorLink, caller: Caller, before: Picture, after: int) -> tuple[Picture, int]:
-    """Return what the page shows now, and the number of the newest event in it. Raises WireError, TimeoutError.
+    """Return what the page shows now, and the number of the newest event in it. Raises WireError, ApiError.
 
     before  the picture before this one
     after   the number of the newest event in it; 0 for none

@@ -95,8 +95,7 @@ async def events(request: Request) -> StreamedAnswer:
     await request.app.state.link.call(caller, "models")  # raises the supervisor's refusal
 
     async def produce(stream: EventStream) -> None:
-        async for news in live.watch(caller):
-            await stream.send(news)
+        await live.send_to(caller, stream)
 
     return StreamedAnswer(produce)
 

@@ -4,6 +4,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,11 +16,19 @@ class Gateway:
     """A running ``python -m gateway``. A context manager.
 
     serving   the supervisor; at its end it also waits until the gateway's processes are gone
+    program   arguments of Python that start the process
     settings  settings that differ from the defaults; runtime_dir is that of ``serving`` unless ``connect`` is given
     descriptors  descriptors that the process may have
     """
 
-    def __init__(self, serving: Serving, descriptors: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        *,
+        program: Sequence[str] = ("-m", "gateway"),
+        descriptors: int | None = None,
+        **settings: Any,
+    ) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(100)
@@ -31,7 +40,7 @@ class Gateway:
             self._reports, channel = socket.socketpair()
             with channel:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "gateway"],
+                    [sys.executable, *program],
                     env=serving.environment,
                     cwd=ROOT,
                     stdin=channel,
