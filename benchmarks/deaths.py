@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 }
 FAKE = engine(step_s=0.005, context=1_000_000)
 EMBEDDED = {"model_dir": "demo:letters", "engine": "transformers", "gpu": "cpu"}
-_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ +(?P<text>.*)$", re.MULTILINE)
+_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d\d:\d\d) \w+ +(?P<text>.*)$", re.MULTILINE)
 _SEEN = re.compile(r"pid (?P<pid>\d+): killed by SIGKILL")
 _READY = re.compile(r"loading -> ready \(loaded in (?P<load_s>[\d.]+) s.*\) pid (?P<pid>\d+)")
 
@@ -83,7 +83,7 @@ def measure(entry: dict[str, Any], count: int, fields: dict[str, Any]) -> Times:
 def read_log(path: Path) -> list[tuple[float, str]]:
     """Return (time, text) of each line, including those of the rotated log."""
     text = "".join(p.read_text() for p in (path.with_name(path.name + ".1"), path) if p.exists())
-    return [(datetime.strptime(m["at"], "%Y-%m-%d %H:%M:%S,%f").timestamp(), m["text"]) for m in _LINE.finditer(text)]
+    return [(datetime.fromisoformat(m["at"]).timestamp(), m["text"]) for m in _LINE.finditer(text)]
 
 
 def results_of(times: Times, count: int, what: str = "") -> list[Result]:

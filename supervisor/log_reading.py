@@ -22,8 +22,9 @@ MOST_BYTES = 128 << 10
 """Bytes that one call reads. A line that is longer is returned in pieces of this size."""
 _PROBE_BYTES = 16 << 10
 """Bytes that are read at each place where a line with a time is looked for: at about 25 places of a log of 8 MiB."""
-_TIME = re.compile(rb'\{"time": "([^"]{19,32})"|(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d{3})?) ')
-"""How a line of a log begins: as JSON, in UTC, or for people, in local time. Lines of a traceback have no time."""
+_TIME = re.compile(rb'\{"time": "([^"]{19,32})"|(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d{3})?(?:[+-]\d\d:\d\d)?) ')
+"""How a line of a log begins: as JSON, in UTC, or for people, in local time with its offset. A line of an engine
+may have a time without an offset: it is taken as local time here. Lines of a traceback have no time."""
 _POSITION = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
 _NOWHERE = "0-0"
 """The position in a log that does not exist yet."""

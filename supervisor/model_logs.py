@@ -14,7 +14,7 @@ from protocol.process.private_paths import make_private, open_private
 from supervisor.log_styles import StyledByModel
 
 MODEL_LINES = "%(asctime)s modelctl %(levelname)-7s %(message)s"
-_OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (modelctl [A-Z]+|worker (DEBUG|INFO)) ")
+_OURS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d\d:\d\d (modelctl [A-Z]+|worker (DEBUG|INFO)) ")
 
 
 def about(worker: str) -> dict[str, str]:

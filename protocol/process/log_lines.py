@@ -43,6 +43,10 @@ class LogLines(logging.Formatter):
             fields["traceback"] = self.formatException(record.exc_info)
         return json_line(record.created, record.levelname.lower(), record.getMessage(), **fields)
 
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """Return the local time with its offset from UTC. Programs in other time zones read logs, too."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds").replace(".", ",")
+
     def fields_of(self, record: logging.LogRecord) -> dict[str, Any]:
         """Return further keys of the JSON line: those that the record's ``extra`` has as ``fields``."""
         fields: dict[str, Any] = getattr(record, "fields", {})

@@ -125,6 +125,16 @@ def test_a_full_runtime_directory_is_named(tiny_disk: Path) -> None:
     assert "--runtime-dir" in line
 
 
+@pytest.mark.parametrize("here", ["JST-9", "PST8"])
+def test_since_does_not_depend_on_the_readers_time_zone(serve: Serve, here: str) -> None:
+    """Local times without an offset showed all lines in the west of the supervisor, and none in its east."""
+    serving = serve({"a": engine()}, environment={"TZ": "UTC0"})
+    serving.environment["TZ"] = here
+    for name in ("a", "supervisor"):
+        assert serving.modelctl("logs", name, "--since", "15m").stdout == serving.log(name)
+        assert serving.modelctl("logs", name, "--since", "0s").stdout == ""
+
+
 def test_logs_says_that_the_disk_is_full(tiny_disk: Path) -> None:
     logs = tiny_disk / "logs"
     logs.mkdir()

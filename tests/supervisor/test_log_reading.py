@@ -3,7 +3,7 @@
 import json
 import os
 import random
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -192,30 +192,33 @@ def test_what_is_no_file_is_refused_at_once(log: Path, put: Any) -> None:
 BEGIN = 1_763_830_000.0
 
 
-def line_at(seconds: float, *, json: bool) -> str:
-    at = datetime.fromtimestamp(BEGIN + seconds, UTC if json else None)
-    if json:
+def line_at(seconds: int, kind: str = "people") -> str:
+    at = datetime.fromtimestamp(BEGIN + seconds, UTC)
+    if kind == "json":
         return f'{{"time": "{at.isoformat(timespec="milliseconds").replace("+00:00", "Z")}", "message": "{seconds}"}}'
-    return f"{at:%Y-%m-%d %H:%M:%S},000 INFO    {seconds}"
+    if kind == "no offset":
+        return f"{at.astimezone():%Y-%m-%d %H:%M:%S},000 INFO    {seconds}"
+    zone = timezone(timedelta(hours=(9, -8, 5.5)[seconds % 3]))  # as if each line came from another machine
+    return f"{at.astimezone(zone).isoformat(' ', 'milliseconds').replace('.', ',')} INFO    {seconds}"
 
 
-@pytest.mark.parametrize("json", [False, True])
-def test_the_lines_from_a_time_on(log: Path, json: bool) -> None:
-    append(log, "".join(line_at(n, json=json) + f"\n  a line without a time, {'x' * (n % 300)}\n" for n in range(3000)))
+@pytest.mark.parametrize("kind", ["people", "no offset", "json"])
+def test_the_lines_from_a_time_on(log: Path, kind: str) -> None:
+    append(log, "".join(line_at(n, kind) + f"\n  a line without a time, {'x' * (n % 300)}\n" for n in range(3000)))
     for first in (0, 1, 17, 1500, 2998, 2999):
         found = read_log(log, 2, None, BEGIN + first)
-        assert found["lines"][0] == line_at(first, json=json)
+        assert found["lines"][0] == line_at(first, kind)
         assert found["more"] is (first < 2999)
-    assert read_log(log, 5, None, BEGIN - 9)["lines"][0] == line_at(0, json=json)
+    assert read_log(log, 5, None, BEGIN - 9)["lines"][0] == line_at(0, kind)
     assert read_log(log, 5, None, BEGIN + 2999.5)["lines"] == []
     for strange in (float("nan"), float("inf"), -float("inf")):
         assert len(read_log(log, 5, None, strange)["lines"]) in (0, 5)
 
 
 def test_a_long_traceback_hides_no_later_line(log: Path) -> None:
-    append(log, line_at(0, json=False) + "\n" + "  a frame of a stack\n" * 20_000 + line_at(5, json=False) + "\n")
+    append(log, line_at(0) + "\n" + "  a frame of a stack\n" * 20_000 + line_at(5) + "\n")
     shown, reply = [], read_log(log, MOST_LINES, None, BEGIN + 3)
     while reply["more"]:
         shown += reply["lines"]
         reply = read_log(log, MOST_LINES, reply["position"])
-    assert [*shown, *reply["lines"]][-1] == line_at(5, json=False)
+    assert [*shown, *reply["lines"]][-1] == line_at(5)

@@ -7,7 +7,7 @@ import stat
 from tests.conftest import Serve
 from tests.serving import Serving, engine, wait_until
 
-STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} modelctl "
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d\d:\d\d modelctl "
 
 
 def wait_for_life(serving: Serving, name: str, *steps: str) -> None:
