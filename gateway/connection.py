@@ -178,7 +178,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error, and end the connection. In the middle of another answer, end it without the error."""
-        self._error = error
+        self._error = error.with_traceback(None)  # its frames have this connection, and what came last
         self._cancel_timer()
         if self.transport.is_closing():
             return

@@ -278,7 +278,10 @@ def parse_generate(
         error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, known, given, ELSEWHERE)
         if named := sorted(set_by_model.intersection(re.findall(r"\w+", error.message))):
             error.message += f" ({' and '.join(named)} by this model's defaults)"
-        raise error from None
+        try:
+            raise error from None
+        finally:
+            del error  # its traceback holds this frame, and with it the prompt
     request.check_limits(limits, given)
     return request
 

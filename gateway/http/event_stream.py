@@ -117,7 +117,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnect(receive))
-    watch.add_done_callback(lambda _: task.cancel())
+    watch.add_done_callback(lambda _, task=task: task.cancel())  # type: ignore[misc]
     try:
         await asyncio.wait([task])
     finally:  # this task may have been cancelled, too
@@ -125,7 +125,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         task.cancel()
     if task.cancelled():
         return False
-    task.result()
+    try:
+        task.result()
+    finally:
+        del task  # it holds its error, whose traceback holds this frame
     return True
 
 

@@ -51,6 +51,7 @@ class Application(Starlette):
         try:
             await super().__call__(scope, receive, send_with_id)
         finally:
+            del scope[DIRECT]  # the server's function holds the scope: a cycle, with all that the scope has
             took_ms = 1000 * (time.monotonic() - began)
             # The path as it came has no line ends. The query is left out, because a client may have put a token there.
             path = scope["raw_path"].decode("ascii", "replace")

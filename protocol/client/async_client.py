@@ -285,7 +285,10 @@ class AsyncClient:
         finally:
             connection.forget(state)
         if state.error is not None:
-            raise state.error
+            try:
+                raise state.error
+            finally:
+                del state  # it holds the error, whose traceback holds this frame and its parameters
         return state.result
 
     @property

@@ -103,7 +103,10 @@ class ClientSession:
             self._streams.pop(state.id, None)
             error, state.error = state.error, None
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback holds this frame, and the frames with the request
         return None
 
     def cancel(self, state: StreamState) -> None:

@@ -88,7 +88,7 @@ class Client:
         self._reconnect = reconnect
         self._closed = False
         self._reconnecting = threading.Lock()
-        self._failed: tuple[float, ConnectionLost] | None = None
+        self._failed: tuple[float, str] | None = None
         self._new_connection: Callable[..., SharedConnection] = lambda **how: SharedConnection(
             endpoint, runtime_dir=runtime_dir, admin=admin, key=key, silence=silence, **how
         )
@@ -320,7 +320,10 @@ class Client:
         finally:
             connection.forget(state)
         if state.error is not None:
-            raise state.error
+            try:
+                raise state.error
+            finally:
+                del state  # it holds the error, whose traceback holds this frame and its parameters
         return state.result
 
     def _connect(self, **how: Any) -> SharedConnection:
@@ -344,11 +347,11 @@ class Client:
             if self._connection is not connection:
                 return self._connection  # another thread was faster
             if self._failed is not None and self._failed[0] > asked_at:
-                raise ConnectionLost(self._failed[1].message)  # another thread has just tried for as long
+                raise ConnectionLost(self._failed[1])  # another thread has just tried for as long
             try:
                 new = self._connect(patience=self._connect_timeout, redial=True)
             except ConnectionLost as e:
-                self._failed = time.monotonic(), e
+                self._failed = time.monotonic(), e.message
                 raise
             self._connection = new
             connection.close()
