@@ -10,7 +10,7 @@ import socket
 from gateway.reports import Reports
 from protocol.process.core_dumps import forbid_core_dumps
 from protocol.process.gateway_settings import GatewaySettings
-from protocol.process.log_output import LogOutput
+from protocol.process.log_output import LogOutput, never_wait
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 
@@ -28,6 +28,8 @@ def main() -> None:
         os._exit(0)
     set_title("gateway")
     forbid_core_dumps()  # a core dump would hold prompts and tokens
+    if settings.log is None:
+        never_wait()
     log = None if settings.log is None else LogOutput(settings.log)
     listeners = [socket.socket(fileno=descriptor) for descriptor in settings.listeners]
     from gateway.server import serve  # now, so that an error of an import is in the log

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from protocol.process.log_lines import lost_line
 from protocol.process.private_paths import make_private, open_private
 
 
@@ -52,8 +53,7 @@ class LogFile(logging.Handler):
 
     def lost_lines(self, missing: int, why: str) -> str:
         """Return the line that stands where records are missing."""
-        text = f"lines lost here: {missing} ({why})"
-        return self.format(logging.LogRecord("modelctl", logging.WARNING, "", 0, text, None, None))
+        return lost_line(self, missing, why)
 
     def close(self) -> None:
         if self._fd >= 0:

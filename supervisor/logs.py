@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
-from protocol.process.log_lines import FOR_PEOPLE
+from protocol.process.log_lines import FOR_PEOPLE, lost_line
+from protocol.process.log_output import OUTSIDE
 from protocol.process.log_style import LogStyle
 from protocol.process.private_paths import make_private
 from protocol.process.runtime_paths import default_runtime_dir
@@ -94,11 +95,16 @@ def set_up_logging(runtime_dir: Path, screen: logging.Handler | None, style: Log
         logger.addHandler(handler)
         if handler is not models:
             handler.setLevel(style.number)
+    if screen is not None and 2 in OUTSIDE:
+        OUTSIDE[2].lost_line = partial(lost_line, screen)
     logger.addHandler(EventFile(log_dir(runtime_dir), tell))
     logging.raiseExceptions = False  # a terminal that has gone must not stop the supervisor
     return logger
 
 
 def log_trouble(logger: logging.Logger) -> str | None:
-    """Return why lines of the supervisor's log are missing; None while all of them are written."""
-    return next((handler.trouble for handler in logger.handlers if isinstance(handler, LogFile)), None)
+    """Return why lines of the supervisor's log are missing, in its file or on its screen. None while none are."""
+    trouble = next((handler.trouble for handler in logger.handlers if isinstance(handler, LogFile)), None)
+    if trouble is None and 2 in OUTSIDE and (unread := OUTSIDE[2].trouble) is not None:
+        trouble = f"{unread}; the log file has them"
+    return trouble

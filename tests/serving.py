@@ -124,6 +124,7 @@ class Serving:
     options     further command line options of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
     begin       False: only make the directories; ``start_again`` starts the supervisor
+    output      descriptor that becomes the supervisor's standard output and error; None: a file, see ``stderr``
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Serving:
         options: Sequence[str] = (),
         runtime_name: str = "run",
         begin: bool = True,
+        output: int | None = None,
     ) -> None:
         self._mark = uuid4().hex
         self._models = models
@@ -179,6 +181,7 @@ class Serving:
         self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path, **(environment or {})}
         program = ["-m", "supervisor"] if script is None else [str(script)]
         self._stderr = open(self.directory / "stderr", "wb")  # noqa: SIM115
+        self._output = output
         self._program = program
         self._options = options
         if begin:
@@ -198,8 +201,8 @@ class Serving:
             ],
             env=self.environment,
             stdin=subprocess.DEVNULL,
-            stdout=self._stderr,
-            stderr=self._stderr,
+            stdout=self._stderr if self._output is None else self._output,
+            stderr=self._stderr if self._output is None else self._output,
             cwd=self.directory,
         )
 

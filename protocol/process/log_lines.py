@@ -51,3 +51,9 @@ class LogLines(logging.Formatter):
         """Return further keys of the JSON line: those that the record's ``extra`` has as ``fields``."""
         fields: dict[str, Any] = getattr(record, "fields", {})
         return fields
+
+
+def lost_line(handler: logging.Handler, missing: int, why: str) -> str:
+    """Return the line that stands in a handler's log where lines are missing."""
+    text = f"lines lost here: {missing} ({why})"
+    return handler.format(logging.LogRecord("modelctl", logging.WARNING, "", 0, text, None, None))

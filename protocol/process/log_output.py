@@ -1,5 +1,6 @@
 """Send the standard output and error of a process to its log, also after somebody has moved that file."""
 
+import atexit
 import faulthandler
 import io
 import logging
@@ -7,12 +8,17 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
-from protocol.process.log_lines import FOR_PEOPLE, OURS, LogLines, json_line
+from protocol.process.log_lines import FOR_PEOPLE, OURS, LogLines, json_line, lost_line
 from protocol.process.log_style import LogStyle
+from protocol.process.outside_output import OutsideOutput
 from protocol.process.private_paths import open_private
+
+OUTSIDE: Final[dict[int, OutsideOutput]] = {}
+"""The standard streams of this process by descriptor, after ``never_wait``."""
 
 
 class LogOutput:
@@ -63,6 +69,23 @@ def _point_output_to(fd: int) -> None:
     os.close(fd)
 
 
+def never_wait() -> None:
+    """Let nothing that this process writes to its standard output and error wait for the reader of these streams.
+
+    For a process that has not sent them to a log of its own. Call ``write_rest`` before ``os._exit``.
+    """
+    for descriptor in (1, 2):
+        OUTSIDE[descriptor] = OutsideOutput(descriptor)
+    sys.stdout, sys.stderr = LogWriter(1), LogWriter(2)
+    atexit.register(write_rest)
+
+
+def write_rest() -> None:
+    """Wait a moment for the readers of standard output and error, so that they get the last lines."""
+    for outside in OUTSIDE.values():
+        outside.drain()
+
+
 class LogWriter(io.TextIOWrapper):
     """Writes text to a descriptor without a buffer. On a full disk lines are lost, but ``print`` raises nothing.
 
@@ -73,7 +96,9 @@ class LogWriter(io.TextIOWrapper):
 
     def __init__(self, descriptor: int, *, plain: bool = False) -> None:
         """plain  write the text as it is, whatever ``about`` is"""
-        raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        raw: Any = OUTSIDE.get(descriptor)
+        if raw is None:
+            raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
         super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         self._stream = "stdout" if descriptor == 1 else "stderr"
         self._plain = plain
@@ -107,6 +132,8 @@ def begin_log(process: str, style: LogStyle, text: str = FOR_PEOPLE, **about: st
     """
     handler = logging.StreamHandler(LogWriter(2, plain=True))
     handler.setFormatter(LogLines(text, process=process, **about))
+    if 2 in OUTSIDE:
+        OUTSIDE[2].lost_line = partial(lost_line, handler)
     logging.getLogger().handlers[:] = [handler]
     adopt_style(style)
 

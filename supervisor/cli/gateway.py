@@ -59,7 +59,7 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
     """
     from protocol.client.client_key import ClientKey
     from protocol.process.engine_packages import missing_for_gateway
-    from protocol.process.log_output import begin_log
+    from protocol.process.log_output import begin_log, never_wait
     from supervisor.gateway_process import CHECK_S, GatewayProcesses, settings_of, with_seal_secret
 
     config = _config_of(given)
@@ -76,6 +76,7 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
         settings = with_seal_secret(replace(settings, runtime_dir=str(runtime_dir)), runtime_dir)
     if (missing := missing_for_gateway()) is not None:
         raise CommandFailure(exit_codes.CONFIG, "not_installed", missing)
+    never_wait()
     begin_log("gateway", style)
     processes = GatewayProcesses(config, settings, logging.getLogger("modelctl"))
     signals: list[int] = []

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -64,6 +63,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
             ["--watch"] if watch else [],
         )
 
+    from protocol.process.log_output import never_wait, write_rest
     from protocol.process.runtime_paths import admin_endpoint
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
@@ -83,6 +83,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
         raise CommandFailure(
             exit_codes.CONFIG, "not_usable", f"{message}; repair it, or give another --runtime-dir"
         ) from None
+    never_wait()  # from here on this process has a loop
     log = set_up_logging(
         runtime_dir, None if quiet else _screen(loaded.supervisor.log_style), loaded.supervisor.log_style
     )
@@ -100,8 +101,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
         log.exception("the supervisor stops because of a fault of its own")
     # Not a return: the interpreter's own exit would wait for the workers (multiprocessing joins its children). After a
     # fault the kernel and the guard kill workers that still run.
-    with suppress(OSError, ValueError):  # stderr is closed, or its disk is full
-        sys.stderr.flush()
+    write_rest()
     os._exit(code)
 
 

@@ -40,6 +40,7 @@ class Guard:
                 [sys.executable, "-I", "-S", os.path.abspath(__file__), self._titles],
                 stdin=guards_end,
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a reader that has stopped must not stop the guard
                 start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
                 cwd="/",
                 env=self._environment,
