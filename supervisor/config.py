@@ -25,6 +25,7 @@ from supervisor.config_rules import (
 )
 from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
 from supervisor.config_watch import Signature
+from supervisor.foreign_configs import program_of
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.logs import log_dir
@@ -221,6 +222,9 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
     environment  the variables that ``config_environment`` lays over the file
     """
     source = YamlSource(file)
+    if (program := program_of(source.data)) is not None:
+        why = f"is the configuration of {program}: `modelctl init --from {file}` writes a models.yaml from it"
+        raise ConfigError([Problem(source.file, 0, "", why)])
     overlay(source, environment)
     path_of_file = absolute(file)
     base = path_of_file.parent

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from supervisor.config_model import ModelConfig
-from supervisor.config_rules import combination_problems
+from supervisor.config_rules import combination_problems, sampling_problems
 from supervisor.schema_validation import Unfit, fit
 from supervisor.spelling import spelled
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
@@ -61,10 +61,10 @@ def lay_beneath(source: YamlSource, place_of: Places) -> list[Problem]:
         except (ValueError, RuntimeError, OSError):  # there is no such directory, which is an error of its own
             continue
         notes += tabby.problems
-        for key, value, path in _defaults(tabby, directory, notes):
+        for key, value, path in defaults_of(tabby, directory, notes):
             if key in entry:
                 continue
-            if (why := _misfit(entry, key, value)) is not None:
+            if (why := misfit(entry, key, value)) is not None:
                 notes.append(tabby.problem(path, f"is left out: {key} {why}"))
                 continue
             entry[key] = value
@@ -72,7 +72,7 @@ def lay_beneath(source: YamlSource, place_of: Places) -> list[Problem]:
     return notes
 
 
-def _defaults(tabby: YamlSource, directory: Path, notes: list[Problem]) -> Iterator[tuple[str, Any, KeyPath]]:
+def defaults_of(tabby: YamlSource, directory: Path, notes: list[Problem]) -> Iterator[tuple[str, Any, KeyPath]]:
     """Yield our keys with their values, and where the file has them. Add a note for each key without a counterpart."""
     if not isinstance(tabby.data, dict):
         notes.append(tabby.problem((), "is left out: it must be a mapping (key: value lines)"))
@@ -110,7 +110,7 @@ def _items(part: Any) -> Iterator[tuple[Any, Any]]:
             yield key, value
 
 
-def _misfit(entry: dict[str, Any], key: str, value: Any) -> str | None:
+def misfit(entry: dict[str, Any], key: str, value: Any) -> str | None:
     """Return why a value cannot be a default of a model; None if it can."""
     before, problem = _problems(entry), _problems({**entry, key: value})
     new = [message for message in problem if message not in before]
@@ -119,6 +119,8 @@ def _misfit(entry: dict[str, Any], key: str, value: Any) -> str | None:
 
 def _problems(entry: dict[str, Any]) -> list[str]:
     try:
-        return [f"{key} {message}" for key, message in combination_problems(fit(ModelConfig, entry))]
+        config = fit(ModelConfig, entry)
+        found = [f"{key} {message}" for key, message in combination_problems(config)]
+        return found + [f"{'.'.join(map(str, path))} {message}" for path, message in sampling_problems(config)]
     except Unfit as e:
         return [flaw.message for flaw in e.flaws]

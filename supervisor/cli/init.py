@@ -4,9 +4,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -20,6 +20,7 @@ from supervisor.cli.options import as_json
 from supervisor.config import DEMO_PREFIX, demo_models
 
 if TYPE_CHECKING:
+    from supervisor.foreign_configs import ForeignModel
     from supervisor.placement.estimates import Estimated
     from supervisor.placement.gpus import Gpu
 
@@ -48,10 +49,31 @@ class Entry:
     original: str = ""
 
 
+@dataclass
+class Draft:
+    """What a models.yaml is about to say.
+
+    options   the command line behind ``modelctl init``, for people
+    left_out  directories without an entry → the reason
+    gateway   the section ``gateway``; empty if no port is opened
+    missing   models of another program's file that cannot be served as they are
+    notes     what that file says without a counterpart
+    """
+
+    options: str
+    entries: list[Entry]
+    left_out: dict[str, str] = field(default_factory=dict)
+    gateway: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict)
+    missing: "list[ForeignModel]" = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
 @click.command(
     cls=Command,
     examples={
         "modelctl init ~/models": "Write ./models.yaml with an entry for each model below a directory",
+        "modelctl init --from ~/tabbyAPI/config.yml": "Take over the models and options of another server",
         "modelctl init": "Write a sample, whose demo models run on the CPU",
     },
 )
@@ -65,31 +87,44 @@ class Entry:
     help="Directory into which files of the models may be links. May be repeated.",
 )
 @click.option(
+    "--from",
+    "foreign",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Translate TabbyAPI's config.yml or llama-swap's config.yaml. Nothing that it names is run.",
+)
+@click.option(
     "--http",
     type=click.Choice(["none", "keys", "off"]),
     help=f"Open http://{LISTEN} without a token (none), for keys only (keys), or not (off). Asked on a terminal.",
     show_default="none",
 )
 @as_json
-def init(directory: Path | None, force: bool, roots: tuple[Path, ...], http: str | None, as_json: bool) -> int:
+def init(
+    directory: Path | None, force: bool, roots: tuple[Path, ...], foreign: Path | None, http: str | None, as_json: bool
+) -> int:
     """Write ./models.yaml. Starts nothing.
 
     With DIRECTORY, the file gets an entry for each model at or below DIRECTORY that an engine can load, and a section
-    `gateway`, which opens OpenAI's and Anthropic's APIs and the page. Without it, the file is a sample with the demo
-    models, which run on the CPU, and with every key explained.
+    `gateway`, which opens OpenAI's and Anthropic's APIs and the page. With --from, it gets what another program's file
+    says, and the command lists what has no counterpart. Without both, the file is a sample with the demo models, which
+    run on the CPU, and with every key explained.
     """
+    if foreign is not None and directory is not None:
+        raise click.UsageError("give a DIRECTORY or --from, not both: the file of --from names its models")
     file = Path(NAME)
     if file.exists() and not force:
         raise _exists(file)
-    left_out: dict[str, str] = {}
-    if directory is None:
-        entries = [Entry(name, {"model_dir": DEMO_PREFIX + name, "engine": "transformers"}) for name in demo_models()]
+    if directory is None and foreign is None:
+        demo = [Entry(name, {"model_dir": DEMO_PREFIX + name, "engine": "transformers"}) for name in demo_models()]
+        draft = Draft("", demo)
         text = _SCHEMA_LINE + SAMPLE.read_text(encoding="utf-8").partition("\n")[2]
     else:
-        entries, left_out = _entries(directory, roots)
-        if http is None:
+        draft = _translated(foreign, roots) if foreign is not None else _found(cast(Path, directory), roots)
+        if http is None and not draft.gateway:
             http = _ask_for_http() if sys.stdin.isatty() and sys.stderr.isatty() and not as_json else "none"
-        text = _text(directory, entries, left_out, roots, http)
+        if http is not None:
+            draft.gateway = {} if http == "off" else {"listen": LISTEN, "auth": http}
+        text = _text(draft, roots)
     try:
         _write(file, text, force)
     except FileExistsError:
@@ -98,7 +133,7 @@ def init(directory: Path | None, force: bool, roots: tuple[Path, ...], http: str
         raise CommandFailure(
             exit_codes.CONFIG, "not_usable", f"{file.absolute()} cannot be written: {e.strerror}"
         ) from None
-    _tell(file.absolute(), entries, left_out, http, as_json)
+    _tell(file.absolute(), draft, as_json)
     return exit_codes.OK
 
 
@@ -133,6 +168,92 @@ def _exists(file: Path) -> CommandFailure:
     return CommandFailure(exit_codes.CONFIG, "exists", message)
 
 
+def _found(directory: Path, roots: Sequence[Path]) -> Draft:
+    entries, left_out = _entries(directory, roots)
+    _add_aliases(entries)
+    if len(entries) > 1:  # the file says why, see _LAZY
+        for entry in entries:
+            entry.keys["lazy"] = True
+    return Draft(_printable(str(directory)), entries, left_out)
+
+
+def _translated(file: Path, roots: Sequence[Path]) -> Draft:
+    """Return what another program's file becomes. Raises CommandFailure if it is none that is known."""
+    from supervisor.foreign_configs import read_foreign
+    from supervisor.yaml_source import ConfigError, YamlSource
+
+    try:
+        foreign = read_foreign(YamlSource(file), os.environ)
+    except ConfigError as e:
+        raise CommandFailure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
+    if foreign is None:
+        message = f"{file} is neither TabbyAPI's config.yml nor llama-swap's config.yaml"
+        raise CommandFailure(exit_codes.CONFIG, "config", message)
+    draft = Draft(f"--from {_printable(str(file))}", [], gateway=foreign.gateway, groups=foreign.groups)
+    draft.notes += foreign.notes
+    if foreign.folder is not None and foreign.folder.is_dir():
+        draft.entries, draft.left_out = _entries(foreign.folder, roots)
+        for entry in draft.entries:
+            entry.keys["lazy"] = True
+            _overlay(entry, foreign.common, draft.notes)
+    elif foreign.folder is not None:
+        draft.notes.append(f"model.model_dir: there is no directory {foreign.folder} here")
+    for model in foreign.models:
+        _take_over(model, draft, roots)
+    there = {entry.name for entry in draft.entries}
+    for name, group in list(draft.groups.items()):
+        group["models"] = [model for model in group["models"] if model in there]
+        if not group["models"]:
+            del draft.groups[name]
+    _add_aliases(draft.entries)
+    return draft
+
+
+def _take_over(model: "ForeignModel", draft: Draft, roots: Sequence[Path]) -> None:
+    """Add one model of another program's file to the draft, or its keys to the entry that its directory has."""
+    from supervisor.foreign_configs import plain_name
+
+    if model.model_dir is None:
+        draft.missing.append(model)
+        return
+    directory = model.model_dir.expanduser()
+    same = [entry for entry in draft.entries if Path(entry.keys["model_dir"]) == directory.resolve()]
+    if same:  # the model that the other program loads when it starts
+        entry = same[0]
+        entry.keys.pop("lazy", None)
+    else:
+        # A directory that is not here is for `check` to report: the file may be for another machine.
+        choice = _choose([directory], roots)[directory] if directory.is_dir() else ({}, None)
+        if isinstance(choice, str):
+            model.why_not = choice
+            draft.missing.append(model)
+            return
+        keys = choice[0] or {"engine": "exllamav2", "gpu": "auto"}
+        name = plain_name(model.name)
+        entry = Entry(name, {"model_dir": str(directory), **keys}, choice[1], model.name)
+        draft.entries.append(entry)
+    _overlay(entry, model.keys, draft.notes)
+
+
+def _overlay(entry: Entry, keys: Mapping[str, Any], notes: list[str]) -> None:
+    """Set keys of an entry. A value that does not fit is left out, with a note."""
+    from supervisor.tabby_config import misfit
+
+    for key, value in keys.items():
+        if key == "sampling":  # one option that is not known must not cost the others
+            whys = {name: misfit(entry.keys, key, {name: option}) for name, option in value.items()}
+            notes += [f"{entry.name}: sampling.{name} is left out: {why}" for name, why in whys.items() if why]
+            fitting = {name: option for name, option in value.items() if not whys[name]}
+            if fitting:
+                entry.keys[key] = entry.keys.get(key, {}) | fitting
+        elif why := misfit(entry.keys, key, value):
+            notes.append(f"{entry.name}: {key} is left out: {why}")
+        else:
+            entry.keys[key] = value
+            if key == "gpu":
+                entry.keys.pop("gpus", None)
+
+
 def _entries(directory: Path, roots: Sequence[Path]) -> tuple[list[Entry], dict[str, str]]:
     """Return an entry for each model below a directory, and the directories that were left out, each with the reason.
 
@@ -165,10 +286,6 @@ def _entries(directory: Path, roots: Sequence[Path]) -> tuple[list[Entry], dict[
         reasons = [f"{_printable(path)}: {why}" for path, why in left_out.items()]
         message = "none of them can be loaded" if reasons else "a model's directory has config.json and *.safetensors"
         raise CommandFailure(exit_codes.CONFIG, "no_models", f"no model found in {root}: {message}", *reasons)
-    _add_aliases(entries)
-    if len(entries) > 1:  # the file says why, see _LAZY
-        for entry in entries:
-            entry.keys["lazy"] = True
     return entries, left_out
 
 
@@ -177,10 +294,10 @@ def _add_aliases(entries: Sequence[Entry]) -> None:
     from supervisor.model_names import is_alias
 
     wanted = [entry.original for entry in entries]
-    names = {entry.name for entry in entries}
+    names = {name for entry in entries for name in (entry.name, *entry.keys.get("aliases", ()))}
     for entry in entries:
         if is_alias(entry.original) and entry.original not in names and wanted.count(entry.original) == 1:
-            entry.keys["aliases"] = [entry.original]
+            entry.keys["aliases"] = [entry.original, *entry.keys.get("aliases", ())]
 
 
 def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tuple[dict[str, Any], str | None] | str]:
@@ -273,71 +390,94 @@ _NOT_LAZY = """\
 # request loads it."""
 
 
-_HTTP = {
-    "none": f"""\
-# OpenAI's and Anthropic's APIs, and the page http://{LISTEN}/. No token is needed: every user and every program of
-# this machine may use, start and stop the models. With `auth: keys` each client needs a token, which
-# `modelctl keys new NAME --http` makes.
-gateway: {{listen: "{LISTEN}", auth: none}}""",
-    "keys": f"""\
-# OpenAI's and Anthropic's APIs, and the page http://{LISTEN}/. Each client needs a token, which
-# `modelctl keys new NAME --http` makes.
-gateway: {{listen: "{LISTEN}", auth: keys}}""",
-    "off": f"""\
-# No port is open. This line opens OpenAI's and Anthropic's APIs, and a page, for clients with a token:
-# gateway: {{listen: "{LISTEN}", auth: keys}}""",
+_HTTP = """\
+# OpenAI's and Anthropic's APIs, and the page http://{listen}/."""
+_AUTH = {
+    "none": """\
+# No token is needed: every user and every program of this machine may use, start and stop the models. With `auth: keys`
+# each client needs a token, which `modelctl keys new NAME --http` makes.""",
+    "keys": "# Each client needs a token, which `modelctl keys new NAME --http` makes.",
 }
+_NO_HTTP = f"""\
+# No port is open. This line opens OpenAI's and Anthropic's APIs, and a page, for clients with a token:
+# gateway: {{listen: "{LISTEN}", auth: keys}}"""
 
 
-def _text(
-    directory: Path, entries: Sequence[Entry], left_out: Mapping[str, str], roots: Sequence[Path], http: str
-) -> str:
-    """Return the content of a models.yaml with these entries."""
-    import yaml
-
+def _text(draft: Draft, roots: Sequence[Path]) -> str:
+    """Return the content of a models.yaml."""
     lines = [
-        f"# Written by `modelctl init {_printable(str(directory))}`. `modelctl check` says what is wrong with it.",
+        f"# Written by `modelctl init {draft.options}`. `modelctl check` says what is wrong with it.",
         "# `modelctl init` in an empty directory writes a sample that explains every key.",
-        "#",
-        _LAZY if any("lazy" in entry.keys for entry in entries) else _NOT_LAZY,
-        "",
-        _HTTP[http],
-        "",
     ]
+    if not draft.notes and not draft.missing:  # another program's file has said which models are lazy
+        lines += ["#", _LAZY if any("lazy" in entry.keys for entry in draft.entries) else _NOT_LAZY]
+    lines.append("")
+    if draft.gateway:
+        lines += [_HTTP.format(**draft.gateway), _AUTH[draft.gateway["auth"]], f"gateway: {_in_line(draft.gateway)}"]
+    else:
+        lines.append(_NO_HTTP)
+    lines.append("")
     if roots:
-        supervisor = {"supervisor": {"model_roots": [*map(str, roots)]}}
-        lines += [*yaml.safe_dump(supervisor, allow_unicode=True).splitlines(), ""]
+        lines += [f"supervisor: {_in_line({'model_roots': [*map(str, roots)]})}", ""]
+    if draft.groups:
+        lines += ["groups:", *(f"  {name}: {_in_line(group)}" for name, group in draft.groups.items()), ""]
     lines.append("models:")
-    for entry in entries:
-        lines.append(f"  {yaml.safe_dump(entry.name).splitlines()[0]}:")  # quoted if YAML would read a date
-        for key, value in entry.keys.items():
-            nested = isinstance(value, dict | list)
-            shown = yaml.safe_dump(value, default_flow_style=True, width=1 << 20) if nested else ""
-            line = f"{key}: {shown}" if shown else yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20)
-            line = line.rstrip()
-            lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
-        lines.append("")
-    lines += [f"# left out: {_printable(path)}: {why}" for path, why in left_out.items()]
+    for entry in draft.entries:
+        lines += [*_entry_lines(entry.name, entry.keys), ""]
+    for model in draft.missing:
+        keys = {"model_dir": "DIRECTORY", **model.keys}
+        commented = [f"  # {line.removeprefix('  ')}" for line in _entry_lines(model.name, keys)]
+        lines += [f"  # {_printable(model.name)} is left out: {_printable(model.why_not)}", *commented, ""]
+    lines += [f"# left out: {_printable(path)}: {why}" for path, why in draft.left_out.items()]
+    lines += [f"# no counterpart: {_printable(note)}" for note in draft.notes]
     return _SCHEMA_LINE + "\n".join(lines).rstrip() + "\n"
 
 
-def _tell(file: Path, entries: Sequence[Entry], left_out: Mapping[str, str], http: str | None, as_json: bool) -> None:
+def _entry_lines(name: str, keys: Mapping[str, Any]) -> list[str]:
+    import yaml
+
+    lines = [f"  {yaml.safe_dump(name).splitlines()[0]}:"]  # quoted if YAML would read a date
+    for key, value in keys.items():
+        nested = isinstance(value, dict | list)
+        line = (
+            f"{key}: {_in_line(value)}" if nested else yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20)
+        )
+        line = line.rstrip()
+        lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
+    return lines
+
+
+def _in_line(value: Any) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=1 << 20)
+    return text.rstrip()
+
+
+def _tell(file: Path, draft: Draft, as_json: bool) -> None:
     """Say what was written, what was left out, and what is missing on this machine."""
+    entries, left_out = draft.entries, draft.left_out
+    missing = {model.name: model.why_not for model in draft.missing}
     if as_json:
         models = [{"name": entry.name, **entry.keys, **_template_key(entry)} for entry in entries]
         out = [{"model_dir": path, "why": why} for path, why in left_out.items()]
-        click.echo(json.dumps({"file": str(file), "models": models, "left_out": out}, indent=2))
+        more = {"missing": missing, "notes": draft.notes} if missing or draft.notes else {}
+        click.echo(json.dumps({"file": str(file), "models": models, "left_out": out, **more}, indent=2))
         return
     for path, why in left_out.items():
         say(f"left out: {_printable(path)}: {why}")
-    click.echo(f"{file}: written; models: {', '.join(entry.name for entry in entries)}")
+    for name, why in missing.items():
+        say(f"left out: {_printable(name)}: {_printable(why)}")
+    for note in draft.notes:
+        say(f"no counterpart: {_printable(note)}")
+    click.echo(f"{file}: written; models: {', '.join(entry.name for entry in entries) or 'none'}")
     for entry in entries:
         if entry.template is not None:
             click.echo(f"{entry.name}: " + (f"chat template in {entry.template}" if entry.template else ADD_TEMPLATE))
     engines = dict.fromkeys(str(entry.keys["engine"]) for entry in entries)
-    for missing in filter(None, map(missing_for, engines)):
-        click.echo(f"before they can be served here: {missing}")
-    if http in ("none", "keys") and (lacking := missing_for_gateway()):
+    for package in filter(None, map(missing_for, engines)):
+        click.echo(f"before they can be served here: {package}")
+    if draft.gateway and (lacking := missing_for_gateway()):
         click.echo(f"before HTTP can be served here: {lacking}")
 
 

@@ -254,7 +254,7 @@ def test_a_model_whose_file_system_hangs_is_left_out(
     models: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(LETTERS, models / "slow")
-    prelude = "from supervisor.placement import estimates\nestimates.ESTIMATE_S = 1.0"
+    prelude = "from supervisor.placement import estimates\nestimates.ESTIMATE_S = 5.0"
     with hanging_file(models / "slow" / "model.safetensors"):
         done = modelctl("init", models, cwd=place, prelude=prelude)
     assert done.returncode == 0

@@ -1,0 +1,474 @@
+"""Read the configuration files of TabbyAPI and llama-swap, for ``init --from``. Pure: nothing that they name is run.
+
+Each key of such a file either becomes keys of models.yaml, or a note that says what to do instead. A key that says what
+modelctl does anyway is left out without a note.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.limits import MODEL_NAME_PATTERN
+from supervisor.tabby_config import defaults_of
+from supervisor.yaml_source import Problem, YamlSource
+
+TABBY: Final = "TabbyAPI"
+LLAMA_SWAP: Final = "llama-swap"
+_TABBY_SECTIONS: Final = frozenset({"network", "model", "draft_model", "sampling", "developer", "lora", "embeddings"})
+TOKENS: Final = "clients need a new token: `modelctl keys new NAME --http` makes one"
+
+
+@dataclass
+class ForeignModel:
+    """One model of the file.
+
+    name       the name that clients use
+    model_dir  its directory; None if the file does not name one that an engine could load
+    keys       its keys in models.yaml. Those that do not fit are dropped later, with a note
+    why_not    why there is no ``model_dir``, for people
+    """
+
+    name: str
+    model_dir: Path | None
+    keys: dict[str, Any] = field(default_factory=dict)
+    why_not: str = ""
+
+
+@dataclass
+class ForeignConfig:
+    """What a file of another program becomes.
+
+    models   the models that it names
+    folder   a directory whose models clients may all ask for; None if there is none
+    common   keys for each model of the folder
+    gateway  the section ``gateway``
+    groups   the section ``groups``
+    notes    what has no counterpart, each with what to do instead
+    """
+
+    program: str
+    models: list[ForeignModel] = field(default_factory=list)
+    folder: Path | None = None
+    common: dict[str, Any] = field(default_factory=dict)
+    gateway: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def program_of(data: Any) -> str | None:
+    """Return the program whose configuration a file holds; None if it is that of no other program that is known."""
+    if not isinstance(data, dict):
+        return None
+    models = data.get("models")
+    if isinstance(models, dict) and any(isinstance(model, dict) and "cmd" in model for model in models.values()):
+        return LLAMA_SWAP
+    model = data.get("model")
+    if "models" not in data and isinstance(model, dict) and _TABBY_SECTIONS & (data.keys() - {"model"}):
+        return TABBY
+    return TABBY if isinstance(model, dict) and "model_name" in model else None
+
+
+def read_foreign(source: YamlSource, environment: Mapping[str, str]) -> ForeignConfig | None:
+    """Return what the file becomes; None if it is no configuration of a program that is known.
+
+    environment  the variables that the file may name
+    """
+    program = program_of(source.data)
+    if program == TABBY:
+        return _Tabby(source).read()
+    return _llama_swap(source, environment) if program == LLAMA_SWAP else None
+
+
+def _map(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_set(value: Any) -> bool:
+    return value not in (None, "", False) and value != [] and value != {}
+
+
+# --- TabbyAPI ---------------------------------------------------------------------------------------------------------
+
+_TABBY_NOTES: Final = {
+    "network.send_tracebacks": "errors never hold tracebacks; the logs do (`modelctl logs`)",
+    "logging.log_prompt": "prompts are never logged; `modelctl story ID` tells how a request went",
+    "logging.log_generation_params": "`modelctl story ID` tells how a request went",
+    "logging.log_requests": "`request_log` writes a line for each request, without its text",
+    "logging.log_chat_completion_requests": "prompts are never logged",
+    "model.prompt_template": "add the template to the model's directory as chat_template.jinja",
+    "model.vision": "images are not served",
+    "model.force_enable_thinking": "add a variant with `template_kwargs: {enable_thinking: true}`",
+    "model.num_experts_per_token": "the model's own number of experts is used",
+    "draft_model.draft_gpu_split": "the draft model lies on the first GPU of its model",
+    "embeddings.embedding_model_name": "embeddings are not served",
+}
+_TABBY_SILENT: Final = frozenset(
+    {
+        "network.host", "network.port", "network.disable_auth", "network.disable_fetch_requests", "network.api_servers",
+        "model.model_dir", "model.model_name", "model.inline_model_loading", "model.use_dummy_models",
+        "model.dummy_model_names", "model.use_as_default", "model.backend", "model.gpu_split_auto",
+        "model.tensor_parallel_backend", "model.output_chunking", "model.reasoning_start_token",
+        "model.reasoning_end_token", "draft_model.draft_model_dir", "draft_model.draft_mode",
+        "draft_model.draft_model_name", "draft_model.ngram_match_min", "lora.lora_dir", "lora.loras",
+        "sampling.override_preset", "embeddings.embedding_model_dir", "embeddings.embeddings_device",
+        "memory.sysmem_recurrent_cache", "memory.cuda_malloc_async", "developer.unsafe_launch", "developer.seqlog",
+        "developer.seqlog_server_url", "developer.realtime_process_priority", "developer.uvloop",
+        "developer.cuda_malloc_backend",
+    }
+)  # fmt: skip
+"""Keys that are read elsewhere in this file, and keys that say nothing which modelctl does not decide itself."""
+
+
+_TABBY_DEFAULTS: Final = {
+    "chunk_size": 2048, "rope_scale": 1.0, "tensor_parallel": False, "autosplit_reserve": [96], "cache_mode": "FP16",
+    "draft_rope_scale": 1.0, "draft_cache_mode": "FP16",
+}  # fmt: skip
+"""Values that the sample file has. modelctl has the same ones, or better ones."""
+
+
+class _Tabby:
+    """Reads the config.yml of TabbyAPI. Relative directories start at the file's directory, as there."""
+
+    def __init__(self, source: YamlSource) -> None:
+        self._source = source
+        self._data = _map(source.data)
+        self._base = Path(source.file).parent
+        self._out = ForeignConfig(TABBY)
+
+    def read(self) -> ForeignConfig:
+        model, out = _map(self._data.get("model")), self._out
+        self._network(_map(self._data.get("network")))
+        folder = self._base / str(model.get("model_dir") or "models")
+        keys = self._model_keys(folder)
+        wanted = model.get("use_as_default")
+        out.common = {key: keys[key] for key in (wanted if isinstance(wanted, list) else ()) if key in keys}
+        out.folder = folder
+        keys |= self._adapters()
+        if sampling := self._sampling():
+            out.common["sampling"] = keys["sampling"] = sampling
+        if _is_set(named := model.get("model_name")):
+            if model.get("use_dummy_models") and isinstance(dummies := model.get("dummy_model_names"), list):
+                keys["aliases"] = [str(name) for name in dummies]
+            out.models.append(ForeignModel(str(named), folder / str(named), keys))
+        self._note_the_rest()
+        return out
+
+    def _network(self, network: Mapping[str, Any]) -> None:
+        host, port = str(network.get("host") or "127.0.0.1"), network.get("port") or 5000
+        own, free = host in ("127.0.0.1", "localhost", "::1"), network.get("disable_auth") is True
+        listen = f"[{host}]:{port}" if ":" in host else f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+        self._out.gateway = {"listen": listen, "auth": "none" if free and own else "keys"}
+        if free and not own:
+            why = "only programs of this machine may do without a token, at 127.0.0.1"
+            self._out.notes.append(f"network.disable_auth: {why}; {TOKENS}")
+        elif not free:
+            self._out.notes.append(f"api_tokens.yml: {TOKENS}. The right `admin` stands for the admin key")
+
+    def _model_keys(self, folder: Path) -> dict[str, Any]:
+        problems: list[Problem] = []
+        found = {key: value for key, value, _ in defaults_of(self._source, folder / "any", problems)}
+        keys = {key: value for key, value in found.items() if _TABBY_DEFAULTS.get(key) != value}
+        for problem in problems:
+            if problem.path.startswith(("model.", "draft_model.")) and problem.path not in _TABBY_SILENT:
+                self._out.notes.append(f"{problem.path}: {_TABBY_NOTES.get(problem.path, 'has no counterpart')}")
+        split = keys.get("gpu_split")
+        if isinstance(split, list) and len(split) > 1:
+            keys["gpu"] = [*range(len(split))]
+        draft = _map(self._data.get("draft_model"))
+        if _is_set(named := draft.get("draft_model_name")):
+            keys["draft_model"] = str(self._base / str(draft.get("draft_model_dir") or "models") / str(named))
+        else:
+            keys = {key: value for key, value in keys.items() if not key.startswith("draft_")}
+        if draft.get("draft_mode") == "ngram":
+            keys["ngram_draft"] = True
+        return keys
+
+    def _adapters(self) -> dict[str, Any]:
+        lora = _map(self._data.get("lora"))
+        folder, given = self._base / str(lora.get("lora_dir") or "loras"), lora.get("loras")
+        adapters = [
+            {"dir": str(folder / str(one["name"])), "scaling": one.get("scaling") or 1.0}
+            for one in (given if isinstance(given, list) else ())
+            if isinstance(one, dict) and "name" in one
+        ]
+        return {"lora": adapters} if adapters else {}
+
+    def _sampling(self) -> dict[str, Any]:
+        """Return the values of the preset that stands for options which requests leave out."""
+        preset = _map(self._data.get("sampling")).get("override_preset")
+        if not _is_set(preset):
+            return {}
+        file = self._base / "sampler_overrides" / f"{preset}.yml"
+        try:
+            overrides = _map(YamlSource(file).data)
+        except Exception:  # missing or broken: the same advice
+            self._out.notes.append(f"sampling.override_preset: {file} cannot be read; set `sampling` of the models")
+            return {}
+        found = {}
+        for name, entry in overrides.items():
+            if not isinstance(entry, dict) or not _is_set(value := entry.get("override")):
+                continue
+            found[name] = value
+            if entry.get("force") is True:
+                self._out.notes.append(f"{file.name}: {name} is forced there; here it is what a request leaves out")
+        return found
+
+    def _note_the_rest(self) -> None:
+        for section, values in self._data.items():
+            if section in ("model", "draft_model"):
+                continue  # ``defaults_of`` has read these
+            for key, value in _map(values).items():
+                path = f"{section}.{key}"
+                if _is_set(value) and path not in _TABBY_SILENT:
+                    self._out.notes.append(f"{path}: {_TABBY_NOTES.get(path, 'has no counterpart')}")
+
+
+# --- llama-swap -------------------------------------------------------------------------------------------------------
+
+_MACRO: Final = re.compile(r"\$\{([^}]+)\}")
+_DEEPEST: Final = 10
+"""How often macros within macros are replaced."""
+_PATHS: Final = ("-m", "--model", "--model-path", "--model_path")
+_CONTEXTS: Final = ("-c", "--ctx-size", "--max-model-len", "--max-seq-len", "--context-length")
+_SLOTS: Final = ("-np", "--parallel", "--max-num-seqs", "--max-batch-size")
+_CACHE_TYPES: Final = ("-ctk", "--cache-type-k", "--cache-mode")
+_SAMPLING: Final = {
+    "--temp": "temperature", "--temperature": "temperature", "--top-p": "top_p", "--top-k": "top_k",
+    "--min-p": "min_p", "--repeat-penalty": "repetition_penalty", "--presence-penalty": "presence_penalty",
+    "--frequency-penalty": "frequency_penalty",
+}  # fmt: skip
+_TOP_NOTES: Final = {
+    "sendLoadingState": "a waiting request is told its progress in comments of the stream (SSE)",
+    "matrix": "name models that may not be loaded together in `groups`; models of a full GPU leave by themselves",
+    "peers": "several supervisors stand behind one door with a proxy: see the page Several supervisors",
+    "captureBuffer": "texts of requests are never kept; `modelctl story ID` tells how a request went",
+    "apiKeys": TOKENS,
+}
+_MODEL_NOTES: Final = {
+    "cmdStop": "nothing of your own is run: workers are stopped by the supervisor",
+    "name": "models.yaml has no display names: use `aliases`",
+    "description": "models.yaml has no descriptions: write a comment",
+    "metadata": "models.yaml has no metadata: write a comment",
+    "unlisted": "each model is listed; a key made with `modelctl keys new --models` sees only its own",
+    "concurrencyLimit": "`max_batch_size` says how many requests run together, `max_queue` how many may wait",
+    "filters.stripParams": "requests keep their options; `limits` bounds them, `sampling` fills in what is missing",
+}
+
+
+def _llama_swap(source: YamlSource, environment: Mapping[str, str]) -> ForeignConfig:
+    data = _map(source.data)
+    keyed = _is_set(data.get("apiKeys"))
+    out = ForeignConfig(LLAMA_SWAP, gateway={"listen": "127.0.0.1:8080", "auth": "keys" if keyed else "none"})
+    out.notes.append("the command line's -listen: gateway.listen has its default; change it if you gave another")
+    out.notes += [f"{key}: {what}" for key, what in _TOP_NOTES.items() if _is_set(data.get(key))]
+    preload = _map(_map(data.get("hooks")).get("on_startup")).get("preload")
+    at_start = {str(name) for name in preload} if isinstance(preload, list) else set()
+    noted: dict[str, list[str]] = {}
+    for name, entry in _map(data.get("models")).items():
+        model = _SwapModel(str(name), _map(entry), data, environment, noted).read()
+        if str(name) in at_start:
+            model.keys["autostart"] = True
+        out.models.append(model)
+    out.notes += [f"{key} of {', '.join(names)}: {_MODEL_NOTES[key]}" for key, names in noted.items()]
+    _groups(data, out)
+    return out
+
+
+def _groups(data: Mapping[str, Any], out: ForeignConfig) -> None:
+    names = {model.name: plain_name(model.name) for model in out.models}
+    groups = _map(data.get("groups"))
+    for group, entry in groups.items():
+        members = [names[str(member)] for member in _map(entry).get("members") or () if str(member) in names]
+        if members and _map(entry).get("swap", True):
+            out.groups[plain_name(str(group))] = {"models": members, "loaded": 1}
+        if _map(entry).get("persistent"):
+            for model in out.models:
+                if names[model.name] in members:
+                    model.keys["pinned"] = True
+        if _map(entry).get("exclusive", True):
+            why = "other groups stay loaded here while the memory lasts: put their models into one group"
+            out.notes.append(f"groups.{group}.exclusive: {why}")
+    if not groups and not _is_set(data.get("matrix")) and len(out.models) > 1:
+        line = f"groups: {{one: {{models: [{', '.join(names.values())}], loaded: 1}}}}"
+        out.notes.append(
+            f"models stay loaded beside others here while the memory lasts; for one at a time, add `{line}`"
+        )
+
+
+class _SwapModel:
+    """One model of llama-swap's config.yaml.
+
+    noted  keys without a counterpart → the models that have them
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entry: Mapping[str, Any],
+        data: Mapping[str, Any],
+        environment: Mapping[str, str],
+        noted: dict[str, list[str]],
+    ) -> None:
+        self._name, self._entry, self._data = name, entry, data
+        self._macros = {"MODEL_ID": name, **_map(data.get("macros")), **_map(entry.get("macros"))}
+        self._environment = environment
+        self._noted = noted
+
+    def read(self) -> ForeignModel:
+        entry = self._entry
+        words = self._words(str(entry.get("cmd") or ""))
+        model = ForeignModel(self._name, None, {"lazy": True})
+        path = self._path(words)
+        if path is None:
+            model.why_not = "its cmd names no directory of a model; write `model_dir`"
+        elif path.endswith(".gguf"):
+            model.why_not = f"{path} is GGUF, which no engine here loads: get the model's EXL2 weights, and name them"
+        elif path.startswith("hf:"):
+            model.why_not = f"nothing is downloaded here: download {path[3:]}, and name its directory"
+        else:
+            model.model_dir = Path(path)
+        model.keys |= self._options(words)
+        ttl = entry.get("ttl", -1)
+        ttl = self._data.get("globalTTL", 0) if ttl == -1 else ttl
+        if isinstance(ttl, int) and ttl > 0:
+            model.keys["ttl"] = f"{ttl}s"
+        aliases = entry.get("aliases")
+        named = [
+            str(one.get("id") if isinstance(one, dict) else one)
+            for one in (aliases if isinstance(aliases, list) else ())
+        ]
+        if named:
+            model.keys["aliases"] = named
+        self._filters(model)
+        for key in _MODEL_NOTES:
+            if _is_set(entry.get(key)):
+                self._noted.setdefault(key, []).append(self._name)
+        return model
+
+    def _filled(self, text: str) -> str:
+        """Return the text with its macros replaced. Unknown ones, and ${PORT}, stay."""
+
+        def value(match: "re.Match[str]") -> str:
+            name = match[1]
+            if name.startswith("env."):
+                return self._environment.get(name.removeprefix("env."), match[0])
+            return str(self._macros.get(name, match[0]))
+
+        for _ in range(_DEEPEST):
+            filled = _MACRO.sub(value, text)
+            if filled == text:
+                break
+            text = filled
+        return text
+
+    def _words(self, command: str) -> list[str]:
+        lines = (line for line in self._filled(command).splitlines() if not line.lstrip().startswith("#"))
+        try:
+            return shlex.split(" ".join(line.removesuffix("\\") for line in lines))
+        except ValueError:  # quotes that do not end
+            return []
+
+    def _path(self, words: Sequence[str]) -> str | None:
+        """Return the path of the model; "hf:ID" for one that is downloaded; None if the command names none."""
+        if (repository := _value(words, ("-hf", "--hf-repo"))) is not None:
+            return f"hf:{repository}"
+        if (folder := _value(words, ("--model-dir", "--model_dir"))) is not None:
+            return str(Path(folder) / (_value(words, ("--model-name", "--model_name")) or ""))
+        path = _value(words, _PATHS)
+        if path is None and "serve" in words[:-1]:  # vllm serve MODEL
+            path = words[words.index("serve") + 1]
+        if path is None:
+            return None
+        for outside, inside in _mounts(words):
+            if path == inside or path.startswith(f"{inside}/"):
+                return outside + path[len(inside) :]
+        return path if path.startswith(("/", "~", ".")) or path.endswith(".gguf") or "/" not in path else f"hf:{path}"
+
+    def _options(self, words: Sequence[str]) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        context, slots = _number(_value(words, _CONTEXTS)), _number(_value(words, _SLOTS))
+        if slots:
+            keys["max_batch_size"] = slots
+        if context and slots and _value(words, ("-c", "--ctx-size")) is not None:
+            keys |= {"max_seq_len": context // slots, "cache_size": context}  # llama-server divides it by its slots
+        elif context:
+            keys["max_seq_len"] = context
+        if cache := _value(words, _CACHE_TYPES):
+            keys["cache_mode"] = {
+                "q8_0": "Q8",
+                "q5_0": "Q6",
+                "q5_1": "Q6",
+                "q4_0": "Q4",
+                "q4_1": "Q4",
+                "f16": "FP16",
+            }.get(cache.lower(), cache.upper())
+        given = {ours: _number(_value(words, (theirs,))) for theirs, ours in _SAMPLING.items()}
+        if sampling := {name: value for name, value in given.items() if value is not None}:
+            keys["sampling"] = sampling
+        variables = self._entry.get("env")
+        for variable in variables if isinstance(variables, list) else ():
+            name, _, value = self._filled(str(variable)).partition("=")
+            if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"\d+(,\d+)*", value):
+                pins = [*map(int, value.split(","))]
+                keys["gpu"] = pins if len(pins) > 1 else pins[0]
+        return keys
+
+    def _filters(self, model: ForeignModel) -> None:
+        filters = _map(self._entry.get("filters"))
+        options = _map(filters.get("setParams"))
+        if sampling := {key: value for key, value in options.items() if key != "chat_template_kwargs"}:
+            model.keys["sampling"] = model.keys.get("sampling", {}) | sampling
+        variants = {}
+        for name, entry in _map(filters.get("setParamsByID")).items():
+            variant = self._filled(str(name)).rpartition(":")
+            if variant[0] not in (self._name, plain_name(self._name)):
+                continue
+            given = dict(_map(entry))
+            kwargs = given.pop("chat_template_kwargs", None)
+            parts = {"sampling": given, "template_kwargs": kwargs}
+            variants[variant[2]] = {key: value for key, value in parts.items() if value}
+        if variants:
+            model.keys["variants"] = variants
+        if _is_set(filters.get("stripParams") or filters.get("strip_params")):
+            self._noted.setdefault("filters.stripParams", []).append(self._name)
+
+
+def _value(words: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the value of an option of a command, as ``--name value`` or ``--name=value``."""
+    for at, word in enumerate(words):
+        if word in names and at + 1 < len(words):
+            return words[at + 1]
+        option, equals, value = word.partition("=")
+        if equals and option in names:
+            return value
+    return None
+
+
+def _number(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+
+def _mounts(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (path outside, path inside) of each directory that a container gets."""
+    for at, word in enumerate(words[:-1]):
+        if word in ("-v", "--volume"):
+            outside, _, inside = words[at + 1].partition(":")
+            yield outside, inside.partition(":")[0]
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a model or a group in models.yaml for a name in another program's file."""
+    if re.fullmatch(MODEL_NAME_PATTERN, name):
+        return name
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).lstrip("._-")[:64] or "model"
