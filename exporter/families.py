@@ -19,7 +19,7 @@ STATES: Final = (
     "starting", "loading", "ready", "draining", "stopping", "stopped", "backoff", "unloaded",
     "falling_asleep", "asleep", "waking", "failed",
 )  # fmt: skip
-TROUBLES: Final = ("log", "config", "gpus", "gateway", "keys", "queue", "cluster")
+TROUBLES: Final = ("log", "config", "gpus", "gateway", "keys", "queue", "cluster", "listen")
 HELP: Final[Mapping[str, str]] = {
     "time_to_first_token_seconds": "Time from the acceptance of a request to its first token.",
     "inter_token_latency_seconds": "Time between two tokens of an answer: the mean of each answer, for each token.",

@@ -42,6 +42,8 @@ class NoParams(TypedDict):
 class ModelsResult(TypedDict):
     models: list[Model]
     """Every configured model that the key may use."""
+    listen: str | None
+    """The reason why `supervisor.listen` is not open yet, null if it is open or not set."""
 
 
 class StatusParams(TypedDict):
@@ -73,6 +75,8 @@ class TcpStatus(TypedDict):
 
     listen: str
     """The endpoint of the port."""
+    problem: str | None
+    """The reason why it is not open yet, with the number of attempts; null if it is open."""
     keys: list[dict[str, Any]]
     """For each key: `name`, `rights`, `models` (null: all), `expires` (null: never), `connections`, `rate_limited`
     (refused requests), and, null for no limit, `max_in_flight`, `tokens_per_minute` and `tokens_left` (or unused).
@@ -234,8 +238,9 @@ class SupervisorStatus(TypedDict):
     troubles: dict[str, str]
     """What is wrong with the supervisor as a whole, in words, by name: `log` (it cannot be written), `config` (a
     changed models.yaml is not used), `gpus` (they cannot be read), `gateway` (it does not answer), `keys` (they cannot
-    be read), `queue` (requests are refused because queues are full), `cluster` (the Ray cluster cannot be used). A key
-    for some models sees `gpus`, `gateway` and `cluster` only."""
+    be read), `queue` (requests are refused because queues are full), `cluster` (the Ray cluster cannot be used),
+    `listen` (`supervisor.listen` cannot be opened yet). A key for some models sees `gpus`, `gateway`, `cluster` and
+    `listen` only. A trouble that lasts for five minutes is an event."""
     spares: list[SpareStatus]
     """The processes that are ahead of their time, and wait for a model."""
     shutting_down: bool

@@ -37,7 +37,7 @@ from supervisor.workers.worker_life import Desired
 
 USAGE: Final = "usage"
 """The verb that the usage writer answers."""
-_OPEN_TROUBLES: Final = ("gpus", "gateway", "cluster")
+_OPEN_TROUBLES: Final = ("gpus", "gateway", "cluster", "listen")
 """Troubles whose words name no model. A key for some models sees these only."""
 Params = dict[str, Any]
 Result = dict[str, Any]
@@ -90,7 +90,7 @@ def models(context: AdminContext, identity: Identity) -> list[Result]:
 
 def _models(context: AdminContext, params: Params, identity: Identity) -> Result:
     _take(params)
-    return {"models": models(context, identity)}
+    return {"models": models(context, identity), "listen": context.status.listen_problem}
 
 
 def _as_one(name: str, replicas: list[Replica], names: ModelNames) -> Result:

@@ -48,6 +48,9 @@ class EventKind(StrEnum):
     """The supervisor's log cannot be written, or can be written again."""
     QUEUE = "queue"
     """Requests are refused because a queue is full, or none is any more."""
+    TROUBLE = "trouble"
+    """Something has been wrong with the supervisor as a whole for five minutes, or is so no more. The message begins
+    with the trouble's name, as in `status`."""
     KEYS = "keys"
     """The list of keys has changed: keys were added, changed, revoked or have expired. Or it cannot be read."""
     GATEWAY = "gateway"

@@ -18,18 +18,18 @@ from protocol.process.engine_packages import missing_for_gateway
 from protocol.process.gateway_settings import STORED_ITEMS, GatewaySettings
 from protocol.process.log_style import LogStyle
 from protocol.process.private_paths import make_private, open_private
+from supervisor.attempts import ListenAttempts, Restarts
 from supervisor.config import Config
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_watch import signature_of
 from supervisor.event_history import EventKind, noted
 from supervisor.gateway_child import GatewayChild
 from supervisor.logs import log_dir, log_path, prepare
-from supervisor.placement.circuit_breaker import Restarts
 
 CHECK_S = 0.25
 """Seconds between two checks whether a process or the port is missing, or a process hangs."""
 RESTART_S, RESTART_MAX_S = 0.5, 30.0
-"""Pauses between attempts to start a process or to open the port. A process that ran longer is started at once."""
+"""Pauses between attempts to start a process. A process that ran longer is started at once."""
 SECRET_BYTES = 32
 LEAVE_S = 3.0
 """Seconds that processes may take to end at the supervisor's end, before they are killed."""
@@ -72,7 +72,7 @@ class GatewayProcesses:
         if self._config is None:
             return
         now = time.monotonic()
-        if not self._sockets and (not self._opening.next(now) or not self._open(self._config)):
+        if not self._sockets and (not self._opening.due(now) or not self._open(self._config)):
             return
         if self._settings.log is not None:
             prepare(Path(self._settings.log))  # a process opens its log again when that was renamed
@@ -170,7 +170,7 @@ class GatewayProcesses:
         return bool(serving) and len(serving) == len(self._sockets) and all(child.is_ready for child in serving)
 
     def _begin_counts(self) -> None:
-        self._opening = Restarts(RESTART_S, RESTART_MAX_S)
+        self._opening = ListenAttempts("" if self._config is None else str(self._config.listen), "gateway.listen")
         self._starts = [Restarts(RESTART_S, RESTART_MAX_S) for _ in self._sockets]
 
     def _close_sockets(self) -> None:
@@ -181,17 +181,16 @@ class GatewayProcesses:
     def _open(self, config: GatewayConfig) -> bool:
         """Open the listening sockets. Return whether that was possible; ``problem`` says why not."""
         before, self.problem = self.problem, missing_for_gateway()
+        line = self.problem if self.problem != before else None
         if self.problem is None:
             try:
                 self._sockets = open_sockets(config.listen, config.processes)
             except OSError as e:
-                self.problem = (
-                    f"cannot listen on {config.listen}: {e.strerror or e}. Give another address or port "
-                    "(gateway.listen in models.yaml, --listen of `modelctl gateway`), or end the program that has it"
-                )
+                line = self._opening.failed(e.errno or 0)
+                self.problem = self._opening.problem
+        if line is not None:
+            self._log.error("no gateway: %s", line, extra=NOTED)
         if self.problem is not None:
-            if self.problem != before:
-                self._log.error("no gateway: %s", self.problem, extra=NOTED)
             return False
         self._begin_counts()
         self._log.info("gateway: listening on %s", url(config), extra=NOTED)

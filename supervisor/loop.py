@@ -172,7 +172,7 @@ class Supervisor:
         self._shutdown = SupervisorShutdown(
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )
-        self._manager = service_manager(self._fleet, self._reloads, self._shutdown, self._gateway, log)
+        self._manager = service_manager(self._fleet, self._reloads, self._shutdown, self._gateway, self._clients, log)
         self._frames = WorkerFrames(
             self._fleet, self._scheduler, self._queries, self._authorizer, self._deadlines, self._reactor, self._effects
         )
@@ -189,6 +189,7 @@ class Supervisor:
             self._gateway,
             ring,
             self._cluster,
+            self._clients,
         )
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
@@ -276,7 +277,7 @@ class Supervisor:
         if self._config_watch is not None:
             every(CONFIG_LOOK_S, partial(self._look_at_config, self._config_watch))
         if (tcp := self._clients.tcp) is not None:
-            self._log.info("listening on %s, for keys on the list only", tcp.endpoint)
+            every(GATEWAY_CHECK_S, lambda: tcp.listener.listen(time.monotonic()))
         every(REVOKE_S, lambda: self._effects.add(self._authorizer.refresh()))
         every(GATEWAY_CHECK_S, self._gateway.check)
         every(RATE_WINDOW_S, self._sample)

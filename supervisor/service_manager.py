@@ -20,6 +20,7 @@ from typing import NamedTuple
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.reloads import Reloads
 from supervisor.gateway_process import GatewayProcesses
+from supervisor.ports.client_ports import ClientPorts
 from supervisor.service_reports import ServiceReports, View, WorkerView
 from supervisor.shutdown import SupervisorShutdown
 
@@ -89,6 +90,7 @@ class ServiceManager:
         reloads: Reloads,
         shutdown: SupervisorShutdown,
         gateway: GatewayProcesses,
+        clients: ClientPorts,
         log: logging.Logger,
     ) -> None:
         self._socket = NotifySocket(environment.address)
@@ -99,6 +101,7 @@ class ServiceManager:
         self._shutdown = shutdown
         self._gateway = gateway
         self._gateway_served = False
+        self._clients = clients
         self._log = log
         self._unsent: deque[list[str]] = deque()
         self._trouble: str | None = None
@@ -122,7 +125,8 @@ class ServiceManager:
             WorkerView(replica.shown, replica.state, replica.spec.autostart)
             for replica in self._fleet.registry.replicas.values()
         ]
-        return View(workers, self._gateway_trouble(), self._reloads.rollouts.busy, self._shutdown.begun)
+        gateway, listen = self._gateway_trouble(), self._clients.problem or ""
+        return View(workers, gateway, listen, self._reloads.rollouts.busy, self._shutdown.begun)
 
     def _gateway_trouble(self) -> str | None:
         described = self._gateway.describe()
@@ -147,7 +151,12 @@ class ServiceManager:
 
 
 def service_manager(
-    fleet: Fleet, reloads: Reloads, shutdown: SupervisorShutdown, gateway: GatewayProcesses, log: logging.Logger
+    fleet: Fleet,
+    reloads: Reloads,
+    shutdown: SupervisorShutdown,
+    gateway: GatewayProcesses,
+    clients: ClientPorts,
+    log: logging.Logger,
 ) -> ServiceManager | None:
     """Return the connection to the service manager that started this process. None if none did."""
     try:
@@ -155,4 +164,6 @@ def service_manager(
     except ValueError as e:
         log.warning("the service manager is not told how the supervisor is: %s", e)
         return None
-    return None if environment is None else ServiceManager(environment, fleet, reloads, shutdown, gateway, log)
+    if environment is None:
+        return None
+    return ServiceManager(environment, fleet, reloads, shutdown, gateway, clients, log)

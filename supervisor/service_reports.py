@@ -33,12 +33,14 @@ class View(NamedTuple):
     """The state of the supervisor at one look.
 
     gateway    the problem of the gateway, "" if it has none; None while the gateway has yet to serve for the first time
+    listen     the problem of the port over TCP, "" if it has none. The service is ready without that port
     reloading  whether workers are being exchanged
     stopping   whether the supervisor shuts down
     """
 
     workers: Sequence[WorkerView]
     gateway: str | None = ""
+    listen: str = ""
     reloading: bool = False
     stopping: bool = False
 
@@ -107,14 +109,15 @@ def is_up(view: View) -> bool:
 
 
 def status_text(view: View) -> str:
-    """Return what `systemctl status` shows about the supervisor: the names of all workers, by their state."""
+    """Return what `systemctl status` shows about the supervisor: its problems, and the names of all workers, by their
+    state."""
     by_state: dict[WorkerState, list[str]] = {}
     for worker in view.workers:
         by_state.setdefault(worker.state, []).append(worker.name)
     doing = "shutting down; " if view.stopping else "reloading; " if view.reloading else ""
     parts = [f"{len(by_state.get(WorkerState.READY, ()))} of {len(view.workers)} workers ready"]
+    parts += [f"no gateway: {view.gateway}"] if view.gateway else []
+    parts += [view.listen] if view.listen else []
     parts += [f"{state}: {', '.join(by_state[state])}" for state in WorkerState if state in by_state]
-    if view.gateway:
-        parts.append(f"no gateway: {view.gateway}")
     text = " ".join((doing + "; ".join(parts)).split()).encode()
     return text.decode() if len(text) <= _MOST_BYTES else text[: _MOST_BYTES - 3].decode(errors="ignore") + "..."

@@ -76,6 +76,11 @@ class SupervisorDescription:
         self._request_log = request_log
         self._cluster = cluster
 
+    @property
+    def listen_problem(self) -> str | None:
+        """Why ``supervisor.listen`` is not open; None if it is, or if there is none."""
+        return self._clients.problem
+
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
         limits = self._fleet.registry.config.supervisor.vram_limit

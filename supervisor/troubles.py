@@ -2,11 +2,12 @@
 
 A model's own trouble is its state and reason. These are the others, and each has a name: the log cannot be written, a
 changed models.yaml is not used, the GPUs cannot be read, the gateway does not answer, the keys cannot be read, requests
-are refused because queues are full, the Ray cluster cannot be used.
+are refused because queues are full, the Ray cluster cannot be used, the port over TCP cannot be opened yet.
 """
 
 import logging
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from supervisor.event_history import EventKind, noted
@@ -16,11 +17,14 @@ from supervisor.gateway_process import GatewayProcesses
 from supervisor.keys.ring import KeyRing
 from supervisor.logs import log_trouble
 from supervisor.placement.vram import Vram
+from supervisor.ports.client_ports import ClientPorts
 from supervisor.requests.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from supervisor.cluster.cluster import Cluster
 
+LASTING_S = 300.0
+"""Seconds after which a trouble that has not ended is an event."""
 LATELY_S = 10.0
 """Seconds for which refused requests are a trouble, and between two events about them."""
 _SAID = {"log": EventKind.LOG, "queue": EventKind.QUEUE}
@@ -40,6 +44,7 @@ class Troubles:
         gateway: GatewayProcesses,
         keys: KeyRing,
         cluster: "Cluster | None",
+        clients: ClientPorts,
     ) -> None:
         self._log = log
         self._scheduler = scheduler
@@ -49,6 +54,8 @@ class Troubles:
         self._gateway = gateway
         self._keys = keys
         self._cluster = cluster
+        self._clients = clients
+        self._lasting = Lasting()
         self._refused = Refusals()
         self._said: dict[str, str] = {}
 
@@ -62,6 +69,7 @@ class Troubles:
             "keys": self._keys.trouble,
             "queue": self._refused.words(self._turned_away(), time.monotonic()),
             "cluster": None if self._cluster is None else self._cluster.trouble,
+            "listen": self._clients.problem,
         }
         return {name: words for name, words in found.items() if words is not None}
 
@@ -70,8 +78,14 @@ class Troubles:
         return {model: self._scheduler.totals(model)["refused"] for model in models}
 
     def look(self) -> None:
-        """Make events of troubles that begin, and of those that end."""
+        """Make events of troubles that begin, of those that last, and of those that end."""
         now = self.describe()
+        begun, ended = self._lasting.look(now, time.monotonic())
+        for name in begun:
+            message = "%s: for %d minutes now: %s"
+            self._log.error(message, name, LASTING_S // 60, now[name], extra=noted(EventKind.TROUBLE))
+        for name in ended:
+            self._log.info("%s: it is over", name, extra=noted(EventKind.TROUBLE))
         for name, kind in _SAID.items():
             extra: dict[str, Any] = noted(kind)
             if name in now and name not in self._said:
@@ -79,6 +93,25 @@ class Troubles:
                 self._log.error("%s: %s", name, now[name], extra=extra)
             elif name not in now and self._said.pop(name, None) is not None:
                 self._log.info("%s: it is over", name, extra=extra)
+
+
+class Lasting:
+    """The troubles that last. Pure."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def look(self, troubles: Collection[str], now: float) -> tuple[list[str], list[str]]:
+        """Return the names of the troubles that have lasted for LASTING_S just now, and of those that are over since.
+
+        now  monotonic seconds
+        """
+        self._since = {name: self._since.get(name, now) for name in troubles}
+        begun = [name for name, since in self._since.items() if name not in self._told and now - since >= LASTING_S]
+        ended = [name for name in self._told if name not in self._since]
+        self._told = self._told.union(begun).difference(ended)
+        return begun, ended
 
 
 class Refusals:

@@ -1,4 +1,4 @@
-"""/livez, /readyz and /health: for load balancers and watchdogs, without a key and without details."""
+"""/livez, /readyz and /health: for load balancers and watchdogs, without a key and without details of models."""
 
 from typing import Any, Final
 
@@ -21,9 +21,15 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 if the model that ``?model=`` names answers requests, else 503. Without it: if any model does."""
-    name = request.query_params.get("model")
-    return _answer(any(state in ANSWERS for state in await _states(request, name)))
+    """Answer 200 if the model that ``?model=`` names answers requests, else 503. Without it: if any model does.
+
+    If the supervisor's port over TCP is not open yet, another line of the answer says why.
+    """
+    name, reply = request.query_params.get("model"), await _models(request)
+    answer = _answer(any(state in ANSWERS for state in _states(reply, name)))
+    if reply.get("listen"):
+        return PlainTextResponse(f"{bytes(answer.body).decode()}{reply['listen']}\n", answer.status_code)
+    return answer
 
 
 async def health(request: Request) -> Response:
@@ -32,7 +38,7 @@ async def health(request: Request) -> Response:
     So a script that starts the supervisor can wait for all models. llama-server answers 503 while its model is loading,
     and vLLM once its engine is dead.
     """
-    states = await _states(request)
+    states = _states(await _models(request))
     return _answer(any(state in ANSWERS for state in states) and all(state in AT_REST for state in states))
 
 
@@ -40,13 +46,15 @@ def _answer(good: bool) -> Response:
     return PlainTextResponse("ok\n" if good else "not ready\n", 200 if good else 503)
 
 
-async def _states(request: Request, name: str | None = None) -> list[str]:
-    """Return the states of the models that a name means; without a name, those of all models.
-
-    Return no state if the supervisor does not answer.
-    """
+async def _models(request: Request) -> dict[str, Any]:
+    """Return the supervisor's answer to ``models``; one without models if the supervisor does not answer."""
     try:
         reply: dict[str, Any] = await request.app.state.link.client.models()
     except (WireError, TimeoutError):
-        return []
+        return {"models": []}
+    return reply
+
+
+def _states(reply: dict[str, Any], name: str | None = None) -> list[str]:
+    """Return the states of the models that a name means; without a name, those of all models."""
     return [model["state"] for model in reply["models"] if name is None or means(model, name)]

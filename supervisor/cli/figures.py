@@ -149,6 +149,8 @@ def _by_gpu(values: Values) -> list[str]:
 
 
 def _tcp(values: Values) -> list[str]:
+    if problem := values.get("problem"):
+        return [str(problem)]
     lines = [f"{values.get('listen')}: refused {values.get('forbidden')} for want of a right, cut off "
             f"{counted(values.get('cut_off', 0), 'connection')}"]  # fmt: skip
     for key in values.get("keys", ()):

@@ -65,9 +65,9 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
 
     from protocol.process.log_output import never_wait, write_rest
     from protocol.process.runtime_paths import admin_endpoint
+    from supervisor.attempts import ListenError
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
-    from supervisor.ports.tcp_listener import ListenError
     from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
 
     try:

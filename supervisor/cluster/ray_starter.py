@@ -43,12 +43,14 @@ class RayStarter:
     address   the cluster's address, as Ray takes it, or "auto" for the one that this machine belongs to
     machines  the machines of the cluster
     trouble   why the cluster cannot be used, for people; "" if it can, or has not answered yet
+    unreachable  why agents could not reach the supervisor, for people; "" if they can. None is started meanwhile
     """
 
     def __init__(self, address: str, log: logging.Logger) -> None:
         self._address, self._log = address, log
         self.machines = Machines()
         self.trouble = ""
+        self.unreachable = ""
         self._started: dict[int, tuple[str, int]] = {}
         """The machine and the GPUs of each agent that was started, and has not ended yet."""
         self._held: Counter[str] = Counter()
@@ -106,8 +108,8 @@ class RayStarter:
     def _choose(
         self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
     ) -> Node:
-        if self._link is None or not self.nodes:
-            raise NoMachineError(self.trouble or NOT_YET)
+        if self.unreachable or self._link is None or not self.nodes:
+            raise NoMachineError(self.unreachable or self.trouble or NOT_YET)
         free = {node.name: self._free(node) for node in self.nodes}
         return choose(self.nodes, free, wanted, gpus, beside, self._held, without)
 

@@ -11,9 +11,6 @@ TIMEOUT_S = 0.5
 QUIET_S = 2.0
 """Seconds without a question after a late answer. QUIET_S and TIMEOUT_S together limit the time that a driver costs
 if it hangs again and again."""
-RESTART_S, RESTART_MAX_S = 5.0, 300.0
-"""Least and greatest pause between two starts of the process that asks the driver. The pause doubles with each start
-that follows closely on the last, for example because the process ends whenever it opens the driver."""
 
 
 class BreakerState(Enum):
@@ -70,26 +67,3 @@ class CircuitBreaker:
     def is_out(self) -> bool:
         """Return whether a question has no answer yet."""
         return self._out is not None
-
-
-class Restarts:
-    """Decides when a process that may end again and again is started again. The first start is at once.
-
-    first_s  least seconds between two starts
-    most_s   greatest pause in seconds; the pause doubles each time while the process ends again soon
-    """
-
-    def __init__(self, first_s: float = RESTART_S, most_s: float = RESTART_MAX_S) -> None:
-        self._last: float | None = None
-        self._first_s, self._most_s = first_s, most_s
-        self._pause_s = first_s
-
-    def next(self, now: float) -> bool:
-        """Return whether to start the process now."""
-        since = None if self._last is None else now - self._last
-        if since is not None and since < self._pause_s:
-            return False
-        follows = since is not None and since < 2 * self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._most_s) if follows else self._first_s
-        self._last = now
-        return True

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from protocol.process.helper_environment import helper_environment
+from supervisor.attempts import Restarts
 from supervisor.packages import directory_of, directory_of_titles
-from supervisor.placement.circuit_breaker import TIMEOUT_S, BreakerState, CircuitBreaker, Restarts
+from supervisor.placement.circuit_breaker import TIMEOUT_S, BreakerState, CircuitBreaker
 from supervisor.placement.gpus import (
     MAX_ANSWER,
     BadAnswer,

@@ -25,6 +25,11 @@ class ClientPorts:
         self._send_to_front = front.send
         self._gone = [(port, port.gone) for port in self._all]
 
+    @property
+    def problem(self) -> str | None:
+        """Why the port over TCP is not open, for people; None if it is, or if there is none."""
+        return None if self.tcp is None else self.tcp.listener.problem
+
     def __iter__(self) -> Iterator[ClientPort]:
         return iter(self._all)
 

@@ -26,6 +26,10 @@ class IpcListener:
     def __init__(self, file: SocketFile) -> None:
         self.file = file
         self._gathering = Gathering()
+        self.problem: str | None = None
+
+    def listen(self, now: float) -> None:
+        """Do nothing: the port is open."""
 
     def pause(self) -> None:
         """Hide the socket's file."""

@@ -21,6 +21,13 @@ class Listener(Protocol):
     most_strangers: int | None
     """Connections that may exist without having brought a message; None if that is not limited."""
 
+    @property
+    def problem(self) -> str | None:
+        """Why the port is not open, for people; None if it is."""
+
+    def listen(self, now: float) -> None:
+        """Open the port, if that was not possible yet. ``now`` is in monotonic seconds."""
+
     def pause(self) -> None:
         """Take no new connections. Connections that exist go on."""
 

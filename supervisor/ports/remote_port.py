@@ -5,7 +5,6 @@ an older process that comes back from a cut network is refused. Frames of a conn
 because no living worker has its routing id any more.
 """
 
-import os
 from collections.abc import Callable
 
 import zmq
@@ -13,13 +12,12 @@ import zmq
 from protocol.process.silent_links import end_when_silent
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context
-from supervisor.ports.tcp_listener import ListenError
 from supervisor.ports.worker_port import WorkerPort, worker_router
 from supervisor.ports.zap import REMOTE_DOMAIN
 from supervisor.requests.worker_slots import WorkerSlot
 
 
-def open_remote_port(
+def remote_port(
     context: Context,
     endpoint: str,
     secret_key: bytes,
@@ -27,7 +25,7 @@ def open_remote_port(
     slot_of: Callable[[bytes], WorkerSlot | None],
     lease_s: float,
 ) -> WorkerPort:
-    """Bind the port. Raises ListenError.
+    """Return the port, which is not bound yet.
 
     endpoint    tcp://IP:PORT, an address of this machine that the other machines can reach
     secret_key  the port's secret key for CURVE, as Z85 text
@@ -42,10 +40,4 @@ def open_remote_port(
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
     end_when_silent(socket, lease_s)
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as e:
-        socket.close(linger=0)
-        message = f"cannot listen on {endpoint} for workers (cluster.advertise): {os.strerror(e.errno or 0)}"
-        raise ListenError(f"{message}; choose another port, or an address of this machine") from None
     return WorkerPort(socket, clients, slot_of)

@@ -211,6 +211,7 @@ class RequestAuthorizer:
         ]
         return {
             "listen": self._tcp.endpoint,
+            "problem": self._tcp.listener.problem,
             "keys": keys,
             "forbidden": self.forbidden,
             "connected_too_often": self._ring.refused_handshakes,

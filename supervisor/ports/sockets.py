@@ -1,11 +1,15 @@
 """Make, bind and clear the ROUTER sockets of the supervisor."""
 
 import ctypes
+import logging
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import zmq
 
 from protocol import limits
+from supervisor.attempts import ListenAttempts
 from supervisor.ports.socket_file import SocketFile
 from supervisor.ports.zap import ZAP_DOMAIN
 
@@ -55,6 +59,30 @@ def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.BACKLOG, backlog)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
     return socket
+
+
+def try_bind(
+    socket: zmq.Socket[bytes],
+    attempts: ListenAttempts,
+    now: float,
+    log: logging.Logger,
+    extra: Mapping[str, Any] | None = None,
+) -> bool:
+    """Bind a socket over TCP, if an attempt is due. Return whether that succeeded; ``attempts`` knows why not.
+
+    attempts  those for this socket. Their address is the endpoint
+    extra     of the log record that says why not
+    """
+    if not attempts.due(now):
+        return False
+    try:
+        socket.bind(attempts.address)
+    except zmq.ZMQError as e:
+        if (line := attempts.failed(e.errno or 0)) is not None:
+            log.error("%s", line, extra=extra)
+        return False
+    attempts.succeeded()
+    return True
 
 
 def bind_private(socket: zmq.Socket[bytes], endpoint: str, domain: bytes = ZAP_DOMAIN) -> SocketFile:

@@ -21,9 +21,9 @@
 
 import ctypes
 import logging
-import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import zmq
@@ -31,12 +31,13 @@ import zmq
 from protocol import limits
 from protocol.errors import ErrorCode, WireError
 from protocol.process.socket_calls import monitor_event
+from supervisor.attempts import ListenAttempts, ListenError
 from supervisor.keys.ring import KeyRing
 from supervisor.ports.client_port import MONITORED, ClientPort
 from supervisor.ports.connections import ClientConnection
 from supervisor.ports.listener import ForgedRoutingId
 from supervisor.ports.monitors import open_monitor
-from supervisor.ports.sockets import Context, client_router
+from supervisor.ports.sockets import Context, client_router, try_bind
 from supervisor.ports.wires import Wire, borrow
 from supervisor.ports.zap import TCP_DOMAIN
 
@@ -62,32 +63,57 @@ _TCP_INFO, _BYTES_ACKED = 11, 120
 (since Linux 4.1)."""
 
 
-class ListenError(Exception):
-    """The port cannot be opened. The message is one line that says why, and what to do."""
-
-
 class TcpListener:
     """The way into a port over TCP, see ``Listener``.
 
-    ring          the keys that are on the list
-    descriptor    the descriptor of the listening socket
-    first_number  the number that libzmq gave out before anybody could connect
+    ring      the keys that are on the list
+    router    the socket, which is not bound yet
+    monitor   its monitor
     """
 
     check_s = CHECK_S
     most_strangers: int | None = MAX_STRANGERS
 
-    def __init__(self, ring: KeyRing, descriptor: int, first_number: int) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        ring: KeyRing,
+        router: zmq.Socket[bytes],
+        monitor: zmq.Socket[bytes],
+        first_number: int,
+        log: logging.Logger,
+    ) -> None:
         self.first_number = first_number
         self._ring = ring
-        self._descriptor = descriptor
+        self._router = router
+        self._monitor = monitor
+        self._log = log
+        self.attempts = ListenAttempts(endpoint, "supervisor.listen")
+        self._descriptor: int | None = None
+        self._paused = False
+
+    @property
+    def problem(self) -> str | None:
+        """Why the port is not open; None if it is."""
+        return self.attempts.problem
+
+    def listen(self, now: float) -> None:
+        """Open the port, if it is not open and an attempt is due."""
+        if self._descriptor is not None or not try_bind(self._router, self.attempts, now, self._log):
+            return
+        self._descriptor = _listening_descriptor(self._monitor)
+        if self._paused:
+            self.pause()
+        self._log.info("listening on %s, for keys on the list only", self.attempts.address)
 
     def pause(self) -> None:
         """Have the kernel drop the packets of newcomers."""
+        self._paused = True
         self._filter(_SO_ATTACH_FILTER, _drop_everything())
 
     def resume(self) -> None:
         """Have the kernel take newcomers again."""
+        self._paused = False
         self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
 
     def admit(
@@ -142,6 +168,8 @@ class TcpListener:
                     yield fd
 
     def _filter(self, option: int, value: bytes) -> None:
+        if self._descriptor is None:
+            return
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self._descriptor)
         try:
             listener.setsockopt(socket.SOL_SOCKET, option, value)
@@ -158,12 +186,18 @@ def open_tcp_port(
     holds: Callable[[int, int], bool],
     log: logging.Logger,
 ) -> ClientPort:
-    """Open the port. Raises ListenError.
+    """Make the port, and open it if that is possible now. Raises ListenError if it never will be.
 
     secret_key  the server's secret key for CURVE
     backlog     connections that the kernel may have ready for the supervisor
     holds       see ``ClientPort``
     """
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _drop_everything())
+    except OSError as e:
+        message = f"cannot listen on {endpoint} safely: the kernel refuses a filter on the socket ({e.strerror})"
+        raise ListenError(f"{message}; allow setsockopt(SO_ATTACH_FILTER), or remove supervisor.listen") from None
     router = client_router(context, backlog)
     router.curve_server = True
     router.curve_secretkey = secret_key.encode()
@@ -175,19 +209,12 @@ def open_tcp_port(
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     monitor = open_monitor(context, router, MONITORED | zmq.EVENT_LISTENING | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     first_number = next_number(context, router)
-    try:
-        router.bind(endpoint)
-        listener = TcpListener(ring, _listening_descriptor(monitor), first_number)
-        listener.pause()  # find out now whether the kernel allows the filter
-        listener.resume()
-    except (zmq.ZMQError, OSError) as e:
+    listener = TcpListener(endpoint, ring, router, monitor, first_number, log)
+    listener.listen(time.monotonic())
+    if not listener.attempts.may_pass:
         monitor.close(linger=0)
         router.close(linger=0)
-        if isinstance(e, zmq.ZMQError):
-            message = f"cannot listen on {endpoint} (supervisor.listen): {os.strerror(e.errno or 0)}"
-            raise ListenError(f"{message}; choose another port, or an address of this machine") from None
-        message = f"cannot listen on {endpoint} safely: the kernel refuses a filter on the socket ({e.strerror})"
-        raise ListenError(f"{message}; allow setsockopt(SO_ATTACH_FILTER), or remove supervisor.listen") from None
+        raise ListenError(listener.problem)
     return ClientPort(endpoint, router, monitor, listener, holds, log)
 
 

@@ -1,6 +1,7 @@
 """``modelctl cluster`` shows the machines of a cluster, in a table that fits, and says what is wrong."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,21 @@ def serving_alone() -> Iterator[Serving]:
 
 def test_without_a_supervisor(tmp_path: Path, serving_alone: Serving) -> None:
     assert serving_alone.modelctl("cluster", "--runtime-dir", str(tmp_path)).returncode == 69
+
+
+def test_a_port_for_machines_that_is_taken_is_opened_when_it_is_free(tmp_path: Path) -> None:
+    hidden = Hidden(tmp_path, "ray")
+    models = {"far": engine() | {"node": "big-box"}, "near": engine()}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        section = {"ray": "127.0.0.1:1", "advertise": endpoint}
+        with Serving(models, cluster=section, environment={"PYTHONPATH": hidden.python_path}, wait=False) as serving:
+            serving.wait_state("near", "ready")
+            says = f"cannot listen on {endpoint} (cluster.advertise): Address already in use"
+            told(serving, "cluster", says, "cluster")
+            wait_until(lambda: serving.status("far")["reason"].startswith(says), 20)
+            taken.close()
+            wait_until(lambda: serving.status("far")["reason"] == NO_RAY, 20, "the next trouble, with the port open")
 
 
 def test_a_cluster_that_cannot_be_used(tmp_path: Path) -> None:

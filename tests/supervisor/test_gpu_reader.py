@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from supervisor.attempts import Restarts
 from supervisor.placement import circuit_breaker
-from supervisor.placement.circuit_breaker import BreakerState, CircuitBreaker, Restarts
+from supervisor.placement.circuit_breaker import BreakerState, CircuitBreaker
 from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpus import (
     MAX_ANSWER,
@@ -347,10 +348,7 @@ def test_without_a_driver_there_are_no_gpus_and_no_process(box: Box, monkeypatch
 
 
 @pytest.mark.long
-def test_a_driver_that_is_loaded_anew_is_tried_again(
-    reader: GpuReader, box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(circuit_breaker, "RESTART_S", 0.05)
+def test_a_driver_that_is_loaded_anew_is_tried_again(reader: GpuReader, box: Box) -> None:
     reader.read()
     box.fails("Driver/library version mismatch", at_init=True)
     processes()[0].kill()

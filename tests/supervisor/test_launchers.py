@@ -24,7 +24,7 @@ from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.cluster.store_keeper import ModelStore
-from supervisor.ports.remote_port import open_remote_port
+from supervisor.ports.remote_port import remote_port
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
 from supervisor.timers import Timers
@@ -63,9 +63,9 @@ class Host:
         if kind == "local":
             self.port, _ = open_local_port(self.context, self.endpoint, clients, lambda routing_id: None)
             return
-        self.port = open_remote_port(
-            self.context, "tcp://127.0.0.1:*", secret, clients, lambda routing_id: None, port_lease_s
-        )
+        endpoint = "tcp://127.0.0.1:*"
+        self.port = remote_port(self.context, endpoint, secret, clients, lambda routing_id: None, port_lease_s)
+        self.port.socket.bind(endpoint)
         self.endpoint = self.port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.remote = RemoteLauncher(self.starter, self.endpoint, public.decode(), LEASE_S, self.port.send, LOG, store)
         self.remote.keys = keys

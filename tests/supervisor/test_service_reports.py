@@ -9,13 +9,15 @@ from supervisor.workers.lifecycle import WorkerState
 EXTEND = f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1e6:.0f}"
 
 
-def view(*states: str, gateway: str | None = "", reloading: bool = False, stopping: bool = False) -> View:
+def view(
+    *states: str, gateway: str | None = "", listen: str = "", reloading: bool = False, stopping: bool = False
+) -> View:
     """Return a view of workers a, b, ... in these states. A worker whose state begins with "lazy " is not awaited."""
     workers = [
         WorkerView("abcdef"[i], WorkerState(state.removeprefix("lazy ")), not state.startswith("lazy "))
         for i, state in enumerate(states)
     ]
-    return View(workers, gateway, reloading, stopping)
+    return View(workers, gateway, listen, reloading, stopping)
 
 
 def ready_reports(watchdog_s: float | None = None) -> ServiceReports:
@@ -38,7 +40,12 @@ def test_it_is_ready_when_the_gateway_serves_or_has_said_why_not() -> None:
     reports = ServiceReports()
     assert "READY=1" not in reports.due(view("ready", gateway=None), 0.0)
     lines = reports.due(view("ready", gateway="cannot listen"), 1.0)
-    assert lines == ["READY=1", "STATUS=1 of 1 workers ready; ready: a; no gateway: cannot listen"]
+    assert lines == ["READY=1", "STATUS=1 of 1 workers ready; no gateway: cannot listen; ready: a"]
+
+
+def test_it_is_ready_without_the_port_over_tcp_and_says_so() -> None:
+    lines = ServiceReports().due(view("ready", listen="cannot listen on tcp://10.0.0.7:5570"), 0.0)
+    assert lines[:2] == ["READY=1", "STATUS=1 of 1 workers ready; cannot listen on tcp://10.0.0.7:5570; ready: a"]
 
 
 def test_a_long_start_is_extended_and_a_finished_one_is_not() -> None:
@@ -106,7 +113,7 @@ def test_the_status_names_each_worker_in_one_line_of_bounded_length() -> None:
     assert status_text(view("ready", "lazy unloaded", "failed", "ready")) == (
         "2 of 4 workers ready; ready: a, d; unloaded: b; failed: c"
     )
-    assert status_text(view("ready", gateway="two\nlines")) == "1 of 1 workers ready; ready: a; no gateway: two lines"
+    assert status_text(view("ready", gateway="two\nlines")) == "1 of 1 workers ready; no gateway: two lines; ready: a"
     many = View([WorkerView("é" * 60, WorkerState.READY, True)] * 40)
     assert len(status_text(many).encode()) <= 500
     assert status_text(many).endswith("...")

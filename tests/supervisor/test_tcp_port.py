@@ -1,6 +1,7 @@
 """The port over TCP handles connections correctly, in one process, and the port over ipc admits the right users."""
 
 import ctypes
+import errno
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Hello, Ping, Pong, Welcome
 from protocol.process.socket_calls import send_to
+from supervisor.attempts import RETRY_MAX_S, ListenAttempts, ListenError
 from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
@@ -28,7 +30,6 @@ from supervisor.ports.connections import ClientConnection
 from supervisor.ports.ipc_listener import open_ipc_port
 from supervisor.ports.tcp_listener import (
     MAX_CONNECTIONS_OF_KEY,
-    ListenError,
     TcpListener,
     bytes_both_ways,
     next_number,
@@ -38,18 +39,18 @@ from supervisor.ports.wires import Wire
 from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
-from tests.serving import ROOT, wait_until
+from tests.serving import ROOT, WITHIN, wait_until
 from tests.supervisor.port_host import LOG, LoopWithPort, holds_none
 
 
 class TcpHost(LoopWithPort):
     """A loop around the port over TCP, with the key of one client."""
 
-    def __init__(self, directory: Path, address: str = "127.0.0.1") -> None:
+    def __init__(self, directory: Path, address: str = "127.0.0.1", number: int | None = None) -> None:
         self.store = KeyStore(directory / "keys")
         self.key = self.store.add("a", frozenset({Right.INFER}), directory / "a.key")
         self.ring = KeyRing(self.store, LOG)
-        self.number = free_port()
+        self.number = number or free_port()
         self.endpoint = f"tcp://{address}:{self.number}"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         zap = ZapHandler(context, os.getuid(), ring=self.ring)
@@ -168,11 +169,66 @@ def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: p
         assert host.is_answered(client, 1)
 
 
-def test_a_port_that_is_taken(host: TcpHost) -> None:
-    with pytest.raises(ListenError, match="Address already in use"):
-        open_tcp_port(
-            host.context, host.endpoint, host.store.server_pair()[1], host.ring, 64, holds_none, logging.getLogger()
-        )
+def test_a_port_that_is_taken_opens_when_it_is_free(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        host = TcpHost(tmp_path, number=taken.getsockname()[1])
+        listener, now = host.port.listener, time.monotonic()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for attempt in range(1, 40):
+            assert f"{host.endpoint} (supervisor.listen): Address already in use, tried {attempt} time" in str(
+                listener.problem
+            )
+            now += RETRY_MAX_S
+            listener.listen(now)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        host.port.pause()
+        host.port.resume()
+    listener.listen(now + RETRY_MAX_S)
+    assert listener.problem is None
+    with host.greet() as client:
+        assert host.is_answered(client, 1)
+    host.close()
+
+
+def test_a_port_that_opens_while_newcomers_have_to_wait_lets_none_in(tmp_path: Path) -> None:
+    number = free_port()
+    with socket.create_server(("127.0.0.1", number)):
+        host = TcpHost(tmp_path, number=number)
+        host.port.pause()
+    host.port.listener.listen(time.monotonic() + RETRY_MAX_S)
+    with socket.socket() as newcomer:
+        newcomer.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            newcomer.connect(("127.0.0.1", number))
+    host.port.resume()
+    socket.create_connection(("127.0.0.1", number), WITHIN).close()
+    host.close()
+
+
+def test_an_address_that_can_never_be_opened(host: TcpHost) -> None:
+    endpoint = f"tcp://[fe80::1]:{free_port()}"
+    with pytest.raises(ListenError, match=r"\(supervisor.listen\): .*; give another port, or an address"):
+        open_tcp_port(host.context, endpoint, host.store.server_pair()[1], host.ring, 64, holds_none, LOG)
+
+
+def test_attempts_become_rarer_and_say_each_reason_once() -> None:
+    attempts = ListenAttempts("tcp://10.0.0.7:5570", "supervisor.listen")
+    lines, tried = [], []
+    for half_second in range(400):
+        if attempts.due(half_second / 2):
+            tried.append(half_second / 2)
+            lines.append(attempts.failed(errno.EADDRNOTAVAIL if half_second < 60 else errno.EADDRINUSE))
+    assert tried[:4] == [0.0, 0.5, 1.5, 3.5]
+    assert tried[-1] - tried[-2] == RETRY_MAX_S
+    says = "cannot listen on tcp://10.0.0.7:5570 (supervisor.listen): "
+    told = [line for line in lines if line is not None]
+    assert [line.split("; ")[0] for line in told] == [
+        f"{says}Cannot assign requested address", f"{says}Address already in use"
+    ]  # fmt: skip
+    assert attempts.problem == f"{says}Address already in use, tried {len(tried)} times; {told[1].split(': ')[-1]}"
+    assert attempts.may_pass
+    attempts.failed(errno.EACCES)
+    assert not attempts.may_pass
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, stranger
-from tests.serving import ROOT, Serving, engine, wait_until
+from tests.serving import ROOT, WITHIN, engine, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -339,10 +340,34 @@ def test_unsafe_settings_refuse_to_start(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "refused before anything was made"
 
 
-def test_a_port_that_is_taken_is_said(keyed: Keyed) -> None:
-    other = Serving({"m": engine()}, listen=keyed.endpoint, keys=keyed.store.directory)
-    with pytest.raises(AssertionError, match=r"ended with 78: (.|\n)*cannot listen on tcp://127.0.0.1"), other:
-        pass
+def test_a_port_that_is_taken_is_opened_when_it_is_free() -> None:
+    """Meanwhile the supervisor serves on this machine, and says everywhere what is wrong."""
+    http_port = free_port()
+    gateway = {"listen": f"127.0.0.1:{http_port}", "auth": "none"}
+    keyed = Keyed({"m": engine()}, {"a": "infer"}, gateway=gateway)
+    with socket.create_server(("127.0.0.1", keyed.port)) as taken, keyed:
+        serving = keyed.serving
+        says = f"cannot listen on {keyed.endpoint} (supervisor.listen): Address already in use"
+        assert keyed.tcp()["problem"].startswith(f"{says}, tried ")
+        wait_until(lambda: ", tried 3 times; end the program" in keyed.tcp()["problem"], what="another attempt")
+        assert serving.overview()["supervisor"]["troubles"]["listen"].startswith(says)
+        for command in (("ps",), ("status",), ("doctor", str(serving.config))):
+            done = serving.modelctl(*command)
+            assert f"{says}, tried " in done.stdout + done.stderr, command
+        wait_until(lambda: serving.overview()["supervisor"]["gateway"]["ready"], what="the gateway")
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=WITHIN) as reply:
+            text = reply.read().decode()
+        assert text.startswith(f"ok\n{says}, tried ")
+        with serving.client() as client:
+            assert client.complete("m", "hello", max_tokens=5).text == answer("hello", 5)
+        assert serving.log().count(says) == 1
+        taken.close()
+        wait_until(lambda: keyed.tcp()["problem"] is None, what="the port")
+        with keyed.client("a") as client:
+            assert client.complete("m", "hello", max_tokens=5).text == answer("hello", 5)
+        assert "listen" not in serving.overview()["supervisor"]["troubles"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=WITHIN) as reply:
+            assert reply.read() == b"ok\n"
 
 
 def test_a_flood_of_connections_leaves_descriptors_for_those_who_are_there(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from uuid import uuid4
 import psutil
 import pytest
 
+from supervisor.keys.rights import Right
+from supervisor.keys.store import KeyStore
 from tests.serving import WITHIN, Serving, engine, marked_processes, wait_until
 
 MODELS = {"m": engine()}
@@ -55,11 +57,16 @@ def fill(sender: socket.socket, address: str) -> None:
 
 @contextmanager
 def managed(
-    manager: Manager, models: dict[str, dict[str, Any]], gateway: dict[str, Any] | None = None, **variables: str
+    manager: Manager,
+    models: dict[str, dict[str, Any]],
+    gateway: dict[str, Any] | None = None,
+    listen: str | None = None,
+    keys: Path | None = None,
+    **variables: str,
 ) -> Iterator[Serving]:
     """Start a supervisor below a service manager."""
     with closing(manager.socket):
-        serving = Serving(models, gateway=gateway, begin=False, wait=False)
+        serving = Serving(models, gateway=gateway, listen=listen, keys=keys, begin=False, wait=False)
         serving.environment |= {"NOTIFY_SOCKET": manager.address, **variables}
         serving.start_again(models)
         with serving:
@@ -121,6 +128,20 @@ def test_it_is_ready_when_the_gateway_serves_or_has_said_why_not(tmp_path: Path)
             taken.close()
             wait_until(lambda: manager.wait_for("STATUS=").endswith("ready: m"), what="the status without a problem")
             wait_until(lambda: serving.overview()["supervisor"]["gateway"]["ready"], what="the gateway that serves")
+
+
+def test_it_is_ready_without_the_port_over_tcp_and_says_so(tmp_path: Path) -> None:
+    keys = KeyStore(tmp_path / "keys")
+    keys.add("a", frozenset({Right.INFER}), tmp_path / "a.key")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        manager = Manager(str(tmp_path / "notify"))
+        with managed(manager, MODELS, listen=endpoint, keys=keys.directory):
+            manager.wait_for("READY=1")
+            statuses = [line for line in manager.lines if line.startswith("STATUS=1 of 1")]
+            assert f"; cannot listen on {endpoint} (supervisor.listen): " in statuses[-1]
+            taken.close()
+            wait_until(lambda: "cannot listen" not in manager.wait_for("STATUS="), what="the status without a problem")
 
 
 def test_only_the_loop_feeds_the_watchdog(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import resource
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from exporter.families import exposition
 from protocol.errors import ErrorCode, WireError
 from supervisor.keys.store import CLIENTS, KeyStore
-from supervisor.troubles import LATELY_S, Refusals
+from supervisor.troubles import LATELY_S, Lasting, Refusals
 from tests.conftest import Serve
 from tests.keyed import Keyed
 from tests.nvml_box import Box
@@ -102,6 +104,39 @@ def test_keys_that_were_revoked_and_a_list_that_cannot_be_read() -> None:
         told(keyed.serving, "keys", "no key is admitted", "keys")
         listed.write_text(text)
         over(keyed.serving, "keys")
+
+
+SOONER = """\
+import runpy
+from supervisor import troubles
+
+if __name__ == "__main__":
+    troubles.LASTING_S = 0.1
+    runpy.run_module("supervisor", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_trouble_that_lasts_is_an_event_and_so_is_its_end(tmp_path: Path) -> None:
+    script = tmp_path / "sooner.py"
+    script.write_text(SOONER)
+    keyed = Keyed({"a": engine()}, {"user": "infer"}, script=script)
+    with socket.create_server(("127.0.0.1", keyed.port)) as taken, keyed:
+        told(keyed.serving, "listen", f"cannot listen on {keyed.endpoint}", "trouble")
+        taken.close()
+        over(keyed.serving, "listen")
+        wait_until(lambda: "listen: it is over" in events(keyed.serving, "trouble"), 20, "the end of it")
+
+
+def test_a_trouble_lasts_after_five_minutes_without_a_pause() -> None:
+    lasting = Lasting()
+    assert lasting.look({"listen", "gpus"}, 0.0) == ([], [])
+    assert lasting.look({"listen"}, 200.0) == ([], [])
+    assert lasting.look({"listen", "gpus"}, 299.0) == ([], [])
+    assert lasting.look({"listen", "gpus"}, 300.0) == (["listen"], [])
+    assert lasting.look({"listen", "gpus"}, 400.0) == ([], [])
+    assert lasting.look({"gpus"}, 401.0) == ([], ["listen"])
+    assert lasting.look({"listen"}, 402.0) == ([], [])
+    assert lasting.look({"listen"}, 702.0) == (["listen"], [])
 
 
 def test_refusals_are_a_trouble_for_a_while() -> None:

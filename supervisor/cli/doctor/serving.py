@@ -49,29 +49,37 @@ def directory_of(runtime_dir: Path) -> Iterator[Finding]:
 
 
 def port_of(config: "Config", running: dict[str, Any] | None) -> Iterator[Finding]:
-    """Judge the address of the gateway.
+    """Judge the addresses of the gateway and of the port over TCP.
 
     running  the answer to ``status`` of the supervisor here; None if none runs
     """
-    if config.gateway is None:
-        return
-    address = config.gateway.listen
-    ours = ((running or {}).get("supervisor") or {}).get("gateway")
-    if ours and ours.get("listen") == str(address):
-        if ours.get("problem"):
-            yield bad("gateway", f"{address} does not answer: {ours['problem']}", "see `modelctl logs gateway`")
-        else:
-            yield ok("gateway", f"answers at {address}")
-        return
+    ours = (running or {}).get("supervisor") or {}
+    if config.gateway is not None:
+        address = config.gateway.listen
+        yield _port("gateway", str(address), address.host, address.port, ours.get("gateway"))
+    if (endpoint := config.supervisor.listen) is not None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        yield _port("supervisor.listen", endpoint, host.strip("[]"), int(port), ours.get("tcp"))
+
+
+def _port(what: str, address: str, host: str, port: int, ours: dict[str, Any] | None) -> Finding:
+    """Judge the address of a port.
+
+    ours  the port in the answer to ``status``; None if no supervisor here has one
+    """
+    section = what.partition(".")[0]
+    if ours and ours.get("listen") == address:
+        if problem := ours.get("problem"):
+            return bad(what, f"{address} does not answer: {problem}", f"see `modelctl logs {section}`")
+        return ok(what, f"answers at {address}")
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address.host, address.port))
+            probe.bind((host, port))
     except OSError as e:
         why = "another program listens there" if e.errno == errno.EADDRINUSE else e.strerror or str(e)
-        yield bad("gateway", f"{address} cannot be opened: {why}", "choose another port with gateway.listen")
-    else:
-        yield ok("gateway", f"{address} is free")
+        return bad(what, f"{address} cannot be opened: {why}", f"choose another address with {section}.listen")
+    return ok(what, f"{address} is free")
 
 
 def status_of(runtime_dir: Path) -> dict[str, Any] | None:
