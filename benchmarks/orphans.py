@@ -124,6 +124,7 @@ class Phase:
 
 PLAIN = engine(context=2 * LONG)
 FORKS = "tests.orphan_engines:ForksFamily"
+ESCAPES = "tests.orphan_engines:EscapesBySession"
 LOCKS = "tests.orphan_engines:HangsWithTheLock"
 PHASES = [
     Phase("starting", engine(autostart=False), starting),
@@ -134,6 +135,7 @@ PHASES = [
     Phase("hung, deaf to SIGTERM", engine("HangsDeaf"), hung),
     Phase("hung with the interpreter's lock", engine() | {"engine": LOCKS}, hung),
     Phase("with children and theirs", engine() | {"engine": FORKS}, families),
+    Phase("with children in sessions of their own", engine() | {"engine": ESCAPES}, families),
     Phase("draining", PLAIN, draining),
     Phase("stopping", engine("HangsDeaf"), stopping),
 ]

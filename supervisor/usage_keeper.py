@@ -272,9 +272,9 @@ def writer_environment() -> dict[str, str]:
 
     The process finds this package whatever the current directory is.
 
-    The mark is missing by which the next supervisor finds and kills what a dead one has left. The writer ends by
+    Its mark is not that by which the next supervisor finds and kills what a dead one has left. The writer ends by
     itself, and would otherwise be killed before it has written the last counts.
     """
     here = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    return {name: value for name, value in helper_environment(PYTHONPATH=path).items() if name != MARK}
+    return helper_environment(**{"PYTHONPATH": path, MARK: "writer"})

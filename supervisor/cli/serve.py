@@ -69,6 +69,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
     from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
+    from supervisor.workers.descendants import become_subreaper
 
     try:
         admin_endpoint(runtime_dir)  # raises ValueError if the longest socket path is too long
@@ -88,6 +89,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
         runtime_dir, None if quiet else _screen(loaded.supervisor.log_style), loaded.supervisor.log_style
     )
     code = exit_codes.SOFTWARE
+    become_subreaper()
     try:
         code = Supervisor(loaded, runtime, log, opening, watch=watch).run()
     except ListenError as e:

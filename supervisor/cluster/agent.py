@@ -52,6 +52,7 @@ from supervisor.cluster.agent_messages import (
 from supervisor.cluster.store_copying import Fetching
 from supervisor.cluster.store_places import directories_of, moved
 from supervisor.timers import Timers
+from supervisor.workers.descendants import become_subreaper
 from supervisor.workers.launcher import Launched
 from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.orphans import Orphans
@@ -329,6 +330,7 @@ def main() -> int:
     if not die_with(parent):
         return EXIT_LOST
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    become_subreaper()
     clear_directories()
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     try:

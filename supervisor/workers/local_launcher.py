@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from protocol.process.helper_environment import helper_environment
 from protocol.process.progress_lease import DEFAULT_LEASES, Reading, WatchedPage, WorkerPhase
 from protocol.process.worker_spec import WorkerSpec, pack_spec
 from supervisor.packages import directory_of_titles
-from supervisor.timers import Timers
+from supervisor.timers import Timer, Timers
 from supervisor.worker_modules import spare_main, worker_main
-from supervisor.workers.guard import Guard, kill_group
+from supervisor.workers.descendants import Descendants
+from supervisor.workers.guard import WORKER_MARK, Guard, kill_group
 from supervisor.workers.launcher import Launched
 from supervisor.workers.machines import NoMachine
 from supervisor.workers.orphans import Orphans
@@ -61,15 +63,21 @@ class WorkerProcess:
     if the system has no process or descriptor left.
 
     name       the name of the process, for multiprocessing
+    mark       what it and all that it starts have in their environment, see ``descendants``
     start_s    the first lease, in seconds
     target     what the process calls, with ``arguments``: one of these is the descriptor of the page, where PAGE stands
     """
 
-    def __init__(self, name: str, start_s: float, target: Callable[..., None], arguments: Sequence[Any]) -> None:
+    def __init__(
+        self, name: str, mark: str, start_s: float, target: Callable[..., None], arguments: Sequence[Any]
+    ) -> None:
         # The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that spawned the worker ends.
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers must be spawned from the main thread")
+        self.mark = mark
+        resource_tracker.ensure_running()  # it outlives this worker, and must not have its mark
         self._page = WatchedPage(start_s)
+        os.environ[WORKER_MARK] = mark
         try:
             page = _Inherited(self._page.descriptor)
             given = tuple(page if argument is PAGE else argument for argument in arguments)
@@ -78,6 +86,8 @@ class WorkerProcess:
         except BaseException:
             self._page.close()
             raise
+        finally:
+            del os.environ[WORKER_MARK]
         self._page.handed_over()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -158,12 +168,12 @@ class WorkerProcess:
 class SpareProcess(WorkerProcess):
     """A process that has imported what an engine needs, and becomes a worker when it gets a specification."""
 
-    def __init__(self, engine: str, log_path: str) -> None:
+    def __init__(self, engine: str, mark: str, log_path: str) -> None:
         self.engine = engine
         theirs, self._pipe = os.pipe()
         try:
             arguments = (engine, os.getpid(), PAGE, log_path, _Inherited(theirs))
-            super().__init__(f"spare-{engine}", DEFAULT_LEASES.start_s, _SPARE_MAIN, arguments)
+            super().__init__(f"spare-{engine}", mark, DEFAULT_LEASES.start_s, _SPARE_MAIN, arguments)
         except BaseException:
             self._close_pipe()
             raise
@@ -206,6 +216,8 @@ class LocalLauncher:
     def __init__(self, timers: Timers, orphans: Orphans, log: logging.Logger, spare_log: Path) -> None:
         self._timers = timers
         self._orphans = orphans
+        self._descendants = Descendants(orphans.mark, log)
+        self._look_timer: Timer | None = None
         self._log = log
         self._processes: dict[int, WorkerProcess] = {}
         """The workers that were not reaped yet, by pidfd."""
@@ -219,6 +231,7 @@ class LocalLauncher:
         self._guard = Guard(helper_environment(), directory_of_titles())
         self._epoll.register(self._guard.pidfd, select.EPOLLIN)
         self._check_guard()
+        self._look_for_descendants()
 
     @property
     def descriptor(self) -> int:
@@ -232,9 +245,11 @@ class LocalLauncher:
         process = self._adopted(spec)
         if process is None:
             name = f"worker-{spec.engine.model}"
-            process = WorkerProcess(name, spec.leases.start_s, _WORKER_MAIN, (spec, PAGE))
+            mark = self._descendants.new_mark()
+            process = WorkerProcess(name, mark, spec.leases.start_s, _WORKER_MAIN, (spec, PAGE))
             self._watch(process)
         self._orphans.record(process.pid, spec.engine.model)
+        self._descendants.began(process.mark, process.pid, spec.name or spec.engine.model)
         self._processes[process.pidfd] = process
         return process
 
@@ -276,13 +291,14 @@ class LocalLauncher:
             if 0 < free() < LEAST_FREE:
                 return
             try:
-                spare = SpareProcess(engine, self._spare_log)
+                spare = SpareProcess(engine, self._descendants.new_mark(), self._spare_log)
                 self._watch(spare)
             except OSError as e:
                 self._log.warning("no spare worker can be started: %s", e)
                 self._spare_plan.ended(engine, now)
                 continue
             self._orphans.record(spare.pid, f"spare worker of {engine}")
+            self._descendants.began(spare.mark, spare.pid, f"spare worker of {engine}")
             self._spares[engine] = spare
 
     def _end(self, spare: SpareProcess) -> None:
@@ -332,7 +348,16 @@ class LocalLauncher:
         self._guard.forget(process.pid)  # before the pid can belong to another process, which the guard would kill
         code = process.join()
         self._orphans.forget(process.pid)
+        self._descendants.ended(process.mark)
+        self._look_for_descendants()  # now: the next worker may need the GPU that they hold
         return code
+
+    def _look_for_descendants(self) -> None:
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        now = time.monotonic()
+        pause = self._descendants.look(now)
+        self._look_timer = None if pause is None else self._timers.at(now + pause, self._look_for_descendants)
 
     def sweep(self, holds: Mapping[int, str]) -> None:
         self._orphans.sweep(holds)
@@ -345,6 +370,7 @@ class LocalLauncher:
         self.keep_spares((), time.monotonic(), starting=False)
         for spare in self._leaving.values():
             spare.end_group()
+        self._descendants.end_all()
         self._guard.close()
         self._epoll.close()
 

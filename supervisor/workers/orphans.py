@@ -12,7 +12,6 @@ environment. Only processes of the same user can read it.
 import json
 import logging
 import os
-import signal
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from protocol.process.private_paths import open_private
+from supervisor.workers.guard import SUPERVISOR_MARK, WORKER_MARK, kill_if
 from supervisor.workers.processes import Seen, boot_id, command_of, processes_with, start_of
 
 FILE = "workers.json"
-MARK = "MODELCTL_SUPERVISOR_MARK"
+MARK = SUPERVISOR_MARK
 DYING_S = 0.5
 """Seconds that processes may take to die with their supervisor, before they count as orphans."""
 ENDING_S = 2.0
@@ -104,7 +104,9 @@ class Orphans:
         self._former = self._read()
         mark = os.urandom(16).hex()
         self._marks: tuple[str, ...] = (mark,)
+        self.mark = mark
         os.environ[MARK] = mark  # inherited by everything that this process starts from now on
+        os.environ.pop(WORKER_MARK, None)  # of a worker that has started this program
 
     def record(self, pid: int, model: str) -> None:
         """Add a worker that was started to the record."""
@@ -207,15 +209,4 @@ def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:
 
 
 def _kill(left: Orphan) -> None:
-    """Kill an orphan through a pidfd, so that a later process with its pid is never hit."""
-    try:
-        handle = os.pidfd_open(left.pid)
-    except OSError:
-        return  # gone meanwhile
-    try:
-        if start_of(left.pid) == left.started:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+    kill_if(left.pid, lambda: start_of(left.pid) == left.started)

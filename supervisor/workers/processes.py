@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from supervisor.workers.guard import value_of
 
 _PROC = Path("/proc")
 COMMAND_LENGTH = 120
@@ -27,6 +30,20 @@ class Seen:
     command: str
 
 
+class Stat(NamedTuple):
+    """The state (a letter), parent, session and start of a process, which is in clock ticks from boot."""
+
+    state: str
+    parent: int
+    session: int
+    started: int
+
+    @property
+    def is_zombie(self) -> bool:
+        """Whether the process has ended, and was not collected yet."""
+        return self.state in "ZX"
+
+
 def boot_id() -> str:
     """Return the kernel's id of this boot; empty if the kernel has none."""
     try:
@@ -37,14 +54,14 @@ def boot_id() -> str:
 
 def start_of(pid: int) -> int | None:
     """Return when a process was started, in clock ticks from boot; None if there is no such process."""
-    stat = _stat(pid)
-    return None if stat is None else stat[3]
+    stat = stat_of(pid)
+    return None if stat is None else stat.started
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal such as SIGSTOP, or by a debugger."""
-    stat = _stat(pid)
-    return stat is not None and stat[0] in "Tt"
+    stat = stat_of(pid)
+    return stat is not None and stat.state in "Tt"
 
 
 def processes_with(variable: str) -> Iterator[Seen]:
@@ -56,15 +73,15 @@ def processes_with(variable: str) -> Iterator[Seen]:
         if not name.isdecimal():
             continue
         pid = int(name)
-        stat = _stat(pid)
-        if stat is None or stat[0] in "ZX":
+        stat = stat_of(pid)
+        if stat is None or stat.is_zombie:
             continue
-        _, parent, session, started = stat
         try:
             uid = (_PROC / name).stat().st_uid
         except OSError:
             continue  # gone meanwhile
-        yield Seen(pid, parent, session, started, uid, _mark(pid, variable), command_of(pid))
+        mark = value_of(pid, variable) or None
+        yield Seen(pid, stat.parent, stat.session, stat.started, uid, mark, command_of(pid))
 
 
 def command_of(pid: int) -> str:
@@ -78,26 +95,15 @@ def command_of(pid: int) -> str:
     return "".join(c if c.isprintable() else "?" for c in words)[:COMMAND_LENGTH]
 
 
-def _stat(pid: int) -> tuple[str, int, int, int] | None:
-    """Return state, parent, session and start of a process; None if it has ended.
+def stat_of(pid: int) -> Stat | None:
+    """Return what /proc/PID/stat tells of a process; None if there is no such process.
 
     The name in parentheses may hold parentheses itself.
     """
     try:
-        text = (_PROC / str(pid) / "stat").read_bytes()
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
     except OSError:
         return None
     fields = text[text.rfind(b")") + 2 :].split()
-    return fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19])
-
-
-def _mark(pid: int, variable: str) -> str | None:
-    try:
-        environment = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return None  # another user's
-    wanted = f"{variable}=".encode()
-    for entry in environment.split(b"\0"):
-        if entry.startswith(wanted):
-            return entry[len(wanted) :].decode(errors="replace")
-    return None
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))

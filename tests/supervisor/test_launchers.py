@@ -1,7 +1,9 @@
 """One contract for all launchers: a worker starts, is watched, is ended, and its end is told once."""
 
+import dataclasses
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ from tests.serving import is_alive, wait_until
 WITHIN = 60.0
 LEASE_S = 2.0
 LOG = logging.getLogger("test")
+ESCAPES = "tests.orphan_engines:EscapesBySession"
 
 
 class Host:
@@ -309,6 +312,20 @@ def test_an_agent_that_is_killed_takes_its_worker_along(far: Host) -> None:
     processes = [*family(worker), agent_of(far)]
     agent_of(far).kill()
     assert lost(far, worker) == "its agent left with -9"
+    gone(far, *processes)
+
+
+@pytest.mark.parametrize("whose", ["worker", "agent"])
+def test_what_has_left_the_workers_session_ends_with_it(far: Host, whose: str) -> None:
+    """The agent is a subreaper, as the supervisor is. If the agent is killed, its guard finds the processes."""
+    spec = far.spec()
+    spec = dataclasses.replace(spec, engine=dataclasses.replace(spec.engine, engine=ESCAPES))
+    worker = far.ready(spec)
+    pids = far.until(lambda: len(found := re.findall(r" pid (\d+)\.", log_of(spec))) == 3 and found, "the pids")
+    processes = [psutil.Process(int(pid)) for pid in pids]
+    assert all(map(is_alive, processes))
+    (psutil.Process(worker.pid) if whose == "worker" else agent_of(far)).kill()
+    assert far.end(worker) == -signal.SIGKILL
     gone(far, *processes)
 
 

@@ -123,6 +123,9 @@ def test_what_was_left_behind_is_named_and_ended_by_the_next(serve: Serve) -> No
     serving = serve({"a": engine("ForksDaemon"), "b": engine()})
     child = forked_child(serving, "a")
     command = " ".join(child.cmdline())
+    guard = wait_until(serving.guard)
+    serving.process.send_signal(signal.SIGSTOP)  # so that it cannot replace the guard, which would find the child
+    guard.kill()
     serving.kill()
     wait_until(lambda: serving.processes() == [child], what="all but the child to be gone")
     assert serving.modelctl("serve", "--detach", "-c", str(serving.config)).returncode == 0
@@ -132,7 +135,7 @@ def test_what_was_left_behind_is_named_and_ended_by_the_next(serve: Serve) -> No
     second = forked_child(serving, "a")
     assert second != child
     assert serving.modelctl("shutdown").returncode == 0
-    second.kill()
+    wait_until(lambda: not is_alive(second), what="its end with its worker")
 
 
 def test_the_guard_is_replaced_and_its_successor_guards(serve: Serve) -> None:
