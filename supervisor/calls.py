@@ -247,7 +247,16 @@ def _reload(context: AdminContext, params: Params, identity: Identity) -> Result
         raise RequestError(message, field="how") from None
     model = given.get("model")
     cause = f"reload {_by(identity)}" if model is None else f"reload of {model[:64]} {_by(identity)}"
-    return {"turnover": context.reloads.read_again(cause, how, model)}
+    try:
+        return {"turnover": context.reloads.read_again(cause, how, model)}
+    except WireError as e:
+        if identity.models is None:
+            raise
+        if e.code is ErrorCode.MODEL_NOT_FOUND:
+            raise _unknown(context, model or "", identity) from None
+        # What is wrong with models.yaml may name any model.
+        message = "nothing is changed: models.yaml cannot be used, and the supervisor's log says why"
+        raise WireError(e.code, message) from None
 
 
 def _shutdown(context: AdminContext, params: Params, identity: Identity) -> Result:
@@ -386,8 +395,14 @@ def _replicas(context: AdminContext, name: str | None, identity: Identity) -> li
         return replicas
     if replica := context.fleet.registry.shown(name):
         return [replica]
+    raise _unknown(context, name, identity)
+
+
+def _unknown(context: AdminContext, name: str, identity: Identity) -> WireError:
+    """Return the error for a name that no model has, with the models that ``identity`` may use."""
     known = ", ".join(sorted(model["name"] for model in models(context, identity))) or "none"
-    raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured: there is {known}", field="model")
+    message = f"no model {name[:64]!r} is configured: there is {known}"
+    return WireError(ErrorCode.MODEL_NOT_FOUND, message, field="model")
 
 
 def _current(context: AdminContext, name: str | None, identity: Identity) -> list[Replica]:

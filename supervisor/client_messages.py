@@ -109,11 +109,11 @@ class ClientMessages:
         try:
             if port is self._clients.admin:
                 raise WireError(ErrorCode.UNSUPPORTED, "requests go to the front socket", field="request")
-            named = self._names.find_or_default(message.model)
-            if named.model != message.model:
-                message = replace(message, model=named.model)
             if ON_BEHALF_OF in message.route:
                 caller = self._authorizer.caller(caller, message.route[ON_BEHALF_OF], f"route.{ON_BEHALF_OF}")
+            named = self._names.find_or_default(message.model, caller.may_use)
+            if named.model != message.model:
+                message = replace(message, model=named.model)
             if caller is not OWNER:
                 party = self._authorizer.check_request(caller, message, now)
             if (stay := stay_of(message.route)) is not None:
@@ -134,7 +134,7 @@ class ClientMessages:
             params, caller = unpack_body(message.body), connection.identity
             if ON_BEHALF_OF in params:
                 caller = self._authorizer.caller(caller, params.pop(ON_BEHALF_OF), ON_BEHALF_OF)
-            variables = self._resolve(message.verb, params)
+            variables = self._resolve(message.verb, params, caller)
             if caller is not OWNER:
                 self._authorizer.check_call(caller, message, params)
             if message.verb == calls.USAGE:
@@ -153,7 +153,7 @@ class ClientMessages:
     def _names(self) -> ModelNames:
         return self._context.fleet.registry.config.names
 
-    def _resolve(self, verb: str, params: dict[str, Any]) -> Mapping[str, Any]:
+    def _resolve(self, verb: str, params: dict[str, Any], caller: Identity) -> Mapping[str, Any]:
         """Put the model itself in the place of another name of it in the parameters of a call.
 
         Return the template's variables of the variant that was named. Only a question to a worker may leave the model
@@ -162,7 +162,7 @@ class ClientMessages:
         name = params.get("model", "")
         if not isinstance(name, str) or not (name or verb in QUESTION_VERBS):
             return {}
-        named = self._names.find_or_default(name)
+        named = self._names.find_or_default(name, caller.may_use)
         params["model"] = named.model
         return named.template_kwargs
 

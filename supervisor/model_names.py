@@ -1,11 +1,12 @@
 """Find the model that a name means: a model, one of its aliases, or a variant of it (``name:variant``). Pure.
 
-Every request, question and order passes here before its key is checked. So the command line, the clients and the
-gateway know the same names, and a key's rights are those for the model itself.
+Every request, question and order passes here. So the command line, the clients and the gateway know the same names, and
+a key's rights are those for the model itself. To a key that may not use a model, its other names mean nothing: the
+answer is the one for a name that does not exist.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -69,17 +70,22 @@ class ModelNames:
         """Return what a name means. A name that nothing has is returned as it is, and the caller refuses it."""
         return self._named.get(name) or Named(name)
 
-    def find_or_default(self, name: str) -> Named:
+    def find_or_default(self, name: str, may_use: Callable[[str], bool]) -> Named:
         """Return what the name in a request means. The empty name is the default model.
 
-        Raises RequestError for an empty name if there is no default model.
+        may_use  tells whether the sender may use a model
+
+        A name of a model that the sender may not use is returned as it is, as one that nothing has. Raises RequestError
+        for an empty name if there is no default model that the sender may use.
         """
         if name:
-            return self.find(name)
-        if self.default is None:
-            message = "the request names no model, and models.yaml has no default_model: name a model"
+            named = self.find(name)
+            return named if may_use(named.model) else Named(name)
+        default = None if self.default is None else self.find(self.default)
+        if default is None or not may_use(default.model):
+            message = "the request names no model, and models.yaml has no default_model for it: name a model"
             raise RequestError(message, field="model", code=ErrorCode.INVALID_REQUEST)
-        return self.find(self.default)
+        return default
 
 
 def _variant(model: str, variant: VariantConfig) -> Named:

@@ -1,12 +1,18 @@
-"""/livez, /readyz and /health: for load balancers and watchdogs, without a key and without details of models."""
+"""/livez, /readyz and /health: for load balancers and watchdogs, without a key and without details of models.
+
+Only ``/readyz?model=`` takes a key. Without one, it would tell everybody which models there are.
+"""
 
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.http.callers import Caller, caller_of
+from gateway.http.errors import ApiError
+from gateway.supervisor_link import SupervisorLink
 from protocol.client.model_names import means
-from protocol.errors import WireError
+from protocol.errors import ErrorCode, WireError
 
 AT_REST: Final = frozenset({"ready", "failed", "stopped", "unloaded", "asleep"})
 """States in which a model is not on its way to another state."""
@@ -23,10 +29,13 @@ async def live(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Answer 200 if the model that ``?model=`` names answers requests, else 503. Without it: if any model does.
 
-    If the supervisor's port over TCP is not open yet, another line of the answer says why.
+    A model that the key may not use is answered as one that does not exist. If the supervisor's port over TCP is not
+    open yet, another line of the answer says why.
     """
-    name, reply = request.query_params.get("model"), await _models(request)
-    answer = _answer(any(state in ANSWERS for state in _states(reply, name)))
+    name = request.query_params.get("model")
+    reply = await _models(request, None if name is None else caller_of(request))
+    found = [model for model in reply["models"] if name is None or means(model, name)]
+    answer = _answer(any(model["state"] in ANSWERS for model in found))
     if reply.get("listen"):
         return PlainTextResponse(f"{bytes(answer.body).decode()}{reply['listen']}\n", answer.status_code)
     return answer
@@ -38,7 +47,7 @@ async def health(request: Request) -> Response:
     So a script that starts the supervisor can wait for all models. llama-server answers 503 while its model is loading,
     and vLLM once its engine is dead.
     """
-    states = _states(await _models(request))
+    states = [model["state"] for model in (await _models(request))["models"]]
     return _answer(any(state in ANSWERS for state in states) and all(state in AT_REST for state in states))
 
 
@@ -46,15 +55,15 @@ def _answer(good: bool) -> Response:
     return PlainTextResponse("ok\n" if good else "not ready\n", 200 if good else 503)
 
 
-async def _models(request: Request) -> dict[str, Any]:
-    """Return the supervisor's answer to ``models``; one without models if the supervisor does not answer."""
+async def _models(request: Request, caller: Caller | None = None) -> dict[str, Any]:
+    """Return the supervisor's answer to ``models``; one without models if the supervisor does not answer.
+
+    caller  who asks; None to ask for all models. Raises WireError if the supervisor does not know the caller's key
+    """
+    link: SupervisorLink = request.app.state.link
     try:
-        reply: dict[str, Any] = await request.app.state.link.client.models()
-    except (WireError, TimeoutError):
+        return await (link.client.models() if caller is None else link.call(caller, "models"))
+    except (ApiError, WireError, TimeoutError) as e:
+        if caller is not None and isinstance(e, WireError) and e.code is ErrorCode.UNAUTHORIZED:
+            raise
         return {"models": []}
-    return reply
-
-
-def _states(reply: dict[str, Any], name: str | None = None) -> list[str]:
-    """Return the states of the models that a name means; without a name, those of all models."""
-    return [model["state"] for model in reply["models"] if name is None or means(model, name)]

@@ -8,7 +8,8 @@ from protocol.client.model_names import means
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError
 from supervisor.config import load_config
-from supervisor.model_names import ModelNames
+from supervisor.keys.rights import OWNER, Identity
+from supervisor.model_names import ModelNames, Named
 from supervisor.yaml_source import ConfigError
 
 ENGINE = "model_dir: ., engine: 'tests.deterministic_engine:DeterministicEngine'"
@@ -27,7 +28,14 @@ def test_a_name_means_a_model_an_alias_or_a_variant(tmp_path: Path) -> None:
     assert found.find("a").defaults == b""
     assert unpack_body(found.find("gpt-4o-mini:short").defaults) == {"sampling": {"max_tokens": 3}}
     assert found.find("a:plain").defaults == b""
-    assert found.find_or_default("") == found.find("a:short")
+    assert found.find_or_default("", OWNER.may_use) == found.find("a:short")
+    assert found.find_or_default("gpt-4o-mini:short", OWNER.may_use).model == "a"
+    stranger = Identity("k", models=("b", "gpt*"))
+    assert found.find_or_default("b", stranger.may_use).model == "b"
+    for hidden in ("a", "gpt-4o-mini", "a:short", "gpt-4o-mini:short"):
+        assert found.find_or_default(hidden, stranger.may_use) == Named(hidden), "as one that does not exist"
+    with pytest.raises(RequestError, match="no default_model for it"):
+        found.find_or_default("", stranger.may_use)
     for unknown in ("c", "a:2", "a:long", "b:short", "A"):
         assert found.find(unknown).model == unknown, "whoever asked for it is told that it does not exist"
     assert found.describe("a") == {
@@ -42,7 +50,7 @@ def test_an_alias_may_have_a_colon_as_names_of_ollama_have(tmp_path: Path) -> No
     keys = "aliases: ['llama3.2:latest', 'hf.co/Org/M:Q4_K_M'], variants: {short: {sampling: {max_tokens: 3}}}"
     found = names(tmp_path, f"models: {{a: {{{ENGINE}, {keys}}}, b: {{{ENGINE}}}}}\ndefault_model: 'llama3.2:latest'")
     assert [found.find(name).model for name in ("llama3.2:latest", "hf.co/Org/M:Q4_K_M", "")] == ["a", "a", ""]
-    assert found.find_or_default("") == found.find("a")
+    assert found.find_or_default("", OWNER.may_use) == found.find("a")
     assert unpack_body(found.find("llama3.2:latest:short").defaults) == {"sampling": {"max_tokens": 3}}
     described = {"name": "a"} | found.describe("a")
     assert [means(described, name) for name in ("a", "a:short", "llama3.2:latest", "llama3.2:latest:short")] == [
@@ -54,7 +62,7 @@ def test_an_alias_may_have_a_colon_as_names_of_ollama_have(tmp_path: Path) -> No
 def test_without_a_default_model_a_request_has_to_name_one(tmp_path: Path) -> None:
     found = names(tmp_path, f"models: {{a: {{{ENGINE}}}}}")
     with pytest.raises(RequestError, match="the request names no model") as refused:
-        found.find_or_default("")
+        found.find_or_default("", OWNER.may_use)
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "model")
 
 

@@ -69,10 +69,12 @@ def test_the_rights_of_a_key_are_those_for_the_model_itself(keyed: Keyed) -> Non
     keyed.new("guest", models=("stories",))
     keyed.new("friend", models=("letters",))
     with keyed.client("guest") as guest, keyed.client("friend") as friend:
-        for name in ("gpt-4o-mini", "letters:short", None):
+        for name in ("gpt-4o-mini", "letters:short"):
             assert refused(guest, name).code is ErrorCode.FORBIDDEN
             assert friend.complete(name, "hello").text
-        with pytest.raises(WireError, match="may not use model 'letters'"):
+        assert "no default_model for it" in refused(guest, None).message
+        assert friend.complete(None, "hello").text
+        with pytest.raises(WireError, match="may not use model 'gpt-4o-mini'"):
             guest.tokenize("gpt-4o-mini", "hello")
 
 
