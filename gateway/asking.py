@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from gateway.http.body import held_body
 from gateway.http.callers import Caller
 from gateway.http.responses import REQUEST_ID
 from gateway.openai.models import default_model
@@ -36,39 +37,61 @@ def trace_ids_of(request: Request, answer_id: str) -> list[str]:
     return [request.scope[REQUEST_ID], answer_id]
 
 
-def begin(
-    client: AsyncClient,
+async def begin(
+    request: Request,
     caller: Caller,
     wanted: Wanted,
     prompts: Sequence[Prompt],
     progress: list[Progress | None] | None,
     trace_ids: list[str],
+    *,
+    keeps: bool = False,
 ) -> tuple[AsyncStream, ...]:
-    """Send the requests, and return their streams: for each prompt ``n``, one after the other.
+    """Send the requests, and return their streams once the supervisor has them: for each prompt ``n``, one after the
+    other.
 
     progress   a list of one: the newest report of any request is put there
     trace_ids  ``trace_ids_of`` the HTTP request
+    keeps      whether the caller needs the prompts later. If not, they are dropped here: an answer may take minutes
     """
 
     def report(_: int, new: Progress) -> None:
         assert progress is not None
         progress[0] = new
 
+    client: AsyncClient = request.app.state.link.client
     tell = None if progress is None else report
     notes = wanted.notes.for_story() or None
+    held = held_body(request.scope)
+    held.sends(wanted.n)
     streams: list[AsyncStream] = []
     try:
         for prompt in prompts:
             options: Any = wanted.options | prompt | caller.on_behalf_of() | {"trace_ids": trace_ids, "notes": notes}
             streams += client.choices(wanted.model, n=wanted.n, on_progress=tell, **options).streams
+        if not keeps:
+            options = None
+            _drop_large(wanted.options, *prompts)
+            held.becomes(wanted.n * held.length)
+        for stream in streams:
+            await stream.wait_accepted()
     except BaseException:
         for stream in streams:
             stream.close()
         raise
+    held.sent(keeps=keeps)
     optional = wanted.options.get("budget_if_reasoning") and wanted.options.get("reasoning_budget") is not None
     budget = wanted.names.get("reasoning_budget", "reasoning_budget") if optional else None
     wanted.notes.watch(streams, wanted.names.get("max_tokens", "max_tokens"), budget)
     return tuple(streams)
+
+
+def _drop_large(*given: Any) -> None:
+    """Drop texts, lists and maps from options. Numbers and switches stay, since how an answer is sent depends on
+    them."""
+    for options in given:
+        for name in [name for name, value in options.items() if isinstance(value, str | bytes | list | tuple | dict)]:
+            del options[name]
 
 
 def waits_for(streams: Sequence[AsyncStream], newest: Progress | None) -> Progress | None:

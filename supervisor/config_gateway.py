@@ -132,8 +132,9 @@ class GatewayConfig:
     Example: 64MiB
     """
     body_memory: OptionalSize = None
-    """Most bytes of all bodies together that one gateway process reads at one time. One key may use a quarter of them,
-    so that four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
+    """Most bytes of all bodies together that one gateway process holds at one time. A body counts from its first byte
+    until the supervisor has read the request, with the memory of what the gateway makes of it. One key may use a
+    quarter of the bytes, so that four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
 
     Default: 256MiB, or four times max_body if that is more
     Example: 1GiB

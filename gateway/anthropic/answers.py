@@ -16,7 +16,6 @@ from gateway.http.callers import caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
 from gateway.http.keep_alive import KeepAlive
 from gateway.http.notes import notes_of
-from gateway.supervisor_link import SupervisorLink
 from protocol.client.answers import token_ids_in
 from protocol.client.request_builder import tokenize_params
 from protocol.process.gateway_settings import GatewaySettings
@@ -28,7 +27,6 @@ _RENDERED = ("messages", "tools", "template_kwargs", "add_generation_prompt", "c
 async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/messages."""
     settings: GatewaySettings = request.app.state.settings
-    link: SupervisorLink = request.app.state.link
     keep_alive: KeepAlive = request.app.state.keep_alive
     caller = caller_of(request)
     asked = read_request(await read_json(request, settings.max_body, caller), notes_of(request))
@@ -40,12 +38,12 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
     async def stream(events: EventStream) -> None:
         shape = MessageEvents(message_id, wanted.model, thinking=asked.thinking)
         with keep_alive.keeping(events, shape.silence), named(wanted):
-            streams = begin(link.client, caller, wanted, [{}], None, trace_ids)
+            streams = await begin(request, caller, wanted, [{}], None, trace_ids)
             await _send(events, shape, Answers(streams, wanted.tools), asked)
 
     async def whole() -> Response:
         with named(wanted):
-            answers = Answers(begin(link.client, caller, wanted, [{}], None, trace_ids), wanted.tools)
+            answers = Answers(await begin(request, caller, wanted, [{}], None, trace_ids), wanted.tools)
             (parsed,) = await answers.complete()
         stop = _stop(asked, answers, parsed.finish_reason)
         usage = usage_of(answers.usages[0])

@@ -8,31 +8,34 @@ from typing import Any, Final
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 
 from gateway.http.callers import Caller
 from gateway.http.errors import ApiError
-from gateway.http.json_object import parse
+from gateway.http.json_object import memory_of, parse
 from protocol.process.gateway_settings import SHARE, GatewaySettings
 
 MOST_BYTES: Final = 256 << 20
-"""Most bytes of all bodies together that a process reads at one time, where models.yaml does not say it."""
+"""Most bytes of all bodies together that a process holds at one time, where models.yaml does not say it."""
 UNCHECKED_BYTES: Final = 64 << 10
 """Most bytes of a body that are read before the supervisor is asked whether it knows the token. A smaller body costs no
 such question: it goes to the supervisor with its token anyway."""
 PACE_BYTES: Final = 160 << 10
 """Bytes that must come in each ``GatewaySettings.body_pace_s``, unless the body ends: 16 KiB in a second."""
+BODY: Final = "gateway.body"
+"""Key of the scope with the request's ``HeldBody``, once its body is being read."""
 _UNCHECKED: Final = "unchecked"
 """Owner of the bytes that came with tokens that nobody has checked. Made-up tokens are many keys and have one share."""
 
 
 @dataclass
 class BodyMemory:
-    """The memory of all bodies that a process is reading. Pure.
+    """The memory of all bodies that a process holds. Pure.
 
     most   most bytes together
     share  most bytes of one owner: a key's id, or ``_UNCHECKED``. With ``auth: none`` nobody can be told from anybody
            else, so all are one owner, whose share is all
-    held   bytes of the unfinished bodies, by owner
+    held   bytes of the bodies, by owner
     makes_room  is told how many bytes the bodies leave, whenever more of a body comes. What else takes memory gives way
     """
 
@@ -58,10 +61,14 @@ class BodyMemory:
             whose = "this key" if self.held[owner] + size > self.share else "others"
             raise ApiError(
                 429,
-                f"the gateway is reading as many bytes of other requests of {whose} as it may: try again",
+                f"the gateway holds as many bytes of other requests of {whose} as it may: try again",
                 code="overloaded",
                 retry=True,
             )
+        self.count(owner, size)
+
+    def count(self, owner: str, size: int) -> None:
+        """Count bytes that are there already, however many they are. Those of later requests then have less room."""
         self.held[owner] += size
         if self.makes_room is not None:
             self.makes_room(self.most - self.held.total())
@@ -71,6 +78,87 @@ class BodyMemory:
         self.held[owner] -= size
         if not self.held[owner]:
             del self.held[owner]
+
+
+class HeldBody:
+    """The memory that the body of one request takes, as it counts in ``BodyMemory``.
+
+    The bytes of the body count as they come. Then the values count that were made of them, and then the frames that the
+    supervisor has not read yet. Copies that last for one step of the process, such as those of a parser, do not count:
+    there is one such step at a time.
+
+    length  bytes of the body
+    values  bytes of the values that were made of it
+    """
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory, self._owner = memory, _UNCHECKED
+        self.length = self.values = self._size = 0
+
+    @property
+    def owner(self) -> str:
+        """The owner: a key's id, or ``_UNCHECKED``."""
+        return self._owner
+
+    def add(self, more: int) -> None:
+        """Count bytes that have come. Raises ApiError as ``BodyMemory.take`` does."""
+        self._memory.take(self._owner, more)
+        self._size += more
+        self.length += more
+
+    def fits(self, more: int) -> bool:
+        """Return whether the owner may have so many bytes more."""
+        return self._memory.fits(self._owner, more)
+
+    def belongs_to(self, owner: str) -> None:
+        """Count the body for another owner. Raises ApiError as ``BodyMemory.take`` does."""
+        self._memory.take(owner, self._size)
+        self._memory.give_back(self._owner, self._size)
+        self._owner = owner
+
+    def becomes(self, size: int) -> None:
+        """Count another number of bytes, because the body has become something else."""
+        self._memory.give_back(self._owner, self._size)
+        self._size = size
+        if size:
+            self._memory.count(self._owner, size)
+
+    def sends(self, copies: int) -> None:
+        """Count the frames that are about to be made of the body: one for each answer.
+
+        Raises ApiError if there is no room for the frames of several answers.
+        """
+        more = copies * self.length
+        if copies == 1:
+            self._memory.count(self._owner, more)
+        elif more > self._memory.share:
+            message = f"n is {copies}, and the body has {self.length} bytes: together they must be at most"
+            raise ApiError(
+                413,
+                f"{message} {self._memory.share} bytes: ask for fewer answers at a time",
+                code="too_large",
+                param="n",
+            )
+        else:
+            self._memory.take(self._owner, more)
+        self._size += more
+
+    def sent(self, *, keeps: bool) -> None:
+        """Count no frames any more, because the supervisor has read them.
+
+        keeps  whether the values of the body are still needed
+        """
+        self.becomes(self.values if keeps else 0)
+
+    def release(self) -> None:
+        """Stop counting the body."""
+        self.becomes(0)
+
+
+def held_body(scope: Scope) -> HeldBody:
+    """Return what a request's body takes. One that was not read takes nothing."""
+    held: HeldBody | None = scope.get(BODY)
+    return HeldBody(BodyMemory(0, 0)) if held is None else held
 
 
 class Pace:
@@ -123,44 +211,41 @@ async def read_json(request: Request, limit: int, caller: Caller | None) -> dict
         raise _too_large(limit)
     settings, loop = request.app.state.settings, asyncio.get_running_loop()
     pace = Pace(settings.body_s, settings.body_pace_s, loop.time())
+    held = request.scope[BODY] = HeldBody(request.app.state.bodies)
     try:
         async with asyncio.timeout_at(pace.due) as deadline:
-            return parse(await _read(request, limit, caller, pace, deadline))
+            found = parse(await _read(request, limit, caller, held, pace, deadline))
     except TimeoutError:
         raise pace.error() from None
+    held.values = memory_of(found)
+    held.becomes(held.values)
+    return found
 
 
-async def _read(request: Request, limit: int, caller: Caller | None, pace: Pace, deadline: asyncio.Timeout) -> bytes:
+async def _read(
+    request: Request, limit: int, caller: Caller | None, held: HeldBody, pace: Pace, deadline: asyncio.Timeout
+) -> bytearray:
     """Return the whole body."""
-    state, loop = request.app.state, asyncio.get_running_loop()
-    memory: BodyMemory = state.bodies
-    owner, key_id = _UNCHECKED, None if caller is None else caller.key_id
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in request.stream():
-            more = len(part)
-            if size + more > limit:
-                raise _too_large(limit)
-            pace.add(more, loop.time())
-            if (
-                key_id is not None
-                and owner != key_id
-                and (size + more > UNCHECKED_BYTES or not memory.fits(owner, more))
-            ):
-                deadline.reschedule(None)
-                await state.link.call(caller, "models")  # raises the supervisor's refusal
-                memory.take(key_id, size)
-                memory.give_back(owner, size)
-                owner = key_id
-                pace.restart(loop.time())
-            memory.take(owner, more)
-            size += more
-            parts.append(part)
-            deadline.reschedule(pace.due)
-        return b"".join(parts)
-    finally:
-        memory.give_back(owner, size)
+    loop, key_id = asyncio.get_running_loop(), None if caller is None else caller.key_id
+    body = bytearray()
+    async for part in request.stream():
+        more = len(part)
+        if held.length + more > limit:
+            raise _too_large(limit)
+        pace.add(more, loop.time())
+        if (
+            key_id is not None
+            and held.owner != key_id
+            and (held.length + more > UNCHECKED_BYTES or not held.fits(more))
+        ):
+            deadline.reschedule(None)
+            await request.app.state.link.call(caller, "models")  # raises the supervisor's refusal
+            held.belongs_to(key_id)
+            pace.restart(loop.time())
+        held.add(more)
+        body += part
+        deadline.reschedule(pace.due)
+    return body
 
 
 def check_encoding(headers: Headers) -> None:

@@ -1,6 +1,8 @@
 """Parse the body of a request as a JSON object, within limits on its values, and refuse keys that occur twice."""
 
 import json
+from collections.abc import Collection
+from sys import getsizeof
 from typing import Any, Final
 
 import orjson
@@ -20,8 +22,12 @@ MOST_NAMED_BYTES: Final = 1 << 20
 """Largest body that is parsed a second time, by a slower parser: to name the key that occurs twice, or because the
 values are nested so deep that orjson does not write them."""
 
+_CONTAINERS: Final = frozenset((dict, list))
+_NUMBERS: Final = frozenset((int, float, bool, type(None)))
+_NUMBER_BYTES: Final = 32
 
-def parse(body: bytes) -> dict[str, Any]:
+
+def parse(body: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in bytes. Raises ApiError if there is none, or if it has too many values."""
     if len(body) > MOST_BRACKETS:
         for limit, count, what in (
@@ -42,7 +48,30 @@ def parse(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _check_keys(body: bytes, found: dict[str, Any]) -> None:
+def memory_of(value: Any) -> int:
+    """Return the bytes that a parsed value takes. They are more than those of its JSON.
+
+    A text takes up to four bytes for each character if one of its characters is beyond ASCII, and its UTF-8 besides. An
+    empty object takes 64 bytes. This takes less time than the parser.
+    """
+    size, left = getsizeof(value), [value]
+    while left:
+        one = left.pop()
+        inner: Collection[Any] = one
+        if isinstance(one, dict):
+            size += sum(map(len, one))
+            inner = one.values()
+        kinds = set(map(type, inner))
+        if kinds <= _NUMBERS:
+            size += _NUMBER_BYTES * len(inner)
+            continue
+        size += sum(map(getsizeof, inner))
+        if not kinds.isdisjoint(_CONTAINERS):
+            left += [each for each in inner if each and type(each) in _CONTAINERS]
+    return size
+
+
+def _check_keys(body: bytes | bytearray, found: dict[str, Any]) -> None:
     """Raise ApiError if an object in the body has a key twice. Programs differ in which of the two values they use.
 
     orjson keeps the last value and says nothing. Written again, the values then have fewer quotation marks than the
@@ -65,7 +94,7 @@ def _check_keys(body: bytes, found: dict[str, Any]) -> None:
         raise ApiError(400, "an object in the body has a key twice: send each key once")
 
 
-def _name_repeated_key(body: bytes) -> None:
+def _name_repeated_key(body: bytes | bytearray) -> None:
     """Raise ApiError, with the name of a key that an object in the body has twice, if there is one."""
     try:
         json.loads(body, object_pairs_hook=_once)

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.http.body import held_body
 from gateway.http.dialect import anthropic_body, anthropic_status, is_anthropic
 from gateway.http.errors import ApiError, error_body, error_headers, for_caller, status_of
 from gateway.http.notes import headers_of
@@ -51,6 +52,7 @@ class Application(Starlette):
         try:
             await super().__call__(scope, receive, send_with_id)
         finally:
+            held_body(scope).release()
             del scope[DIRECT]  # the server's function holds the scope: a cycle, with all that the scope has
             took_ms = 1000 * (time.monotonic() - began)
             # The path as it came has no line ends. The query is left out, because a client may have put a token there.

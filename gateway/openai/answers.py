@@ -75,12 +75,12 @@ def _answer(
             return shape.silence() if settings.keepalive == "chunk" else comment(waits_for(streams, progress[0]))
 
         with keep_alive.keeping(events, silence), named(wanted):
-            streams = begin(link.client, caller, wanted, prompts, progress, trace_ids)
+            streams = await begin(request, caller, wanted, prompts, progress, trace_ids, keeps=wanted.echo)
             await send_answers(events, streams, shape, wanted, echoed if wanted.echo else None)
 
     async def whole() -> Response:
         with named(wanted):
-            streams = begin(link.client, caller, wanted, prompts, None, trace_ids)
+            streams = await begin(request, caller, wanted, prompts, None, trace_ids, keeps=wanted.echo)
             if is_chat:
                 answers = Answers(streams, wanted.tools)
                 parsed = await answers.complete()

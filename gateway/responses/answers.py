@@ -21,7 +21,6 @@ from gateway.responses.objects import ResponseObject
 from gateway.responses.options import read_request
 from gateway.responses.sealing import Sealer, can_seal
 from gateway.responses.stored_items import StoredItems
-from gateway.supervisor_link import SupervisorLink
 from protocol.client.answers import Progress
 from protocol.client.async_streams import AsyncStream
 from protocol.errors import WireError
@@ -31,7 +30,6 @@ from protocol.process.gateway_settings import GatewaySettings
 async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/responses."""
     settings: GatewaySettings = request.app.state.settings
-    link: SupervisorLink = request.app.state.link
     keep_alive: KeepAlive = request.app.state.keep_alive
     stored: StoredItems = request.app.state.stored_items
     caller, notes = caller_of(request), notes_of(request)
@@ -62,7 +60,7 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
 
         try:
             with keep_alive.keeping(events, silence), named(wanted):
-                streams = begin(link.client, caller, wanted, [{}], progress, trace_ids)
+                streams = await begin(request, caller, wanted, [{}], progress, trace_ids, keeps=stores)
                 await _send(events, shape, Answers(streams, wanted.tools))
         except (ApiError, WireError) as e:
             if not events.begun:
@@ -71,7 +69,7 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
 
     async def whole() -> Response:
         with named(wanted):
-            answers = Answers(begin(link.client, caller, wanted, [{}], None, trace_ids), wanted.tools)
+            answers = Answers(await begin(request, caller, wanted, [{}], None, trace_ids, keeps=stores), wanted.tools)
             (parsed,) = await answers.complete()
         ended = response.whole(parsed, answers.usages[0])
         keep(ended)

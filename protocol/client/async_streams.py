@@ -65,6 +65,12 @@ class AsyncStream(StreamBase):
             pass
         return self._completion()
 
+    async def wait_accepted(self) -> None:
+        """Wait until the supervisor has read the request: it has accepted it, or refused it, which reading the stream
+        raises. Nothing is read."""
+        while self._state.accepted is None and not self._stirred:
+            await self._wait_any([self], None)
+
     async def _wait_any(self, streams: "Sequence[AsyncStream]", timeout: float | None) -> None:
         """Wait until something happens to one of these streams. Raises TimeoutError after ``timeout`` seconds."""
         if not any(stream._stirred for stream in streams):

@@ -36,7 +36,7 @@ class GatewaySettings:
     private_key    PEM file of its private key
     certificate_files  what tells the present content of these files from another, as ``config_watch.Signature``
     max_body       most bytes of a request's body
-    body_memory    most bytes of all bodies together that the process reads at one time; None for 256 MiB, or room for
+    body_memory    most bytes of all bodies together that the process holds at one time; None for 256 MiB, or room for
                    four of the largest bodies if that is more
     body_s         seconds in which a whole body must come
     body_pace_s    seconds in which each 160 KiB of a body must come, unless the body ends

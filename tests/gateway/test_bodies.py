@@ -1,6 +1,9 @@
 """Each key may use only a part of the memory for bodies, and a request whose body stalls is ended."""
 
 import json
+import os
+import select
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -9,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from gateway.http.body import PACE_BYTES, UNCHECKED_BYTES, BodyMemory, Pace
+from gateway.http.body import PACE_BYTES, UNCHECKED_BYTES, BodyMemory, HeldBody, Pace
 from gateway.http.errors import ApiError
+from gateway.http.json_object import memory_of
 from protocol.process.gateway_settings import GatewaySettings
 from supervisor.config_gateway import GatewayConfig, gateway_problems
 from supervisor.keys.records import parse_rights
@@ -143,6 +147,78 @@ def test_one_key_has_a_quarter_and_unchecked_tokens_have_one_together() -> None:
     memory.give_back("b", 25)
     memory.take("e", 25)
     assert sorted(memory.held) == ["a", "c", "d", "e"], "who holds nothing is forgotten"
+
+
+def test_a_body_counts_with_all_that_is_made_of_it() -> None:
+    memory = BodyMemory(most=1000, share=250)
+    held = HeldBody(memory)
+    held.add(60)
+    held.belongs_to("a")
+    held.add(40)
+    assert dict(memory.held) == {"a": 100}
+    held.values = 240  # a character takes up to four bytes
+    held.becomes(held.values)
+    held.sends(1)
+    assert dict(memory.held) == {"a": 340}, "a body that was taken is not refused because of what it becomes"
+    with pytest.raises(ApiError, match="of this key"):
+        memory.take("a", 1)
+    held.sent(keeps=True)
+    assert dict(memory.held) == {"a": 240}
+    held.sent(keeps=False)
+    assert not memory.held
+    held.release()
+    assert not memory.held
+
+
+def test_the_frames_of_several_answers_need_room() -> None:
+    memory = BodyMemory(most=1000, share=250)
+    held = HeldBody(memory)
+    held.add(50)
+    held.sends(4)
+    assert memory.held.total() == 250
+    other = HeldBody(memory)
+    other.belongs_to("other")
+    other.add(100)
+    with pytest.raises(ApiError, match=r"n is 3, and the body has 100 bytes: .* at most 250 bytes") as refused:
+        other.sends(3)
+    assert (refused.value.status, refused.value.param) == (413, "n")
+    with pytest.raises(ApiError, match="of this key") as refused:
+        other.sends(2)
+    assert (refused.value.status, refused.value.retry) == (429, True)
+
+
+def test_values_count_as_what_they_take() -> None:
+    plain, wide = ({"prompt": "x" * 1000 + end} for end in ("", "\N{GRINNING FACE}"))
+    assert 1000 < memory_of(plain) < 1500
+    assert 4000 < memory_of(wide) < 6000
+    assert memory_of([1] * 1000) > 8000
+    assert memory_of([{} for _ in range(1000)]) > 64_000
+    assert memory_of({"a": [{"b": ["x" * 5000]}]}) > 5000
+
+
+def test_a_body_counts_until_the_supervisor_has_read_the_request(served: Served) -> None:
+    """A supervisor that stands still reads nothing, and what it has not read stays in the gateway's memory."""
+    with Gateway(served.serving, auth="none", max_body=4 * MIB, body_memory=12 * MIB) as gateway:
+        wait_until(lambda: ask(gateway.port, None, 0)[0] == 200, what="the gateway")
+        body = json.dumps({"model": "m", "prompt": "x" * (5 * MIB // 2), "max_tokens": 3}).encode()
+        with ExitStack() as stack:
+            os.kill(served.serving.pid, signal.SIGSTOP)
+            stack.callback(os.kill, served.serving.pid, signal.SIGCONT)
+            connections = []
+            for _ in range(8):
+                connections.append(stack.enter_context(closing(begin(gateway.port, None, len(body)))))
+                connections[-1].sendall(body)
+            ready, _, _ = select.select(connections, [], [], WITHIN)
+            assert ready
+            for connection in ready:
+                status, error = answer_on(connection)
+                assert (status, error["code"]) == (429, "overloaded")
+            os.kill(served.serving.pid, signal.SIGCONT)
+            statuses = {answer_on(connection)[0] for connection in connections if connection not in ready}
+            assert 400 in statuses
+            assert statuses <= {400, 429}
+        for _ in range(8):
+            assert ask(gateway.port, None, 3 * MIB)[0] == 200
 
 
 def test_a_share_has_room_for_the_largest_body() -> None:
