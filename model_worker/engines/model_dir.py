@@ -95,6 +95,7 @@ class ModelDir:
         faults.raise_found()
 
     def _check_tokenizer(self) -> None:
+        """Raise LoadError without a tokenizer.json. The package that reads the whole file may not be installed here."""
         if not self.tokenizer_path.is_file():
             others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (self.path / name).exists()]
             only = f", only {others[0]}, which is not read" if others else ""
@@ -102,6 +103,8 @@ class ModelDir:
                 f"{self.path} has no tokenizer.json{only}: download the model's tokenizer.json, or convert the "
                 "tokenizer with transformers (AutoTokenizer.from_pretrained, then save_pretrained)"
             )
+        with open(open_file(self.tokenizer_path, self.bounds), "rb") as f:
+            _check_is_there(self.tokenizer_path, f.read(64))
 
     def _read_weights(self) -> None:
         self.weights = weight_files(self.path, self.bounds)
@@ -304,13 +307,13 @@ def read_header(file: Path, bounds: Bounds | None = None) -> dict[str, Tensor]:
     try:
         with open(open_file(file, bounds or Bounds.of(file.parent)), "rb") as f:
             size = os.fstat(f.fileno()).st_size
-            check_no_pointer(file, f.read(64))
+            _check_is_there(file, f.read(64))
             f.seek(0)
             (length,) = struct.unpack("<Q", f.read(8))
             if length > min(size - 8, _HEADER_LIMIT):
                 raise ValueError("header is longer than the file")
-            header = parse_json(f.read(length))
-        header.pop("__metadata__", None)
+            header = parse_json(f.read(length), _strict)
+        _check_metadata(header.pop("__metadata__", None))
         if len(header) > MOST_TENSORS:
             raise ValueError(f"it has {len(header)} tensors, at most {MOST_TENSORS} are read")
         tensors: dict[str, Tensor] = {}
@@ -321,7 +324,7 @@ def read_header(file: Path, bounds: Bounds | None = None) -> dict[str, Tensor]:
             places.append((begin, end, name))
     except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as e:
         message = f"no {e}" if isinstance(e, KeyError) else str(e)[:200]
-        if isinstance(e, UnicodeDecodeError):  # its text would show a byte of a file that may be none of the model
+        if isinstance(e, UnicodeError):  # its text would show a byte of a file that may be none of the model
             message = "its header is no text"
         raise LoadError(f"{file} is no readable safetensors file ({message}): download it again") from None
     places.sort()
@@ -335,7 +338,38 @@ def read_header(file: Path, bounds: Bounds | None = None) -> dict[str, Tensor]:
         reached = end
     if 8 + length + reached > size:
         raise LoadError(f"{file} is cut off: {size} of {8 + length + reached} bytes are there; download it again")
+    if 8 + length + reached < size:
+        raise LoadError(f"{file} has {size} bytes, and its tensors end after {8 + length + reached}: download it again")
     return tensors
+
+
+def _check_is_there(file: Path, beginning: bytes) -> None:
+    """Raise LoadError if a file is empty, or a pointer of Git LFS."""
+    if not beginning:
+        raise LoadError(f"{file} is empty: download it again")
+    check_no_pointer(file, beginning)
+
+
+def _strict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a safetensors header. Raises ValueError for what Python reads and the library does not."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name stands twice in one object of its header")
+    for name, value in pairs:
+        for text in (name, value):
+            if isinstance(text, str) and not text.isascii():
+                text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("a number of its header is infinite")
+    return made
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raise ValueError for metadata with which the library does not open the file."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ must be an object of texts")
 
 
 def _tensor(entry: dict[str, Any], begin: Any, end: Any, file: str) -> Tensor:

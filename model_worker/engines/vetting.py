@@ -109,7 +109,10 @@ def read_json(file: Path, bounds: Bounds | None = None) -> dict[str, Any]:
     bounds  where the file may be; None: in its directory
     """
     try:
-        return parse_json(read_bytes(file, READ.get(file.name, JSON_BYTES), bounds))
+        content = read_bytes(file, READ.get(file.name, JSON_BYTES), bounds)
+        if not content.strip():
+            raise LoadError(f"{file} is empty: download it again")
+        return parse_json(content)
     except ValueError as e:
         raise LoadError(f"{file} cannot be read: {_without_content(e)}") from None
 
@@ -119,10 +122,13 @@ def _without_content(error: ValueError) -> str:
     return "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
-def parse_json(text: bytes) -> dict[str, Any]:
-    """Return the object in a JSON text. Raises ValueError for anything else, and for endless nesting."""
+def parse_json(text: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return the object in a JSON text. Raises ValueError for anything else, and for endless nesting.
+
+    pairs  makes each object from its names and values; None: of a name that stands twice, the second value counts
+    """
     try:
-        value = json.loads(text.decode(), parse_int=_integer, parse_constant=_constant)
+        value = json.loads(text.decode(), parse_int=_integer, parse_constant=_constant, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):

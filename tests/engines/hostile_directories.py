@@ -227,7 +227,9 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
     # headers
     "header of 2**63 bytes": (header({}, length=1 << 63), ["header is longer"]),
     "header of the file's size": (header({}, length=74), ["header is longer"]),
-    "header of nothing": (text("model.safetensors", b""), ["no readable safetensors"]),
+    "header of nothing": (text("model.safetensors", bytes(8)), ["no readable safetensors"]),
+    "no header": (text("model.safetensors", b""), ["model.safetensors is empty"]),
+    "metadata that is no text": (header({"__metadata__": {"a": 1}, "a": tensor()}), ["__metadata__ must be"]),
     "header that nests": (header(DEEP.encode()), ["nested too deeply"]),
     "header of a list": (header([]), ["object"]),
     "overlapping tensors": (header({"a": tensor(), "b": tensor(32, 96)}, data=96), ["may not overlap"]),

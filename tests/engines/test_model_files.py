@@ -2,19 +2,21 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from model_worker.engines.embedded.check import check as check_embedded
 from model_worker.engines.exllamav2.check import check as check_exllamav2
-from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_dir import ModelDir, read_header
 from model_worker.engines.template_files import find_template
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import parse_json
@@ -218,11 +220,48 @@ def test_a_left_behind_key_of_bitsandbytes_changes_nothing(model: Path) -> None:
 
 
 def test_pointers_of_git_lfs_are_told(model: Path) -> None:
-    for name in ("tokenizer.json", "model.safetensors"):
-        (model / name).unlink()
+    """``git clone`` without git-lfs leaves them in place of large files; which files these are, the repository says."""
+    for name in (
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "quantize_config.json", "model.safetensors", "model.safetensors.index.json",
+    ):  # fmt: skip
+        kept = (model / name).read_bytes() if (model / name).exists() else None
+        (model / name).unlink(missing_ok=True)
         (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n")
-        with pytest.raises(LoadError, match=f"{name} is a pointer of Git LFS, .* `git lfs pull`"):
-            load(model)
+        assert f"{name} is a pointer of Git LFS, not the file itself: run `git lfs pull`" in refused(model)
+        (model / name).write_bytes(b"")  # what an interrupted download leaves
+        assert refused(model) == f"{model / name} is empty: download it again"
+        (model / name).unlink()
+        if kept is not None:
+            (model / name).write_bytes(kept)
+    ModelDir(str(model))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "null", "{}", '{"format": "pt"}', '{"a": "\\u0000"}', "[]", '""', "1", "true", '[["a", "b"]]', '{"a": 1}',
+        '{"a": null}', '{"a": {}}', '{"a": ["b"]}', '{"a": "\\ud800"}', '{"\\ud800": "a"}', '{"a": 1e999}', "Infinity",
+        '{}, "__metadata__": {}', '{"a": 1}, "__metadata__": {}', '{}, "b": {"shape": [], "shape": []}',
+        '{}, "\\udfff": {"dtype": "F16", "shape": [0], "data_offsets": [4, 4]}',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_header_is_refused_where_the_library_refuses_it(tmp_path: Path, metadata: str, more: int) -> None:
+    """``check`` said that such a file was fine, and each load of it failed."""
+    file = tmp_path / "model.safetensors"
+    head = f'{{"__metadata__": {metadata}, "a": {{"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}}}'.encode()
+    file.write_bytes(struct.pack("<Q", len(head)) + head + bytes(4 + more))
+    try:
+        with safe_open(file, framework="pt"):
+            opens = True
+    except SafetensorError:
+        opens = False
+    if opens:
+        assert list(read_header(file)) == ["a"]
+    else:
+        with pytest.raises(LoadError, match=r"download it again$"):
+            read_header(file)
 
 
 def test_other_tokenizers_ggufs_and_adapters_are_told(model: Path) -> None:
