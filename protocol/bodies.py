@@ -89,6 +89,9 @@ class ReportBody(TypedDict):
     compiled) or `prefill` (its prompt is being computed)."""
     queue_position: NotRequired[int]
     """With `queued`: the number of requests before this one. 0 means that this one is next."""
+    waits_for: NotRequired[str]
+    """With `queued`, while the model cannot be loaded because busy models are in the way: what it waits for, in words,
+    such as `llama to finish 2 requests`. Models that the client may not use have no name there."""
     part: NotRequired[str]
     """With `loading`: the engine's name for the part of the load, such as `loading` or `warmup`. Before that,
     `checking model` or `copying model`, while another machine copies the model's directories."""

@@ -163,8 +163,8 @@ class WireError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """True if the same request may succeed when it is sent again."""
-        return self.code in RETRYABLE
+        """True if the same request may succeed when it is sent again. ``retry_after_ms`` says when, so it says this."""
+        return self.code in RETRYABLE or self.retry_after_ms is not None
 
     def __str__(self) -> str:
         return f"{self.code.wire_name}: {self.message}"

@@ -119,7 +119,7 @@ def error_headers(error: ApiError | WireError) -> dict[str, str]:
     stops them where a repetition cannot help.
     """
     after_ms = None if isinstance(error, ApiError) else error.retry_after_ms
-    retry = error.retry if isinstance(error, ApiError) else error.retryable or after_ms is not None
+    retry = error.retry if isinstance(error, ApiError) else error.retryable
     headers = {"x-should-retry": "true" if retry else "false"}
     if after_ms is not None:
         headers["retry-after-ms"] = str(max(1, after_ms))

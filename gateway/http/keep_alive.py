@@ -17,6 +17,8 @@ def comment(progress: Progress | None) -> bytes:
     """Return a comment of server-sent events that says what a request waits for. No client takes it for text."""
     if progress is None:
         return b": waiting\n\n"
+    if progress.phase == "queued" and progress.waits_for:
+        return b": queued: waits for %s\n\n" % progress.waits_for.encode()
     if progress.phase == "queued":
         return b": queued %d\n\n" % (progress.queue_position or 0)
     if progress.total:

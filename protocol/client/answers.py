@@ -96,6 +96,8 @@ class Progress:
                     "copying model", while another machine copies its directories. None unless loading
     unit            loading: the unit of done and total, such as "bytes"; None if it is not known
     per_s           loading: bytes in a second while directories are copied; None at other times
+    waits_for       queued: the busy models that are in the way of the model, such as "llama to finish 2 requests"; None
+                    if none is
     """
 
     phase: str
@@ -105,6 +107,7 @@ class Progress:
     part: str | None = None
     unit: str | None = None
     per_s: int | None = None
+    waits_for: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +250,8 @@ _REPORTS: dict[str, dict[str, type]] = {
     "compiling": {},
     "prefill": {"done": int, "total": int},
 }
-_MAY_REPORT: dict[str, type] = {"unit": str, "per_s": int}
-"""Keys of REPORT that may be missing. Older supervisors do not send them."""
+_MAY_REPORT: dict[str, type] = {"unit": str, "per_s": int, "waits_for": str}
+"""Keys of REPORT that may be missing."""
 
 
 def read_report(fields: dict[str, Any]) -> Progress | None:

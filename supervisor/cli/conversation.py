@@ -180,6 +180,8 @@ class _Waiting:
         if progress.phase == "queued":
             before = progress.queue_position
             text = f"waiting, {before} before this one" if before else "waiting, next in turn"
+            if progress.waits_for:
+                text = f"waiting for {progress.waits_for}"
         elif progress.phase == "loading":
             rate = f", {size(progress.per_s)}/s" if progress.per_s else ""
             text = f"{progress.part} {bar(progress.done or 0, progress.total or 0)}{rate}"

@@ -1,29 +1,31 @@
 """The part that a start and a wake have in common: their turn, their places in groups, and the wait for GPU memory.
 
 A start (``start.Start``) and a wake (``wake.Wake``) take GPU memory. ``starts`` says whose turn it is. One that finds
-no room puts idle models to sleep or unloads them, or waits until busy models are idle.
+no room puts idle models to sleep or unloads them, or waits until busy models are idle. ``placement.turns`` says when
+busy models have to take no new requests for that.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
-from supervisor.placement.eviction import Eviction, EvictionCandidate, NoRoom, choose
+from supervisor.placement.eviction import Eviction, EvictionCandidate, NoRoom, choose, who_yields
 from supervisor.placement.gpu_requests import gpu_request_of
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.policy import GpuRequest, PlacementRefused, gib
+from supervisor.placement.turns import Turn, behind
+from supervisor.requests.in_flight import Awaited
+from supervisor.requests.reports import awaited_text
 from supervisor.workers.lifecycle import GOING_DOWN, WorkerState
 
 if TYPE_CHECKING:
     from supervisor.fleet.starts import Starts
 
 _LEAVING = (*GOING_DOWN, WorkerState.FALLING_ASLEEP)
-IDLE_WAIT_S = 60.0
-"""Seconds that a start waits for busy models to become idle, if there would be room without them. The time in which
-one of them is loading does not count. The wait for places in groups and the wait for memory each have this time."""
 RETRY_S = 0.25
 """Seconds between two decisions about a start that waits for room or for a reading of the GPUs."""
 READING_WAIT_S = 30.0
@@ -57,7 +59,7 @@ class Admission:
         self.replica = replica
         self._spec = replica.spec
         self._gpu_request = gpu_request_of(replica.spec)
-        self._number = number
+        self.number = number
         self.stage = Stage.ESTIMATE
         self.leaving: set[str] = set()
         """Workers that are put to sleep or unloaded to make room for this one."""
@@ -66,7 +68,16 @@ class Admission:
         self._claims = False
         """Whether workers were put to sleep or unloaded for this one. Their memory is reserved for it, even if a
         request needs one of those workers again at once."""
-        self._no_room_since: float | None = None
+        self.yielding: tuple[str, ...] = ()
+        """Workers that take no new requests, because this one waits for their places or their memory."""
+        self.awaited: frozenset[int] = frozenset()
+        """GPUs on which this one waits for busy models. Later starts make no model leave there."""
+        self._turn = Turn(time.monotonic())
+        self._for_requests = starts.registry.lacks_worker(replica.model)
+        """Whether requests have begun this. Then no model yields to it once they are gone. Else somebody has ordered
+        the worker up."""
+        self._has_waited = False
+        self._shown: Awaited = ()
         self._no_reading_since: float | None = None
 
     # --- what a start and a wake do differently -------------------------------------------------------------------
@@ -93,7 +104,9 @@ class Admission:
             if missing:
                 self._wait_for_place(missing)
                 return
-            self.has_places, self._no_room_since = True, None
+            self.has_places = True
+            self._turn.begin_again()
+            self._stop_waiting()
         self._wait_for_memory()
 
     def _wait_for_place(self, missing: Mapping[str, int]) -> None:
@@ -102,10 +115,17 @@ class Admission:
         leaving = places.make_room(self.replica, missing)
         if not isinstance(leaving, NoRoom):
             self.stage, self.leaving = Stage.ROOM, set(leaving)
+            self._stop_waiting()
             return
-        why = places.refusal(missing)
-        if leaving is NoRoom.NEVER or not self._waits_for_idle(why, places.is_loading(missing)):
+        why, (wanted, models) = places.refusal(missing), places.in_the_way(missing)
+        yielding = self._turn.look(
+            time.monotonic(), wanted, models, wanted=self.is_wanted, one_loads=places.is_loading(missing)
+        )
+        if leaving is NoRoom.NEVER or yielding is None:
             self._refuse_place(why)
+            return
+        in_the_way = yielding or who_yields(wanted, [replace(model, stays_s=0.0) for model in models])
+        self._wait_for_busy(why, places.workers_of(yielding), places.workers_of(in_the_way))
 
     # --- the wait for memory ------------------------------------------------------------------------------------
 
@@ -127,46 +147,80 @@ class Admission:
 
     def _waits_for_room(self, refused: PlacementRefused) -> bool:
         """Return whether the start is decided again later, because workers were unloaded or may soon be idle."""
-        leaving = self._make_room(refused.missing)
+        assert self._gpu_request is not None
+        now, reading, missing = time.monotonic(), self._starts.vram.reading() or [], refused.missing
+        one_suffices = self._gpu_request.one_suffices
+        others = [
+            self._candidate(other, reading, now)
+            for other in self._starts.registry.replicas.values()
+            if other.state in _LEAVING or (other.model != self.replica.model and other.may_be_evicted)
+        ]
+        others = behind(others, self._starts.awaited_before(self.number))
+        leaving = self._make_room(missing, others)
         if not isinstance(leaving, NoRoom):
             self.stage, self.leaving, self._claims = Stage.ROOM, set(leaving), True
+            self._stop_waiting()
             return True
-        loads = any(h.loading and h.placed.keys() & refused.missing.keys() for h in self._starts.holdings())
-        return leaving is not NoRoom.NEVER and self._waits_for_idle(refused.message, loads)
-
-    def _waits_for_idle(self, why: str, one_loads: bool) -> bool:
-        """Return whether the start is decided again later, because a busy model may soon be idle.
-
-        one_loads  whether one of these models is being loaded
-        """
-        now = time.monotonic()
-        if self._no_room_since is None:
-            self._no_room_since = now
-            self._say(f"{why}; waits for busy models to become idle")
-        if one_loads:
-            self._no_room_since = now  # a worker that loads cannot be idle yet, and a large model may load for longer
-        if now - self._no_room_since >= IDLE_WAIT_S:
+        one_loads = any(h.loading and h.placed.keys() & missing.keys() for h in self._starts.holdings())
+        yielding = self._turn.look(
+            now, missing, others, one_suffices=one_suffices, wanted=self.is_wanted, one_loads=one_loads
+        )
+        if leaving is NoRoom.NEVER or yielding is None:
+            self._stop_waiting()
             return False
-        self._decide_again_at(now + RETRY_S)
+        at_last = [replace(other, stays_s=0.0) for other in others]
+        in_the_way = yielding or who_yields(missing, at_last, one_suffices=one_suffices)
+        held = [gpu for other in others if other.worker in yielding for gpu in other.held]
+        self.awaited = frozenset(held or missing) if self.is_wanted else frozenset()
+        self._wait_for_busy(refused.message, yielding, in_the_way)
         return True
 
-    def _make_room(self, missing: Mapping[int, int]) -> tuple[str, ...] | NoRoom:
+    @property
+    def is_wanted(self) -> bool:
+        """Whether busy models have to make room: somebody has ordered the worker up, or requests wait for it and for no
+        other worker of its model."""
+        return not self._for_requests or self._starts.registry.lacks_worker(self.replica.model)
+
+    def _wait_for_busy(self, why: str, yielding: tuple[str, ...], in_the_way: Sequence[str]) -> None:
+        """Have the start decided again later, because busy models are in the way.
+
+        yielding    the workers that take no new requests until then
+        in_the_way  those that do not make room yet, too
+        """
+        if not self._has_waited:
+            self._has_waited = True
+            self._say(f"{why}; waits for busy models to become idle")
+        self._starts.let_yield(self, yielding)
+        self._show(self._starts.registry.awaited(in_the_way))
+        self._decide_again_at(time.monotonic() + RETRY_S)
+
+    def _stop_waiting(self) -> None:
+        """Let all models go on that have yielded to this start, since it waits for busy models no more."""
+        self.awaited = frozenset()
+        self._starts.let_yield(self, ())
+        self._show(())
+
+    def _show(self, awaited: Awaited) -> None:
+        """Show in ``status``, and to clients that wait, what this start waits for."""
+        if awaited != self._shown:
+            self._shown = awaited
+            self.replica.waits = f"queued: waits for {awaited_text(awaited)}" if awaited else ""
+            self._starts.control.waits_for(self.replica.model, awaited)
+
+    def _make_room(
+        self, missing: Mapping[int, int], candidates: Sequence[EvictionCandidate]
+    ) -> tuple[str, ...] | NoRoom:
         """Put idle workers to sleep, or unload them, if this one needs their memory.
 
         Return their names, or the reason why none makes room.
 
         Workers that load now, or leave anyway, count as busy: the start waits for them.
 
-        missing  GPU → bytes
+        missing     GPU → bytes
+        candidates  the workers that may leave
         """
         assert self._gpu_request is not None
         registry, replica = self._starts.registry, self.replica
-        now, reading = time.monotonic(), self._starts.vram.reading() or []
-        candidates = [
-            self._candidate(other, reading, now)
-            for other in registry.replicas.values()
-            if other.state in _LEAVING or (other.model != replica.model and other.may_be_evicted)
-        ]
         host_room = self._starts.sleepers.room(registry.replicas.values())
         chosen = choose(missing, candidates, one_suffices=self._gpu_request.one_suffices, host_room=host_room)
         if isinstance(chosen, NoRoom):
@@ -185,13 +239,16 @@ class Admission:
         return EvictionCandidate(
             other.name,
             held,
-            busy=not (self._starts.registry.is_idle(other) or other.state is WorkerState.ASLEEP),
+            busy=not (self._starts.registry.may_leave(other) or other.state is WorkerState.ASLEEP),
             priority=other.spec.config.priority,
             load_s=float(other.info.get("load_seconds", 0)),
             idle_s=now - other.last_active,
             slept={gpu: max(0, size - left.get(gpu, 0)) for gpu, size in held.items()} if may_sleep else None,
             wake_s=self._starts.sleepers.seconds(other),
             host_bytes=max(0, other.sleep_bytes - other.host_bytes),
+            leaves=other.state in _LEAVING,
+            stays_s=other.stays_s(now),
+            yields=bool(other.yields_to),
         )
 
     def _say_evicted(self, missing: Mapping[int, int], chosen: Sequence[Eviction]) -> None:
@@ -219,7 +276,7 @@ class Admission:
     @property
     def order(self) -> tuple[bool, int]:
         """The place among the starts under way. Pinned models come first, then the starts that began earlier."""
-        return self._gpu_request is None or self._gpu_request.pins is None, self._number
+        return self._gpu_request is None or self._gpu_request.pins is None, self.number
 
     def goes_before(self, other: "Admission") -> bool:
         """Return whether ``other`` has to wait until this start is decided."""
@@ -227,7 +284,7 @@ class Admission:
             return False
         # Places go to the start that began first, so that no start is overtaken again and again. A start with claims on
         # memory has its places, so that no two starts can wait for each other, one for memory and one for a place.
-        want_places = not self.has_places and not other.has_places and self._number < other._number
+        want_places = not self.has_places and not other.has_places and self.number < other.number
         if want_places and self._starts.places.share(self.replica.model, other.replica.model):
             return True
         if not _may_want_same(self._gpu_request, other._gpu_request):
@@ -243,6 +300,7 @@ class Admission:
 
     def _end(self) -> None:
         self.stage = Stage.OVER
+        self._stop_waiting()
         self._starts.remove(self)
 
 

@@ -28,7 +28,7 @@ from supervisor.model_logs import about, without_ours
 from supervisor.placement.vram import Vram
 from supervisor.placement.worker_memory import loaded_text
 from supervisor.requests.effect_queue import EffectQueue, WorkerChanged
-from supervisor.requests.in_flight import ToWorker
+from supervisor.requests.in_flight import Awaited, ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers import stop_ladder
@@ -245,6 +245,27 @@ class Fleet:
     def put_to_sleep(self, worker: str, cause: str) -> None:
         """Order an idle worker to sleep, see ``Sleepers``."""
         self.sleepers.put_to_sleep(worker, cause)
+
+    def let_yield(self, replica: Replica, to: str) -> None:
+        """Have a worker take no new requests while another one waits for its place, or let it go on. ``Starts`` calls
+        this, and again while the other one waits, since a new process of the worker takes requests.
+
+        to  the name of the other one; "" to go on
+        """
+        held = self._scheduler.is_held_back(replica.name)
+        yields = bool(to) and replica.state is WorkerState.READY
+        if yields and not held:
+            self._scheduler.hold_back(replica.name)
+            running = self._scheduler.work(replica.name)[0]
+            message = f"{replica.shown}: takes no new requests, and finishes {running}: {to} waits for its place"
+            self._log.info("%s", message, extra=noted(EventKind.PLACEMENT, replica.log_name))
+        elif held and not yields:
+            self._effects.add(self._scheduler.go_on(replica.name, time.monotonic()))
+        replica.yields_to = to if yields else ""
+
+    def waits_for(self, model: str, others: Awaited) -> None:
+        """Note what the requests of a model wait for. ``Starts`` calls this."""
+        self._scheduler.waits_for(model, others)
 
     def not_woken(self, replica: Replica, why: str) -> None:
         """Take note that a worker found no room to wake. ``Wake`` calls this."""

@@ -8,10 +8,11 @@ from typing import Protocol
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
-from supervisor.placement.eviction import NoRoom
+from supervisor.placement.eviction import EvictionCandidate, NoRoom
 from supervisor.placement.groups import (
     Groups,
     Holder,
+    as_memory,
     choose_leavers,
     describe,
     missing_places,
@@ -83,6 +84,14 @@ class GroupPlaces:
         self._log.info("%s", message, extra=noted(EventKind.EVICTION, replica.log_name))
         return tuple(worker for m in chosen for worker in self._let_go(m, f"evicted for {replica.label} ({limits})"))
 
+    def in_the_way(self, missing: Mapping[str, int]) -> tuple[dict[int, int], list[EvictionCandidate]]:
+        """Return the places that are missing, and the models of the groups that may leave, see ``groups.as_memory``."""
+        return as_memory(missing, self._groups, self._holders())
+
+    def workers_of(self, models: Collection[str]) -> tuple[str, ...]:
+        """Return the workers because of which these models have places."""
+        return tuple(replica.name for replica in self._with_places() if replica.model in models)
+
     def refusal(self, missing: Mapping[str, int]) -> str:
         """Return why a model finds no place, with the models that are loaded, and what to do."""
         loaded = [holder.model for holder in self._holders()]
@@ -132,11 +141,13 @@ class GroupPlaces:
         up = [replica for replica in workers if replica.state not in _LEAVING]
         return Holder(
             model,
-            busy=not all(self._registry.is_idle(replica) for replica in up),
+            busy=not all(self._registry.may_leave(replica) for replica in up),
             may_leave=all(replica.may_be_evicted for replica in workers),
             leaving=not up,
             priority=workers[0].spec.config.priority,
             idle_s=now - max(replica.last_active for replica in workers),
+            stays_s=max((replica.stays_s(now) for replica in up), default=0.0),
+            yields=any(replica.yields_to for replica in up),
         )
 
     def _let_go(self, model: str, cause: str) -> list[str]:

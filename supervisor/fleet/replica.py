@@ -8,6 +8,7 @@ from typing import Any
 from protocol.errors import ErrorCode, WireError
 from protocol.process.log_style import LogStyle
 from supervisor.config import ModelSpec
+from supervisor.placement import turns
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timer
@@ -60,7 +61,9 @@ class Replica:
         """The GPU memory that the worker needs, and what its process holds."""
         self.process: Launched | None = None
         self.waits = ""
-        """Why a start waits for another machine, for people; "" if none does."""
+        """What a start or a wake waits for, for people; "" for nothing that takes long."""
+        self.yields_to = ""
+        """The model for whose load the worker takes no new requests; "" if it takes some."""
         self.routing_id = b""
         self.log_style = LogStyle()
         """How the present process writes its log."""
@@ -203,6 +206,14 @@ class Replica:
         """Whether the worker may be unloaded to make room for another model. Its next request starts it again."""
         return self.spec.config.lazy and not self.spec.config.pinned
 
+    def stays_s(self, now: float) -> float:
+        """Return for how many seconds the worker need not make room for another model while it is busy. Infinity while
+        it is on its way up."""
+        if self.state is not WorkerState.READY:
+            return math.inf
+        came_up_s = self.wake_s if self.woken else self.info.get("load_seconds")
+        return turns.stays_s(now - self.life.since, float(came_up_s or 0))
+
     @property
     def can_sleep(self) -> bool:
         """Whether the loaded worker can be put to sleep."""
@@ -222,8 +233,10 @@ class Replica:
             return ended
         if self.state is WorkerState.ASLEEP:
             return self.life.unload_cause
-        if self.state is WorkerState.STARTING:
-            return (self.waits if self.process is None else self.process.waits) or None
+        if self.state in (WorkerState.STARTING, WorkerState.WAKING):
+            return self.waits or (self.process.waits if self.process is not None else "") or None
+        if self.state is WorkerState.READY and self.yields_to:
+            return f"takes no new requests: {self.yields_to} waits for its place"
         if self.state is not WorkerState.UNLOADED:
             return None
         return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")

@@ -16,7 +16,7 @@ from supervisor.log_styles import LogStyles
 from supervisor.placement.gpu_requests import watched_pins
 from supervisor.placement.vram import Vram
 from supervisor.placement.worker_memory import WorkerMemory
-from supervisor.requests.in_flight import ToWorker
+from supervisor.requests.in_flight import Awaited, ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.workers.launcher import Launched
 from supervisor.workers.lifecycle import WorkerState
@@ -153,6 +153,23 @@ class ReplicaRegistry:
         running, _ = self._scheduler.work(replica.name)
         _, waiting = self._scheduler.counts(replica.model)
         return replica.state is WorkerState.READY and not running and not waiting
+
+    def may_leave(self, replica: Replica) -> bool:
+        """Return whether a worker is idle, or yields to another model and has finished the requests that it had."""
+        return self.is_idle(replica) or (
+            replica.state is WorkerState.READY and self._scheduler.has_finished(replica.name)
+        )
+
+    def lacks_worker(self, model: str) -> bool:
+        """Return whether requests wait for a model of which no worker takes any now."""
+        return self._scheduler.lacks_worker(model)
+
+    def awaited(self, workers: Iterable[str]) -> Awaited:
+        """Return the models of these workers, each with the number of requests that they have."""
+        counted: Counter[str] = Counter()
+        for worker in workers:
+            counted[self.replicas[worker].model] += self._scheduler.work(worker)[0]
+        return tuple(counted.items())
 
     def shown(self, label: str) -> Replica | None:
         """Return the worker that ``status`` shows under this name. None if there is none."""

@@ -26,7 +26,7 @@ from protocol.process.engine_packages import missing_for
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.fleet.admission import RETRY_S, Admission, Stage
-from supervisor.fleet.machine_room import who_leaves
+from supervisor.fleet.machine_room import as_memory, who_leaves
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges
@@ -153,11 +153,15 @@ class Start(Admission):
         if here is not None and here.missing and self._waits_for_room(here):
             return
         now, replicas = time.monotonic(), starts.registry.replicas.values()
-        leaving = who_leaves(self.replica.model, no.missing, replicas, starts.registry.is_idle, now)
+        there = (self.replica.model, no.missing, replicas, starts.registry.may_leave, now)
+        leaving = who_leaves(*there)
         if isinstance(leaving, NoRoom) or not leaving:
+            yielding = self._turn.look(now, *as_memory(*there), one_suffices=True, wanted=self.is_wanted)
+            starts.let_yield(self, yielding or ())
             self._decide_again_at(now + (RETRY_S if here is None else READING_RETRY_S))
             return
         self.stage, self.leaving = Stage.ROOM, {eviction.worker for eviction in leaving}
+        starts.let_yield(self, ())
         self._say(f"{no.why}: unloading {', '.join(sorted(self.leaving))}")
         for worker in sorted(self.leaving):
             starts.control.unload(worker, f"evicted for {self.replica.label}")
@@ -229,7 +233,7 @@ class Start(Admission):
 
     def _end(self) -> None:
         super()._end()
-        self.replica.waits = ""
+        self.replica.waits = ""  # of another machine
 
     def _refuse_place(self, why: str) -> None:
         self._refuse_soon(not_admitted("no room", why, retry=bool(self.replica.life.history.recent)))

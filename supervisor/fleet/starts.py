@@ -21,6 +21,7 @@ from supervisor.placement.gpu_shares import Needs
 from supervisor.placement.policy import Holding, Placed, place, rooms
 from supervisor.placement.vram import Vram
 from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.in_flight import Awaited
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
 from supervisor.workers.launcher import Launcher
@@ -33,6 +34,8 @@ class StartControl(Protocol):
     def put_to_sleep(self, worker: str, cause: str) -> None: ...
     def unload(self, worker: str, cause: str) -> None: ...
     def not_woken(self, replica: Replica, why: str) -> None: ...
+    def let_yield(self, replica: Replica, to: str) -> None: ...
+    def waits_for(self, model: str, others: Awaited) -> None: ...
     def not_started(self, replica: Replica, report: ExitReport) -> None: ...
 
 
@@ -116,6 +119,21 @@ class Starts:
                 start.leaving.discard(worker)
                 if not start.leaving:
                     self.at_next_turn(start.decide_again)
+
+    def awaited_before(self, number: int) -> set[int]:
+        """Return the GPUs on which starts wait for busy models that began before the one with this number."""
+        earlier = (start for start in self._under_way.values() if start.number < number)
+        return {gpu for start in earlier for gpu in start.awaited}
+
+    def let_yield(self, start: Admission, workers: tuple[str, ...]) -> None:
+        """Have these workers take no new requests, because a start waits for their places or their memory. Let those
+        go on to which no start says so any more."""
+        if not (workers or start.yielding):
+            return
+        start.yielding = workers
+        to = {worker: each.replica.label for each in self._under_way.values() for worker in each.yielding}
+        for replica in self.registry.replicas.values():
+            self.control.let_yield(replica, to.get(replica.name, ""))
 
     def fits_surge(self, old: Replica, after: ModelSpec) -> bool:
         """Return whether a successor would find room beside the old worker, as far as that is known without reading the

@@ -32,6 +32,7 @@ class Holder:
     may_leave  whether the model may be unloaded or put to sleep, because its next request brings it back
     leaving    whether its workers are on their way down, or to sleep, already
     idle_s     seconds since its last request
+    stays_s, yields  as for ``EvictionCandidate``
     """
 
     model: str
@@ -40,6 +41,8 @@ class Holder:
     leaving: bool = False
     priority: int = 0
     idle_s: float = 0.0
+    stays_s: float = 0.0
+    yields: bool = False
 
 
 def share_group(one: str, other: str, groups: Groups) -> bool:
@@ -68,7 +71,16 @@ def choose_leavers(missing: Mapping[str, int], groups: Groups, holders: Iterable
     Models of the lowest priority leave first, and among these the ones that have been idle longest. The time
     that a load takes does not count: whoever makes a group wants the model that was used last.
     """
-    number = {name: index for index, name in enumerate(missing)}  # a place in a group is chosen as a byte of a GPU is
+    chosen = choose(*as_memory(missing, groups, holders))
+    return chosen if isinstance(chosen, NoRoom) else tuple(eviction.worker for eviction in chosen)
+
+
+def as_memory(
+    missing: Mapping[str, int], groups: Groups, holders: Iterable[Holder]
+) -> tuple[dict[int, int], list[EvictionCandidate]]:
+    """Return what is missing, and the models that may leave, as ``eviction`` knows them. A model is a worker there, a
+    group a GPU, and a place a byte."""
+    number = {name: index for index, name in enumerate(missing)}
     candidates = [
         EvictionCandidate(
             holder.model,
@@ -76,12 +88,14 @@ def choose_leavers(missing: Mapping[str, int], groups: Groups, holders: Iterable
             busy=holder.busy or holder.leaving,
             priority=holder.priority,
             idle_s=holder.idle_s,
+            leaves=holder.leaving,
+            stays_s=holder.stays_s,
+            yields=holder.yields,
         )
         for holder in holders
         if holder.may_leave or holder.leaving
     ]
-    chosen = choose({number[name]: count for name, count in missing.items()}, candidates)
-    return chosen if isinstance(chosen, NoRoom) else tuple(eviction.worker for eviction in chosen)
+    return {number[name]: count for name, count in missing.items()}, candidates
 
 
 def surplus(groups: Groups, holders: Sequence[Holder]) -> dict[str, int]:

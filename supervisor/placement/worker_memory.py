@@ -62,12 +62,17 @@ class WorkerMemory:
             self.holding = replace(self.holding, loading=False)
 
     def comes_back(self, reading: Sequence[Gpu]) -> Mapping[int, int]:
-        """Return the bytes of each GPU that come back when the worker's process ends: measured, or else estimated."""
+        """Return the bytes of each GPU that come back when the worker's process ends: measured, or else estimated.
+
+        While it loads or wakes, this includes what it is about to take, which nobody else can have.
+        """
         if self.holding is None:
             return {}
         pid, placed = self.holding.pid, self.holding.placed
-        measured = {gpu.index: gpu.processes.get(pid) for gpu in reading if pid is not None}
-        return {gpu: measured.get(gpu) or size for gpu, size in placed.items()}
+        measured = {gpu.index: gpu.processes.get(pid) or 0 for gpu in reading if pid is not None}
+        if self.holding.loading:
+            return {gpu: max(measured.get(gpu, 0), size) for gpu, size in placed.items()}
+        return {gpu: measured.get(gpu, 0) or size for gpu, size in placed.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that ``status`` shows. None means not known.

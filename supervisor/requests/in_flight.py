@@ -45,6 +45,8 @@ class Wake:
 
 
 Effect = ToClient | ToWorker | Wake
+Awaited = tuple[tuple[str, int], ...]
+"""The models that have to make room before another one can be loaded, each with the number of its requests that run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +112,8 @@ class InFlight(RequestProgress):
     steps: list[Step] = field(default_factory=list, repr=False)
     reported: int = -1
     """The queue position last reported."""
+    told: str = ""
+    """What its client was told last of the models that have to make room."""
 
     def __post_init__(self, window: int) -> None:
         RequestProgress.__init__(self, window, self.route.resume)

@@ -9,7 +9,7 @@ from typing import Any
 
 from protocol.errors import ErrorCode, WireError
 from supervisor.requests.fair_queue import FairQueue
-from supervisor.requests.in_flight import InFlight
+from supervisor.requests.in_flight import Awaited, InFlight
 from supervisor.requests.request_figures import RequestFigures
 from supervisor.requests.worker_slots import Affinity, WorkerSlot, affinity_key
 
@@ -85,6 +85,8 @@ class ModelQueue:
     workers may be the one that the request waits for."""
     parked: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     """Requests whose constraints are being compiled. They wait beside the three queues."""
+    waits_for: Awaited = ()
+    """The models that have to make room before this one can be loaded."""
     removed: bool = False
     """True if the model is not configured any more. The record is kept for requests whose ends are still held."""
 

@@ -1,12 +1,12 @@
 """Tell clients that wait how far their requests are. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from protocol.codec import encode, pack_body
 from protocol.messages import Report
-from supervisor.requests.in_flight import Effect, InFlight, ToClient
+from supervisor.requests.in_flight import Awaited, Effect, InFlight, ToClient
 from supervisor.requests.model_queue import ModelQueue
 
 MOST_REPORTS = 256
@@ -28,13 +28,28 @@ def loading(queue: ModelQueue, progress: Mapping[str, Any]) -> list[Effect]:
 
 
 def positions(queue: ModelQueue) -> list[Effect]:
-    """Report the place in the queue to each client whose request has moved on since the last report."""
+    """Report the place in the queue to each client whose request has moved on since the last report, or whose model
+    waits for something else."""
     effects: list[Effect] = []
     for request in _interested(queue):
-        if (position := queue.position(request)) != request.reported:
-            request.reported = position
-            effects.append(report(request, {"phase": "queued", "queue_position": position}))
+        position, told = queue.position(request), awaited_text(queue.waits_for, request.owner.may_use)
+        if position != request.reported or told != request.told:
+            request.reported, request.told = position, told
+            fields: dict[str, object] = {"phase": "queued", "queue_position": position}
+            effects.append(report(request, fields | ({"waits_for": told} if told else {})))
     return effects
+
+
+def awaited_text(awaited: Awaited, may_use: Callable[[str], bool] = lambda model: True) -> str:
+    """Return what a model waits for before it can be loaded, for people: "a to finish 2 requests"; "" for nothing.
+
+    may_use  whether the reader may know of a model. Others have no name in the text
+    """
+    parts = []
+    for model, running in awaited:
+        work = f"finish {running} request{'s' if running > 1 else ''}" if running else "make room"
+        parts.append(f"{model if may_use(model) else 'another model'} to {work}")
+    return " and ".join(parts)
 
 
 def _interested(queue: ModelQueue) -> Iterator[InFlight]:

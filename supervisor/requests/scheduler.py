@@ -22,7 +22,7 @@ from supervisor.keys.rights import OWNER, Identity
 from supervisor.requests import reports
 from supervisor.requests.credit_control import CreditControl, SendBufferLimits
 from supervisor.requests.deadlines import CANCEL, is_met, too_late
-from supervisor.requests.in_flight import Effect, InFlight, ToClient
+from supervisor.requests.in_flight import Awaited, Effect, InFlight, ToClient
 from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
 from supervisor.requests.poison import PoisonPolicy, PoisonTracker
 from supervisor.requests.refusals import refusal
@@ -187,6 +187,39 @@ class Scheduler:
         """Give the worker no other requests. It finishes those it has. New ones wait, since its successor will come."""
         return self._stop_giving(worker, None, now)
 
+    def hold_back(self, worker: str) -> None:
+        """Give a worker that is ready no other requests until ``go_on``. It finishes those it has, and the others wait.
+
+        Whatever else becomes of the worker ends this, too.
+        """
+        worker_slot = self._table.slot_of(worker)
+        worker_slot.held_back, worker_slot.capacity = worker_slot.capacity or worker_slot.held_back, 0
+
+    def go_on(self, worker: str, now: float) -> list[Effect]:
+        """Give requests again to a worker that was held back."""
+        worker_slot = self._table.slot_of(worker)
+        worker_slot.capacity, worker_slot.held_back = worker_slot.held_back, 0
+        return self._table.dispatch(self._table.queue_of_worker[worker], now)
+
+    def is_held_back(self, worker: str) -> bool:
+        """Return whether a worker is ready and gets no requests, see ``hold_back``."""
+        return self._table.slot_of(worker).held_back > 0
+
+    def has_finished(self, worker: str) -> bool:
+        """Return whether a worker that is held back has finished all its requests, and compiles nothing for others."""
+        worker_slot = self._table.slot_of(worker)
+        busy = worker_slot.running or self._table.queue_of_worker[worker].parked
+        return worker_slot.held_back > 0 and not busy
+
+    def lacks_worker(self, model: str) -> bool:
+        """Return whether requests wait for a model of which no worker takes any now."""
+        queue = self._table.queues[model]
+        return queue.waiting > 0 and not queue.is_ready
+
+    def waits_for(self, model: str, others: Awaited) -> None:
+        """Note which models have to make room before the requests that wait for this model can be served."""
+        self._table.queues[model].waits_for = others
+
     def refuse_new(self, worker: str, error: WireError, now: float) -> list[Effect]:
         """Let no requests wait for this worker, and give it no others. It finishes those it has.
 
@@ -199,6 +232,7 @@ class Scheduler:
     ) -> list[Effect]:
         worker_slot = self._table.slot_of(worker)
         worker_slot.refusal, worker_slot.capacity, worker_slot.unloaded = refusal, 0, unloaded
+        worker_slot.held_back = 0
         # The worker may have been kept free for a request, which now goes to another worker.
         return self._table.dispatch(self._table.queue_of_worker[worker], now)
 

@@ -48,6 +48,8 @@ class WorkerSlot:
     """Tokens that the worker has generated since the supervisor's start."""
     unsent: set[tuple[int, int]] = field(default_factory=set)
     """Keys of running requests that could not be sent, because the worker was not connected any more."""
+    held_back: int = 0
+    """The capacity that the worker has again when it yields to no other model any more; 0 if it does not yield."""
     unloaded: bool = False
     """True while the worker has no process until requests need it."""
     suspects: list[InFlight] = field(default_factory=list)
@@ -56,11 +58,12 @@ class WorkerSlot:
     def open(self, generation: int, capacity: int, batch_size: int, gpu: str) -> None:
         """Take note that a new process of the worker is ready."""
         self.generation, self.capacity, self.batch_size, self.gpu = generation, capacity, batch_size, gpu
+        self.held_back = 0
 
     def close(self) -> list[InFlight]:
         """Take note that the process is gone. Return the requests that it had."""
         running = list(self.running.values())
-        self.generation = self.capacity = self.batch_size = 0
+        self.generation = self.capacity = self.batch_size = self.held_back = 0
         self.running.clear()
         self.suspects.clear()
         self.unsent.clear()

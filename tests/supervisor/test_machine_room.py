@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from supervisor.fleet.machine_room import who_leaves
-from supervisor.placement.eviction import Eviction, NoRoom
+from supervisor.fleet.machine_room import as_memory, who_leaves
+from supervisor.placement.eviction import Eviction, NoRoom, who_yields
 from supervisor.workers.lifecycle import WorkerState
 
 
@@ -14,6 +14,7 @@ def replica(name: str, node: str | None, gpus: int = 1, **changes: Any) -> Any:
         **{
             "name": name, "model": name, "state": WorkerState.READY, "may_be_evicted": True, "last_active": 0.0,
             "spec": SimpleNamespace(config=SimpleNamespace(gpu_count=gpus, priority=changes.pop("priority", 0))),
+            "stays_s": lambda now: 0.0, "yields_to": "",
             "process": None if node is None else SimpleNamespace(node=node), "info": {"load_seconds": 1.0},
             **changes,
         }
@@ -43,3 +44,10 @@ def test_some_stay() -> None:
     assert leave({"one": 1}, replica("a", "one"), busy="a") is NoRoom.WAIT
     assert leave({"one": 1}, replica("a", "one", state=WorkerState.STOPPING), busy="a") is NoRoom.WAIT
     assert leave({}, replica("a", "one")) is NoRoom.NEVER
+
+
+def test_a_busy_one_yields() -> None:
+    a, b = replica("a", "one"), replica("b", "two", stays_s=lambda now: 3.0)
+    for there, expected in ({"one": 1}, ("a",)), ({"two": 1}, ()), ({"one": 1, "two": 1}, ("a",)):
+        wanted, candidates = as_memory("new", there, (a, b), lambda replica: False, 10.0)
+        assert who_yields(wanted, candidates, one_suffices=True) == expected
