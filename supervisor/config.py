@@ -26,10 +26,9 @@ from supervisor.config_rules import (
 from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
 from supervisor.config_watch import Signature
 from supervisor.foreign_configs import program_of
-from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import default_keys_dir
 from supervisor.logs import log_dir
-from supervisor.model_names import ModelNames, name_problems
+from supervisor.model_names import ModelNames, is_alias, name_problems
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import Flaw, Unfit, fit
 from supervisor.tabby_config import lay_beneath
@@ -38,6 +37,8 @@ from supervisor.workers.machines import includes_own
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
+NOTE_PREFIX = "x-"
+"""Keys at the top level that begin so mean nothing. They may hold what YAML's anchors name, for several models."""
 
 
 class ModelSpec:
@@ -163,12 +164,9 @@ class Config:
 
     @property
     def keys_dir(self) -> Path:
-        """Return the directory of the keys. Raises KeysProblem if it is in a home directory that does not exist."""
+        """Return the directory of the keys. Raises KeysProblem if none is given and this user has no home directory."""
         given = self.supervisor.keys
-        try:
-            return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
-        except RuntimeError as e:
-            raise KeysProblem(f"supervisor.keys is {given!r}: {e}") from None
+        return default_keys_dir() if given is None else self.file.parent / Path(given).expanduser()
 
     @property
     def request_log(self) -> Path | None:
@@ -225,6 +223,8 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
     if (program := program_of(source.data)) is not None:
         why = f"is the configuration of {program}: `modelctl init --from {file}` writes a models.yaml from it"
         raise ConfigError([Problem(source.file, 0, "", why)])
+    if isinstance(source.data, dict):
+        source.data = {key: value for key, value in source.data.items() if not key.startswith(NOTE_PREFIX)}
     overlay(source, environment)
     path_of_file = absolute(file)
     base = path_of_file.parent
@@ -315,7 +315,9 @@ def _has_flaw(flaws: list[Flaw], section: str) -> bool:
 
 def _name_problem(name: str) -> str | None:
     if not re.fullmatch(limits.MODEL_NAME_PATTERN, name):
-        return "is no model name: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
+        rule = "use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit"
+        other = f"; clients may use {name!r}, too, if it is one of the model's aliases" if is_alias(name) else ""
+        return f"is no model name: {rule}{other}"
     if name in (limits.SUPERVISOR_NAME, limits.GATEWAY_NAME):
         return f"is taken: the {name}'s own log is called so"
     return None
@@ -353,7 +355,7 @@ def _find(
     for key, given in paths:
         try:
             found[key] = _resolve(given, base)
-        # the path names a user that does not exist (~user), has a loop of links, or is too long
+        # the path has a loop of links, or is too long
         except (ValueError, RuntimeError, OSError) as e:
             missing.append((key, str(e)))
     if missing:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from protocol.process.gateway_settings import SHARE, ReasoningKey
+from supervisor.config_values import UserPath
 from supervisor.placement.sizes import parse_size
 from supervisor.schema_validation import Read, Within
 
@@ -114,13 +115,13 @@ class GatewayConfig:
 
     Example: [https://chat.example.org]
     """
-    certificate: str | None = None
+    certificate: UserPath | None = None
     """PEM file of the certificate chain, for HTTPS: absolute, or relative to models.yaml.
 
     Default: plain HTTP
     Example: ~/tls/fullchain.pem
     """
-    private_key: str | None = None
+    private_key: UserPath | None = None
     """PEM file of the certificate's private key: absolute, or relative to models.yaml.
 
     Default: plain HTTP

@@ -20,6 +20,7 @@ from supervisor.config_values import (
     Tokens,
     ToolFormat,
     Ttl,
+    UserPath,
     Vram,
 )
 from supervisor.placement.gpus import MOST_GPUS
@@ -43,7 +44,7 @@ _QUEUE = QueueLimits()
 class LoraConfig:
     """One LoRA adapter, an entry of the list ``lora``."""
 
-    dir: str
+    dir: UserPath
     """Directory with adapter_config.json and adapter_model.safetensors: absolute, or relative to models.yaml.
 
     Example: ~/loras/pirate
@@ -78,7 +79,7 @@ class VariantConfig:
 class ModelConfig:
     """One entry under ``models``. Most keys have the names that EXL2 users know from other servers."""
 
-    model_dir: str
+    model_dir: UserPath
     """Directory of the model, with config.json, tokenizer.json and the weights (``*.safetensors``).
 
     The path is absolute, or relative to models.yaml. ``demo:letters``, ``demo:stories`` and ``demo:agent`` are shipped
@@ -190,7 +191,7 @@ class ModelConfig:
 
     Example: true
     """
-    draft_model: str | None = None
+    draft_model: UserPath | None = None
     """Directory of a small model with the same vocabulary, for speculative decoding. Written like model_dir.
 
     Default: no speculation

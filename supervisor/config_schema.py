@@ -10,7 +10,7 @@ from protocol.process.log_style import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
-from supervisor.config_values import Days, Duration, HeldSize, HostMemory, Lease, Listen, StoreSize, VramLimit
+from supervisor.config_values import Days, Duration, HeldSize, HostMemory, Lease, Listen, StoreSize, UserPath, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
 from supervisor.schema_validation import Within
@@ -139,7 +139,7 @@ class UsageConfig:
 
     Example: false
     """
-    file: str | None = None
+    file: UserPath | None = None
     """The SQLite file with the counts: absolute, or relative to models.yaml. Two supervisors cannot share one.
 
     Default: usage.sqlite3 beside the directory of the logs
@@ -203,7 +203,7 @@ class SupervisorConfig:
 
     Example: json
     """
-    model_roots: list[str] | None = None
+    model_roots: list[UserPath] | None = None
     """Directories into which the files of models' directories may be links: absolute, or relative to models.yaml.
     Weights may be links to other places, too, see [Security](security.md#linked-files). Changed roots apply to workers
     that are started from now on.
@@ -211,7 +211,7 @@ class SupervisorConfig:
     Default: files may be links into the model's own directory and Hugging Face's cache only
     Example: [/mnt/disk2/models]
     """
-    request_log: str | None = None
+    request_log: UserPath | None = None
     """File that gets a line of JSON for each request that ends: absolute, or relative to models.yaml. No line has texts
     of prompts or answers.
 
@@ -224,7 +224,7 @@ class SupervisorConfig:
     Default: the supervisor listens on no port
     Example: tcp://192.168.1.5:5570
     """
-    keys: str | None = None
+    keys: UserPath | None = None
     """Directory of the keys: absolute, or relative to models.yaml. A change takes a restart of the supervisor.
 
     Default: $MODELCTL_KEYS, else ~/.config/modelctl/keys

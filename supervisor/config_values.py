@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from answer_formats.families import FORMATS
@@ -10,6 +11,7 @@ from protocol.process.worker_spec import OFF
 from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
 from supervisor.schema_validation import Read, Within
+from supervisor.spelling import quotes_for
 from supervisor.workers.machines import parse_node
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
@@ -69,6 +71,19 @@ def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
     if isinstance(value, str) and re.fullmatch(r"GPU-[0-9a-fA-F-]{8,64}", value):
         return value
     raise ValueError(one)
+
+
+def parse_path(value: object) -> str:
+    """Return a path as it was given. Raises ValueError if it is in a home directory that does not exist."""
+    if not isinstance(value, str):
+        raise ValueError(f"must be a path{quotes_for(value)}")
+    try:
+        Path(value).expanduser()
+    except RuntimeError:
+        user = value[1:].partition("/")[0]
+        why = f"there is no user {user!r} on this machine" if user else "this user has no home directory"
+        raise ValueError(f"{why}; write the whole path") from None
+    return value
 
 
 def parse_held(value: object) -> int:
@@ -155,6 +170,7 @@ def parse_sleep(value: object) -> Literal["ram", "off"]:
     return "ram"
 
 
+UserPath = Annotated[str, Read(parse_path, "path")]
 Duration = Annotated[float, Read(parse_duration, "duration")]
 Days = Annotated[int, Read(parse_days, "days")]
 Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]

@@ -116,7 +116,8 @@ def name_problems(
             if len(names) > MOST_NAMES:
                 yield (*path, key), f"has {len(names)} names: at most {MOST_NAMES}"
     if default is not None and default not in ModelNames(models):
-        yield ("default_model",), f"is {default!r}: must be a model, an alias, or a variant of this file"
+        rule = "must be a model, an alias, or a variant of this file; name one, or add it to a model's aliases"
+        yield ("default_model",), f"is {default!r}: {rule}"
 
 
 def is_alias(name: str) -> bool:

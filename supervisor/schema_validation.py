@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from supervisor.spelling import spelled
+from supervisor.spelling import quotes_for, spelled
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -92,7 +92,7 @@ def _fit(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within | 
     if origin is Literal:
         if isinstance(value, str) and value in parts:
             return value
-        return _refuse(value, path, flaws, f"must be one of {', '.join(map(repr, parts))}")
+        return _refuse(value, path, flaws, f"must be one of {', '.join(map(repr, parts))}{quotes_for(value)}")
     if origin is list:
         if not isinstance(value, list):
             return _refuse(value, path, flaws, "must be a list")
@@ -127,7 +127,10 @@ def _plain(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within 
     # In Python bool is an int. In a file it is not.
     if type(value) in (hint, int) and hint in (int, float) and (within is None or within.holds(value)):
         return hint(value)
-    return _refuse(value, path, flaws, f"must be {_NAMES[hint]}{'' if within is None else f' {within}'}")
+    hint_at_quotes = quotes_for(value) if hint is str else ""
+    return _refuse(
+        value, path, flaws, f"must be {_NAMES[hint]}{'' if within is None else f' {within}'}{hint_at_quotes}"
+    )
 
 
 _NAMES: Mapping[type, str] = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}

@@ -17,6 +17,14 @@ def spelled(value: object) -> str:
     return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else "a long number"
 
 
+def quotes_for(value: object) -> str:
+    """Return what to do if a file's value that is no text was meant as text: YAML reads some words as other values."""
+    if isinstance(value, bool):
+        words = "yes, on and true are true" if value else "no, off and false are false"
+        return f"; without quotes, {words} in YAML: put the word into quotes"
+    return "; put it into quotes" if isinstance(value, (int, float)) else ""
+
+
 def spelled_name(name: object) -> str:
     """Return a map's key, shortened. A key from the wire may be a bin, and names are strings."""
     if isinstance(name, bytes):

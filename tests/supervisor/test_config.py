@@ -135,6 +135,24 @@ def test_defaults(tmp_path: Path) -> None:
             "models.a.limits.cfg_scale: ",
         ),
         (f"models:\n  a: {{model_dir: ., engine: '{CUSTOM}', replicas: 0}}", "models.a.replicas: is 0: "),
+        (
+            f"default_model: no\nmodels: {{no: {{model_dir: ., engine: '{CUSTOM}'}}}}",
+            "default_model: is false: must be text; without quotes, no, off and false are false in YAML: put the word",
+        ),
+        (
+            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', aliases: [3.1]}}}}",
+            "models.a.aliases.0: is 3.1: must be text; put it into quotes",
+        ),
+        ("gateway: {keepalive: off}", "gateway.keepalive: is false: must be one of 'comment', 'chunk', 'off'; without"),
+        (
+            f"models: {{Qwen/Qwen3: {{model_dir: ., engine: '{CUSTOM}'}}}}",
+            "clients may use 'Qwen/Qwen3', too, if it is one of the model's aliases",
+        ),
+        (
+            f"default_model: Qwen/Qwen3\nmodels: {{a: {{model_dir: ., engine: '{CUSTOM}'}}}}",
+            "default_model: is 'Qwen/Qwen3': must be a model, an alias, or a variant of this file; name one, or ",
+        ),
+        (f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', x-note: 1}}}}", "models.a.x-note: unknown key; "),
     ],
 )
 def test_refusals_name_file_line_path_and_remedy(tmp_path: Path, text: str, says: str) -> None:
@@ -178,6 +196,27 @@ def test_values(tmp_path: Path, key: str, value: object, says: str) -> None:
     assert len(report) == 1
     assert f"models.a.{key}: " in report[0]
     assert says in report[0]
+
+
+def test_a_path_in_a_home_that_does_not_exist_is_named_wherever_it_stands(tmp_path: Path) -> None:
+    text = f"""\
+models: {{a: {{model_dir: ~nosuch/m, engine: '{CUSTOM}'}}}}
+supervisor: {{keys: ~nosuch/k, request_log: ~nosuch/r, usage: {{file: ~nosuch/u}}, model_roots: [~nosuch/w]}}
+gateway: {{certificate: ~nosuch/c, private_key: ~nosuch/p}}
+"""
+    says = "there is no user 'nosuch' on this machine; write the whole path"
+    keys = {
+        "models.a.model_dir": "m", "supervisor.keys": "k", "supervisor.request_log": "r", "supervisor.usage.file": "u",
+        "supervisor.model_roots.0": "w", "gateway.certificate": "c", "gateway.private_key": "p",
+    }  # fmt: skip
+    wanted = {f"{key}: is '~nosuch/{name}': {says}" for key, name in keys.items()}
+    assert {line.split(": ", 1)[1] for line in problems(tmp_path, text)} == wanted
+
+
+def test_keys_that_begin_with_x_hold_what_models_share(tmp_path: Path) -> None:
+    text = f"x-common: &common {{model_dir: ., engine: '{CUSTOM}', max_queue: 7}}\nx-2: 1\nmodels: {{a: *common, b: "
+    found = load(tmp_path, text + "{<<: *common, max_queue: 8}}\n").models
+    assert [spec.config.max_queue for spec in found.values()] == [7, 8]
 
 
 def test_wrong_combinations(tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size**
 from the directory of models.yaml. If models.yaml is a link, that is the directory of the link, and each reading follows
 the link anew.
 
+Keys at the top level that begin with `x-` mean nothing to modelctl. They may hold what several models share: write
+`x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each of the models. Words such as `no` and `on` are
+true or false in YAML; in quotes they are text.
+
 `modelctl check --json-schema` prints a JSON schema of the file. Editors with the YAML language server then complete and
 check keys: `modelctl init` names the schema in the first line of the file. In a file of your own, write
 `# yaml-language-server: $schema=PATH` there, with the path to which you wrote the schema.

@@ -16,6 +16,7 @@ from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, LIMITS
+from supervisor.config import NOTE_PREFIX
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig
@@ -61,6 +62,7 @@ _READ: Mapping[str, Schema] = {
             {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"anyOf": _ONE_GPU}},
         ]
     },
+    "path": {"type": "string"},
     "days": {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,5}d$"}, {"type": "integer", "minimum": 1}]},
     "size": _SIZE,
     "size or 0": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_BYTES}, _SIZE["anyOf"][1]]},
@@ -103,6 +105,7 @@ def models_schema() -> str:
     made = _mapping(FileConfig)
     name: Schema = {"pattern": MODEL_NAME_PATTERN, "not": {"enum": [SUPERVISOR_NAME, GATEWAY_NAME]}}
     made["properties"]["models"] |= {"minProperties": 1, "propertyNames": name}
+    made["patternProperties"] = {f"^{NOTE_PREFIX}": True}
     head = {"$schema": DRAFT, "title": "models.yaml of modelctl"}
     return json.dumps(head | made, indent=1, ensure_ascii=False) + "\n"
 
