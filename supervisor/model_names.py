@@ -54,6 +54,9 @@ class ModelNames:
                 for variant, settings in config.variants.items():
                     self._named[f"{name}:{variant}"] = _variant(model, settings)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
     def __contains__(self, name: str) -> bool:
         return name in self._named
 

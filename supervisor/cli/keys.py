@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.hints import need
+from supervisor.cli.hints import need, say
 from supervisor.cli.options import as_json
 from supervisor.cli.tables import Column, table, terminal_width
 from supervisor.cli.watch import show, watch
@@ -86,7 +87,11 @@ def keys() -> None:
 @click.option(
     "--rights", default="infer", show_default=True, help="Of infer, status, admin, gateway; several with commas."
 )
-@click.option("--models", help="Names of models, or patterns such as qwen*; several with commas.  [default: all]")
+@click.option(
+    "--models",
+    help="Names of models, or patterns such as qwen*; several with commas. They count for the models' aliases and "
+    "variants, too.  [default: all]",
+)
 @click.option("--expires", metavar="TIME", help="End of the key, from now: 12h, 30d, 8w.  [default: never]")
 @click.option("--max-in-flight", type=int, help="Most requests that may be unfinished.  [default: no limit]")
 @click.option("--tokens-per-minute", type=int, help="Of prompts and answers together.  [default: no limit]")
@@ -128,6 +133,8 @@ def new(
     )
 
     check_name(name)
+    if models is not None:
+        _check_models(models, config, store)
     limits = Limits(
         max_in_flight=check_limit("max_in_flight", max_in_flight),
         tokens_per_minute=check_limit("tokens_per_minute", tokens_per_minute),
@@ -159,6 +166,36 @@ def new(
         return
     click.echo(f"{name}: is on the list in {store.directory}, with the rights {rights}")
     click.echo(f"{file}: the key, mode 0600. Its secret is nowhere else: move the file to the client by a safe way")
+
+
+def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
+    """Raise KeysProblem for other names of models: a key with an alias alone could do nothing. Warn of unknown names.
+
+    text   what --models names
+    store  the place of the key. Its models.yaml is not known if --keys names another place
+    """
+    from supervisor.cli.config_file import find_config
+    from supervisor.config import load_config
+    from supervisor.keys.records import KeysProblem
+    from supervisor.yaml_source import ConfigError
+
+    try:
+        file = find_config(config)
+        loaded = load_config(file)
+    except ConfigError:
+        return
+    if loaded.keys_dir.absolute() != store.directory.absolute():
+        return
+    for pattern in (part.strip() for part in text.split(",")):
+        if any(fnmatchcase(model, pattern) for model in loaded.models):
+            continue
+        meant = {loaded.names.find(name).model for name in loaded.names if fnmatchcase(name, pattern)}
+        if meant:
+            raise KeysProblem(
+                f"{pattern!r} is another name of {', '.join(sorted(meant))}: a key names models, and may then use all "
+                f"their names; write --models {','.join(sorted(meant))}"
+            )
+        say(f"modelctl: {file} has no model {pattern!r}: until it has one, the key may use none by that name")
 
 
 @keys.command(name="list", cls=Command, examples={"modelctl keys list": "List the keys and their rights"})

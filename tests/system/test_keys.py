@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from modelctl import AsyncClient, Client
 from protocol.errors import ConnectionLost, ErrorCode, WireError
@@ -231,6 +232,28 @@ def test_keys_from_the_command_line(keyed: Keyed, tmp_path: Path) -> None:
         assert ended.returncode == code, (wrong, ended.stderr)
         assert ended.stderr.startswith("modelctl: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cli.key"]
+
+
+def test_a_key_for_an_alias_is_refused_and_the_model_named(tmp_path: Path) -> None:
+    """Such a key was made, and could do nothing."""
+    other = {**engine(), "aliases": ["gpt-4o-mini", "GPT-4"], "variants": {"calm": {"sampling": {"temperature": 0}}}}
+    config = tmp_path / "models.yaml"
+    config.write_text(yaml.safe_dump({"models": {"m": engine(), "n": other}, "supervisor": {"keys": "keys"}}))
+
+    def new(models: str, *options: object) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "supervisor", "keys", "new", "a", "--http", "--models", models, *options]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    for alias in ("gpt-4o-mini", "GPT-4", "gpt*", "n:calm", "m,gpt-4o-mini:calm"):
+        for options in ((), ("--config", config), ("--keys", "keys")):
+            done = new(alias, *options)
+            assert (done.returncode, done.stdout) == (78, "")
+            assert f"{alias.rpartition(',')[2]!r} is another name of n: a key names models" in done.stderr
+            assert "write --models n\n" in done.stderr
+    unknown = new("m,later")
+    assert (unknown.returncode, unknown.stderr.count("models.yaml has no model 'later'")) == (0, 1)
+    assert new("gpt-4o-mini", "--keys", "of-another-supervisor").returncode == 0
 
 
 def test_tokens_from_the_command_line(keyed: Keyed, tmp_path: Path) -> None:
