@@ -146,7 +146,8 @@ class UsageConfig:
     Example: /var/lib/modelctl/usage.sqlite3
     """
     keep: Days = 400
-    """Days that are kept, today included. A day begins at midnight UTC.
+    """Days that are kept, today included. A day begins at midnight UTC. Older days are deleted once they have been too
+    old for 24 hours of the supervisor's running time, so that a clock that jumps deletes nothing.
 
     Example: 90d
     """

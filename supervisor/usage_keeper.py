@@ -27,7 +27,7 @@ from supervisor.keys.rights import Identity, Right
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.pending_queries import Asker
 from supervisor.usage.counters import CounterTable, make_table
-from supervisor.usage.ledger import UsageLedger
+from supervisor.usage.ledger import BelievedTime, UsageLedger
 from supervisor.workers.orphans import MARK
 
 _WRITER: Final = (sys.executable, "-P", "-m", "supervisor.usage.writer")
@@ -66,7 +66,9 @@ class UsageKeeper:
         self._log = log
         self._session = os.urandom(8).hex()
         self._table = make_table()
-        self.ledger = UsageLedger(CounterTable(self._table), time.time())
+        wall = time.time()
+        self._clock = BelievedTime(wall, time.clock_gettime(time.CLOCK_BOOTTIME))
+        self.ledger = UsageLedger(CounterTable(self._table), wall)
         self._numbers = count(1)
         self._questions: dict[int, _Question] = {}
         self._epoll = select.epoll()
@@ -89,7 +91,7 @@ class UsageKeeper:
         used  the places of rows in which unfinished requests count
         """
         now = time.monotonic()
-        self.ledger.advance(time.time(), used)
+        self.ledger.advance(self._clock.at(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)), used)
         if self.ledger.crowded_out and not self._told_crowded:
             self._told_crowded = True
             self._log.warning("usage: too many keys and models on one day: further ones are counted together")

@@ -14,7 +14,7 @@ If the list cannot be read, or others could have written it, nobody is admitted,
 import errno
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from typing import Any
 
@@ -44,13 +44,15 @@ class KeyRing:
     """The keys that are admitted, by id, and what each of them has used. ``now`` is in monotonic seconds.
 
     store    where the list is; None if there cannot be one, because this user has no home directory
+    wall     returns the seconds since 1970, by which keys expire
     version  changes whenever the keys that are admitted change
     """
 
-    def __init__(self, store: KeyStore | None, log: logging.Logger) -> None:
+    def __init__(self, store: KeyStore | None, log: logging.Logger, wall: Callable[[], float] = time.time) -> None:
         self.version = 0
         self._store = store
         self._log = log
+        self._wall = wall
         self._stamp: tuple[int, ...] = ()
         self._listed: dict[str, Identity] = {}
         """The keys on the list, expired ones included."""
@@ -59,6 +61,8 @@ class KeyRing:
         """Those of them that are HTTP keys."""
         self._next_expiry: float | None = None
         """When the next key expires, in seconds since 1970."""
+        self._judged_at = 0.0
+        """When it was last decided which keys have expired."""
         self._allowances: dict[str, Allowance] = {}
         self._handshakes = Handshakes()
         self.trouble: str | None = None
@@ -67,7 +71,7 @@ class KeyRing:
     def find(self, key_id: str) -> Identity | None:
         """Return the owner of a key, by the list as last read; None if the key is not on it, or has expired."""
         identity = self._identities.get(key_id)
-        if identity is None or (identity.expires is not None and time.time() >= identity.expires):
+        if identity is None or (identity.expires is not None and self._wall() >= identity.expires):
             return None
         return identity
 
@@ -84,9 +88,11 @@ class KeyRing:
 
     def refresh(self) -> None:
         """Read the list again if it has changed, and drop the keys that have expired."""
-        if not self._read_again() and (self._next_expiry is None or time.time() < self._next_expiry):
+        at = self._wall()
+        is_settled = at >= self._judged_at and (self._next_expiry is None or at < self._next_expiry)
+        if not self._read_again() and is_settled:
             return
-        before, at = self._identities, time.time()
+        before, self._judged_at = self._identities, at  # after a clock was set back, expired keys may be valid again
         admitted = {i: key for i, key in self._listed.items() if key.expires is None or at < key.expires}
         self._next_expiry = min((key.expires for key in admitted.values() if key.expires is not None), default=None)
         if admitted == before:
@@ -101,7 +107,7 @@ class KeyRing:
             extra=noted(EventKind.KEYS),
         )  # fmt: skip
         if self._listed:  # a list that cannot be read, and is repaired, does not give keys their tokens again
-            for key_id in self._allowances.keys() - admitted.keys():
+            for key_id in self._allowances.keys() - self._listed.keys():
                 del self._allowances[key_id]
         for key_id in before.keys() - admitted.keys():
             self._handshakes.forget(key_id)

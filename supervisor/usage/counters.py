@@ -21,6 +21,8 @@ WRITTEN: Final = slice(8, 12)
 """The counts that the writer has written to the disk last,"""
 WRITTEN_SERIAL: Final = 12
 """and the row that it meant. The writer stores this number last."""
+EPOCH: Final = 13
+"""How often the clock was set back to an earlier day before the row was begun."""
 NUMBERS: Final = 16
 _ROW: Final = 384
 _TEXT: Final = 8 * NUMBERS
@@ -51,11 +53,12 @@ class CounterTable:
         first = row * _ROW // 8
         return self._numbers[first : first + NUMBERS]
 
-    def open(self, row: int, serial: int, text: list[str]) -> Counters:
+    def open(self, row: int, serial: int, text: list[str], epoch: int = 0) -> Counters:
         """Begin a row with counts of zero. The serial is stored last, so the writer never sees half a row."""
         numbers = self.counters(row)
         numbers[SERIAL] = 0
         numbers[1:] = memoryview(bytes(8 * (NUMBERS - 1))).cast("Q")
+        numbers[EPOCH] = epoch
         packed = json.dumps(text).encode()
         at = row * _ROW + _TEXT
         if len(packed) > _ROW - _TEXT - 2:

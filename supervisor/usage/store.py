@@ -1,8 +1,9 @@
 """The file with the counts: SQLite, with one row for each day, key, model and session.
 
-A session is one life of a supervisor. Its writer stores the counts of the session as they stand, again and again, so a
-write that is repeated counts nothing twice. When the session is over, the next writer adds its rows to those of the
-session "" and removes them. A lock makes sure that the former writer has ended by then.
+A session is one life of a supervisor, or the part of it after its clock was set back (SESSION.EPOCH). Its writer stores
+the counts of the session as they stand, again and again, so a write that is repeated counts nothing twice. When the
+session is over, the next writer adds its rows to those of the session "" and removes them. A lock makes sure that the
+former writer has ended by then.
 """
 
 import fcntl
@@ -28,6 +29,8 @@ CREATE TABLE IF NOT EXISTS usage (
     completion_tokens INTEGER NOT NULL,
     PRIMARY KEY (day, key_id, model, session)
 ) WITHOUT ROWID"""
+_AGES: Final = "CREATE TABLE IF NOT EXISTS ages (day TEXT PRIMARY KEY, seconds REAL NOT NULL) WITHOUT ROWID"
+"""For how many seconds the days before each day were seen to be too old, see ``ledger.Retention``."""
 _SUMS: Final = ", ".join(f"sum({name})" for name in _COUNTS)
 _ADD: Final = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)
 _SET: Final = ", ".join(f"{name} = excluded.{name}" for name in ("key", *_COUNTS))
@@ -44,6 +47,7 @@ class Count(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    epoch: int = 0
 
 
 class StoreTrouble(Exception):
@@ -72,12 +76,26 @@ class UsageStore:
             "completion_tokens) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
             f"ON CONFLICT (day, key_id, model, session) DO UPDATE SET {_SET}"
         )
-        rows = [(*count[:4], self._session, *count[4:]) for count in counts]
+        rows = [(*count[:4], self._part(count.epoch), *count[4:8]) for count in counts]
         self._change([(statement, rows)])
+
+    def _part(self, epoch: int) -> str:
+        return f"{self._session}.{epoch}" if epoch else self._session
 
     def remove_before(self, day: str) -> None:
         """Forget the days before this one."""
         self._change([("DELETE FROM usage WHERE day < ?", [(day,)])])
+
+    def ages(self) -> dict[str, float]:
+        """Return what ``keep_ages`` has stored."""
+        try:
+            return dict(self._open().execute("SELECT day, seconds FROM ages"))
+        except sqlite3.Error as e:
+            raise self._trouble(e) from None
+
+    def keep_ages(self, ages: dict[str, float]) -> None:
+        """Store for how many seconds the days before each day were seen to be too old."""
+        self._change([("DELETE FROM ages", [()]), ("INSERT INTO ages VALUES (?, ?)", list(ages.items()))])
 
     def read(
         self, *, since: str | None, key_id: str | None, key: str | None, model: str | None, models: Sequence[str] | None
@@ -148,6 +166,7 @@ class UsageStore:
                 raise StoreTrouble(f"{self._file} is of a newer modelctl (version {version}): move it away, or update")
             with connection:
                 connection.execute(_TABLE)
+                connection.execute(_AGES)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
                 self._merge(connection)
         except BaseException:
@@ -158,13 +177,14 @@ class UsageStore:
         return connection
 
     def _merge(self, connection: sqlite3.Connection) -> None:
-        former = "FROM usage WHERE session NOT IN ('', ?)"
+        former = "FROM usage WHERE session NOT IN ('', ?) AND session NOT GLOB ?"
+        own = [self._session, f"{self._session}.*"]
         connection.execute(
             f"INSERT INTO usage SELECT day, key_id, max(key), model, '', {_SUMS} {former} GROUP BY day, key_id, model "
             f"ON CONFLICT (day, key_id, model, session) DO UPDATE SET {_ADD}",
-            [self._session],
+            own,
         )
-        connection.execute(f"DELETE {former}", [self._session])
+        connection.execute(f"DELETE {former}", own)
 
     def _take_lock(self) -> None:
         if self._lock >= 0:

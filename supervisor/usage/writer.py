@@ -28,14 +28,16 @@ import msgpack
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.process.process_title import set_title
-from supervisor.usage.counters import COUNTS, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
-from supervisor.usage.ledger import DAY_S, day_text
+from supervisor.usage.counters import COUNTS, EPOCH, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
+from supervisor.usage.ledger import DAY_S, Retention, day_number, day_text
 from supervisor.usage.store import Count, StoreTrouble, UsageStore
 
 WRITE_S: Final = 1.0
 """Seconds between two writes."""
 LEAVE_S: Final = 10
 """Seconds for the last write. Then SIGALRM ends the process, unless it hangs in the kernel."""
+AGES_S: Final = 3600.0
+"""Seconds between two writes of how long counts have been too old."""
 MOST_BYTES: Final = 1 << 16
 """Bytes that are read of the socket at once."""
 
@@ -55,7 +57,8 @@ class UsageWriter:
         self._written: dict[int, tuple[int, ...]] = {}
         """Place of a row → its serial and counts when they were written last."""
         self._openings = 0
-        self._removed: str | None = None
+        self._retention: Retention | None = None
+        self._looked_at = self._ages_at = 0.0
         self._trouble: str | None = "nothing was written yet"
         self._unread = b""
 
@@ -68,26 +71,27 @@ class UsageWriter:
                 if select.select([self._channel], [], [], wait)[0]:
                     self._hear()
                 if time.monotonic() >= due:
-                    self.write()
+                    self.write(time.time(), _steady())
                     due = time.monotonic() + WRITE_S
         except (_Ended, BrokenPipeError, ConnectionResetError):
             signal.alarm(LEAVE_S)
-            self._try_write()
+            self._try_write(time.time(), _steady(), last=True)
 
-    def write(self) -> None:
-        """Write the counts that have changed, and tell the supervisor if the file cannot be used."""
-        trouble = self._try_write()
+    def write(self, wall: float, steady: float) -> None:
+        """Write the counts that have changed, and tell the supervisor if the file cannot be used.
+
+        wall    seconds since 1970
+        steady  seconds of a clock that nobody sets
+        """
+        trouble = self._try_write(wall, steady)
         if trouble != self._trouble:
             self._trouble = trouble
             self._tell({"trouble": trouble})
 
-    def _try_write(self) -> str | None:
+    def _try_write(self, wall: float, steady: float, *, last: bool = False) -> str | None:
         """Write the counts that have changed. Return why that was not possible; None if it was."""
         try:
-            oldest = day_text(int(time.time() // DAY_S) - self._days + 1)
-            if oldest != self._removed:
-                self._store.remove_before(oldest)
-                self._removed = oldest
+            self._delete_old(wall, steady, last=last)
             if changed := self._changed():
                 self._store.write(self._counts(changed))
                 if self._openings != self._store.openings:  # a new file: it has none of the counts yet
@@ -100,6 +104,21 @@ class UsageWriter:
         except StoreTrouble as e:
             return str(e)
         return None
+
+    def _delete_old(self, wall: float, steady: float, *, last: bool) -> None:
+        if self._retention is None:
+            ages = self._store.ages()
+            self._retention, self._looked_at, self._ages_at = Retention(), steady, steady
+            self._retention.seen = {day_number(day): seconds for day, seconds in ages.items()}
+        oldest = int(wall // DAY_S) - self._days + 1
+        before = self._retention.look(oldest, steady - self._looked_at)
+        self._looked_at = steady
+        if before is not None:
+            self._store.remove_before(day_text(before))
+            self._retention.deleted(before)
+        if last or before is not None or steady - self._ages_at >= AGES_S:
+            self._store.keep_ages({day_text(day): seconds for day, seconds in self._retention.seen.items()})
+            self._ages_at = steady
 
     def _changed(self) -> dict[int, tuple[int, ...]]:
         """Return serial and counts of the rows that differ from what was written, by place."""
@@ -115,7 +134,8 @@ class UsageWriter:
         found = []
         for place, (_, requests, prompt, cached, completion) in changed.items():
             day, key_id, key, model = self._table.text(place)
-            found.append(Count(day, key_id, key, model, requests, prompt, cached, completion))
+            epoch = self._table.counters(place)[EPOCH]
+            found.append(Count(day, key_id, key, model, requests, prompt, cached, completion, epoch))
         return found
 
     def _acknowledge(self, place: int, values: tuple[int, ...]) -> None:
@@ -137,7 +157,7 @@ class UsageWriter:
 
     def _answer(self, question: dict[str, Any]) -> None:
         number = question.pop("ask")
-        self.write()
+        self.write(time.time(), _steady())
         try:
             if self._trouble is not None:
                 raise StoreTrouble(self._trouble)
@@ -149,6 +169,10 @@ class UsageWriter:
     def _tell(self, message: dict[str, Any]) -> None:
         packed = msgpack.packb(message)
         self._channel.sendall(len(packed).to_bytes(4, "little") + packed)
+
+
+def _steady() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # it goes on while the machine is suspended
 
 
 def main(arguments: list[str]) -> None:

@@ -304,6 +304,27 @@ def test_a_key_is_found_until_it_expires(tmp_path: Path) -> None:
     assert ring.ended(token_id(later)) == "was revoked"
 
 
+def test_a_clock_that_jumps_ahead_takes_no_key_away_for_good(tmp_path: Path) -> None:
+    """While the clock is ahead, the key has expired. What it has used is kept."""
+    store, now = store_in(tmp_path), [time.time()]
+    token = store.add_token("web", INFER, expires=now[0] + 3600, tokens_per_minute=60)
+    ring = KeyRing(store, logging.getLogger("test"), lambda: now[0])
+
+    def find() -> Identity | None:
+        ring.refresh()
+        return ring.find(token_id(token))
+
+    identity = find()
+    assert identity is not None
+    ring.allowance(identity, 0.0).charge(1000, 0.0)
+    now[0] += 500 * 86_400
+    assert find() is None
+    now[0] -= 500 * 86_400
+    again = find()
+    assert again is not None
+    assert ring.allowance(again, 0.0).tokens_left(0.0) == -940
+
+
 def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     key = store.add("a", INFER, tmp_path / "a.key", tokens_per_minute=60)

@@ -3,7 +3,6 @@
 import os
 import socket
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from supervisor.keys.rights import OWNER, Identity
 from supervisor.usage.counters import (
     COMPLETION,
     COUNTS,
+    EPOCH,
     PROMPT,
     REQUESTS,
     SERIAL,
@@ -21,7 +21,17 @@ from supervisor.usage.counters import (
     CounterTable,
     make_table,
 )
-from supervisor.usage.ledger import DAY_S, OTHERS, UsageLedger, UsageRow, day_text
+from supervisor.usage.ledger import (
+    DAY_S,
+    JUMP_S,
+    OTHERS,
+    STAYS_S,
+    BelievedTime,
+    Retention,
+    UsageLedger,
+    UsageRow,
+    day_text,
+)
 from supervisor.usage.store import Count, StoreTrouble, UsageStore
 from supervisor.usage.writer import UsageWriter
 
@@ -83,13 +93,55 @@ def test_a_full_table_counts_further_keys_together_and_loses_no_token(table: Cou
     assert ledger.crowded_out == 3
 
 
-def test_a_clock_that_is_set_back_never_opens_a_row_for_the_second_time(table: CounterTable) -> None:
+def test_after_a_clock_was_set_back_another_row_of_the_same_day_begins(table: CounterTable) -> None:
     ledger = UsageLedger(table, NOON)
-    ledger.row(LAPTOP, "letters")
+    first = ledger.row(LAPTOP, "letters")
     ledger.advance(NOON + DAY_S, ())
     tomorrow = ledger.row(LAPTOP, "letters")
     ledger.advance(NOON, ())
-    assert ledger.row(LAPTOP, "letters") is tomorrow
+    again = ledger.row(LAPTOP, "letters")
+    assert len({first.place, tomorrow.place, again.place}) == 3
+    assert [row.counters[EPOCH] for row in (first, tomorrow, again)] == [0, 0, 1]
+    assert table.text(again.place) == table.text(first.place)
+    ledger.advance(NOON + DAY_S, ())
+    assert ledger.row(LAPTOP, "letters").counters[EPOCH] == 1, "only a day that was set back begins an epoch"
+
+
+def test_a_jump_of_the_clock_is_believed_when_it_lasts() -> None:
+    clock, ahead = BelievedTime(NOON, 100.0), 500 * DAY_S
+    for second in range(int(JUMP_S)):
+        assert clock.at(NOON + ahead + second, 100.0 + second) == NOON + second
+    assert clock.at(NOON + 61, 161.0) == NOON + 61, "back in time"
+    for second in range(62, 122):
+        assert clock.at(NOON + ahead + second, 100.0 + second) == NOON + second, (
+            "another jump, which has its own minute"
+        )
+    assert clock.at(NOON + ahead + 122, 222.0) == NOON + ahead + 122
+    assert clock.at(NOON + 123, 223.0) == NOON + ahead + 123, "the way back is a jump, too"
+    assert clock.at(NOON + 183, 283.0) == NOON + 183
+
+
+def test_a_clock_that_is_adjusted_is_followed() -> None:
+    clock = BelievedTime(NOON, 100.0)
+    for minute in range(1, 60):
+        assert clock.at(NOON + 100 * minute, 100.0 + 60 * minute) == NOON + 100 * minute
+    assert clock.at(NOON + 5900.0 + DAY_S, 3640.0 + DAY_S) == NOON + 5900.0 + DAY_S, "a day of suspension"
+
+
+def test_days_are_deleted_when_they_have_been_too_old_for_a_day() -> None:
+    retention = Retention()
+    assert retention.look(1000, 0.0) is None
+    assert retention.look(1500, 1.0) is None, "a clock that jumps ahead"
+    assert retention.look(1000, 3.0) is None
+    assert set(retention.seen) == {1000}
+    assert retention.look(1001, STAYS_S / 2) is None
+    again = Retention()  # after a restart
+    again.seen = dict(retention.seen)
+    assert again.look(1001, STAYS_S / 2) == 1000
+    assert again.look(1001, 1.0) == 1000, "it could not be deleted"
+    again.deleted(1000)
+    assert again.look(1001, 1.0) is None
+    assert again.look(1001, STAYS_S / 2) == 1001
 
 
 def count(day: str = "2026-01-02", model: str = "letters", key: str = "laptop", tokens: int = 10) -> Count:
@@ -186,17 +238,55 @@ def test_what_is_not_written_yet_is_counted(table: CounterTable) -> None:
 
 
 def test_the_writer_keeps_the_days_that_it_is_told_to_keep(table: CounterTable, tmp_path: Path) -> None:
-    file, today = tmp_path / "usage.sqlite3", int(time.time() // DAY_S)
+    """A clock that jumps 500 days ahead for three seconds deletes nothing. Hours of an earlier writer count."""
+    file, today = tmp_path / "usage.sqlite3", NOON // DAY_S
     days = [day_text(today - age) for age in range(4)]
     before = UsageStore(file, "a")
     before.write([count(day=day) for day in days])
     before.close()
     os.close(before._lock)
-    store, (ours, theirs) = UsageStore(file, "b"), socket.socketpair()
+
+    def kept(store: UsageStore) -> list[str]:
+        rows = store.read(since=None, key_id=None, key=None, model=None, models=None)["rows"]
+        return [row["day"] for row in rows]
+
+    ours, theirs = socket.socketpair()
     with ours, theirs:
-        UsageWriter(table, store, 2, theirs).write()
-    rows = store.read(since=None, key_id=None, key=None, model=None, models=None)["rows"]
-    assert [row["day"] for row in rows] == days[:2], "today and yesterday"
+        store = UsageStore(file, "b")
+        writer = UsageWriter(table, store, 2, theirs)
+        for second in range(7):
+            writer.write(NOON + second + (500 * DAY_S if 2 <= second < 5 else 0), 100.0 + second)
+        writer.write(NOON + DAY_S / 4, 100.0 + DAY_S / 4)
+        assert kept(store) == days
+        store.close()
+        os.close(store._lock)
+        store = UsageStore(file, "c")
+        writer = UsageWriter(table, store, 2, theirs)
+        writer.write(NOON + DAY_S / 4, 5.0)
+        writer.write(NOON + DAY_S, 3.0 + 3 * DAY_S / 4)
+        assert kept(store) == days, "two seconds are missing"
+        writer.write(NOON + DAY_S, 6.0 + 3 * DAY_S / 4)
+    assert kept(store) == days[:2], "the day that was today when the hours began, and yesterday"
+
+
+def test_counts_of_before_and_after_a_clock_was_set_back_are_added_up(table: CounterTable, tmp_path: Path) -> None:
+    store, ledger = UsageStore(tmp_path / "usage.sqlite3", "a"), UsageLedger(table, NOON)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer = UsageWriter(table, store, 400, theirs)
+        for turn, wall in enumerate((NOON, NOON + 500 * DAY_S, NOON, NOON + 500 * DAY_S, NOON)):
+            ledger.advance(wall, ())
+            ledger.row(LAPTOP, "letters").counters[PROMPT] += 10
+            writer.write(NOON, 100.0 + turn)
+            ledger.advance(wall, ())  # frees the row that was written
+        assert everything(store)["prompt_tokens"] == 50
+        store.close()
+        ledger.row(LAPTOP, "letters").counters[PROMPT] += 1
+        writer.write(NOON, 200.0)
+        assert everything(store)["prompt_tokens"] == 51, "opened again, with its own rows"
+        store.close()
+        os.close(store._lock)
+    assert everything(UsageStore(tmp_path / "usage.sqlite3", "b"))["prompt_tokens"] == 51
 
 
 def test_the_counters_hold_more_than_a_u32(table: CounterTable) -> None:
