@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from protocol.process.gateway_settings import SHARE, ReasoningKey
+from protocol.process.web_hosts import parse_authority, written_origin
 from supervisor.config_values import UserPath
 from supervisor.placement.sizes import parse_size
 from supervisor.schema_validation import Read, Within
 
 DEFAULT_PORT = 8000
-_HOST = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$")
-_ORIGIN = re.compile(r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}$")
+_LISTEN = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def parse_address(value: object) -> Address:
     host, port = "127.0.0.1", str(value)
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(_MUST_BE)
-    if isinstance(value, str) and (match := re.match(r"^(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+))(?::(\d{1,5}))?$", value)):
+    if isinstance(value, str) and (match := _LISTEN.fullmatch(value)):
         host, port = match[1] or match[2], match[3] or str(DEFAULT_PORT)
         if match[2] and match[2].isdecimal() and match[3] is None:
             host, port = "127.0.0.1", match[2]
@@ -56,16 +56,24 @@ _MUST_BE = "must be ADDRESS:PORT such as 127.0.0.1:8000, 0.0.0.0:8000 or [::1]:8
 
 def parse_host(value: object) -> str:
     """Return a host name as the Host header has it, without a port. Raises ValueError."""
-    if not isinstance(value, str) or not _HOST.match(value):
-        raise ValueError("must be a host name without a port, such as models.example.org")
-    return value.lower()
+    found = parse_authority(value) if isinstance(value, str) else None
+    if found is None or ":" in str(value):
+        raise ValueError(f"must be a host name without a port, such as models.example.org{_ascii_hint(value)}")
+    return found[0]
 
 
 def parse_origin(value: object) -> str:
     """Return an origin as browsers send it. Raises ValueError."""
-    if not isinstance(value, str) or not _ORIGIN.match(value):
-        raise ValueError("must be an origin such as https://chat.example.org, without a path")
-    return value.lower()
+    origin = written_origin(value) if isinstance(value, str) else None
+    if origin is None:
+        raise ValueError(f"must be an origin such as https://chat.example.org, without a path{_ascii_hint(value)}")
+    return origin
+
+
+def _ascii_hint(value: object) -> str:
+    return (
+        "" if str(value).isascii() else "; write an international name as browsers send it, such as xn--mnchen-3ya.de"
+    )
 
 
 def parse_stored(value: object) -> int:

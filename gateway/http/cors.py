@@ -8,7 +8,6 @@ list is refused before anything reads its body.
 
 from collections.abc import Iterable
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.http.errors import ApiError
 from gateway.http.responses import ErrorAnswer
 from gateway.http.sessions import SCRIPT_HEADER
+from protocol.process.web_hosts import is_same_host
 
 PREFLIGHT_S: Final = 600
 """Seconds for which a browser may remember the answer to a preflight."""
@@ -50,7 +50,7 @@ class Cors:
         origin = given[0].lower()
         if len(given) == 1 and origin in self._origins:
             await self._serve(scope, receive, send, given[0])
-        elif len(given) == 1 and is_same_host(origin, scope):
+        elif len(given) == 1 and _is_own(origin, scope):
             await self._app(scope, receive, send)
         else:
             error = ApiError(
@@ -86,16 +86,10 @@ class Cors:
         await self._app(scope, receive, send_with_headers)
 
 
-def is_same_host(origin: bytes, scope: Scope) -> bool:
-    """Return whether an origin has the host and the port of the request's Host header.
-
-    The scheme is not compared. A reverse proxy that ends TLS makes it differ.
-    """
+def _is_own(origin: bytes, scope: Scope) -> bool:
+    """Return whether an origin is the gateway's own, by the request's Host header."""
     host = next((value for name, value in scope["headers"] if name == b"host"), b"")
-    try:
-        return bool(host) and urlsplit(origin).netloc == host.lower()
-    except ValueError:
-        return False
+    return is_same_host(origin.decode("latin-1"), host.decode("latin-1"))
 
 
 def _allowed_headers(wanted: bytes) -> bytes:

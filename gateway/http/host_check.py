@@ -4,13 +4,13 @@ A web page from elsewhere can have a name of its own point to 127.0.0.1. The bro
 page's own server, and no rule about origins stops it. But the browser sends that name in the Host header.
 """
 
-import ipaddress
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.errors import ApiError
 from gateway.http.responses import ErrorAnswer
+from protocol.process.web_hosts import is_address, parse_authority
 
 
 class HostCheck:
@@ -38,23 +38,5 @@ class HostCheck:
 
     def _is_ours(self, scope: Scope) -> bool:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1:
-            return False
-        host = host_name(hosts[0].decode("latin-1"))
-        return host in self._allowed or is_address(host)
-
-
-def host_name(header: str) -> str:
-    """Return the host in a Host header, in lower case, without a port and without the brackets of IPv6."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.rpartition(":")[0].lower() if header.count(":") == 1 else header.lower()
-
-
-def is_address(host: str) -> bool:
-    """Return whether a host is an IP address and not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        found = parse_authority(hosts[0].decode("latin-1")) if len(hosts) == 1 else None
+        return found is not None and (found[0] in self._allowed or is_address(found[0]))

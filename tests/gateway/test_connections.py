@@ -14,7 +14,7 @@ import uvicorn
 
 from gateway import connection
 from gateway.accepting import AcceptingServer
-from gateway.connection import HEAD_BYTES, Connection
+from gateway.connection import HEAD_BYTES, MOST_PIPELINED, Connection
 from gateway.places import Places
 from gateway.server import IDLE_S
 from tests.serving import WITHIN, wait_until
@@ -29,7 +29,7 @@ class Application:
     end."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.left = 0
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
         self.calls += 1
@@ -41,6 +41,7 @@ class Application:
         await send({"type": "http.response.body", "body": body, "more_body": streams})
         while streams and (await receive())["type"] != "http.disconnect":
             pass
+        self.left += streams
 
 
 class Server:
@@ -166,6 +167,70 @@ def test_what_is_no_request_is_refused(server: Server) -> None:
     assert refusal(server.ask(both)) == (400, "invalid_http"), "request smuggling: two lengths"
 
 
+@pytest.mark.parametrize("chunks", [b"zz\r\n{}\r\n", b"1\r\na\r\nzz\r\n", b"-1\r\n", b"1\r\naXX", b"f" * 20 + b"\r\n"])
+def test_a_malformed_chunk_is_answered(server: Server, chunks: bytes) -> None:
+    """The application waits for the rest of the body meanwhile, and has answered nothing."""
+    answer = server.ask(CHUNKED + chunks)
+    assert refusal(answer) == (400, "invalid_http")
+    assert b"the chunks of the body are not valid" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1, answer
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"gzip, chunked", b"foo", b"xchunked"])
+@pytest.mark.parametrize("method", [b"POST", b"GET"])
+def test_an_unknown_transfer_coding_is_answered(server: Server, method: bytes, coding: bytes) -> None:
+    answer = server.ask(method + b" / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: " + coding + b"\r\n\r\n0\r\n\r\n")
+    assert refusal(answer) == (501, "unsupported")
+    assert coding in answer
+    assert server.application.calls == 0
+
+
+def test_a_malformed_chunk_never_passes_for_the_answer_to_an_earlier_request(server: Server) -> None:
+    with server.connected() as client:
+        client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n" + CHUNKED + b"zz\r\n")
+        assert b"invalid_http" not in rest(client)
+    wait_until(lambda: server.application.left == 1, what="the application to hear that the client has gone")
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        HEAD + b"\r\n",
+        HEAD + b"content-length: 9\r\n\r\n{",
+        HEAD + b"content-length: 999999\r\n\r\n" + b"a" * (HEAD_BYTES - 200),
+        (HEAD + b"\r\n") * MOST_PIPELINED,
+    ],
+)
+def test_who_leaves_with_a_request_behind_the_running_one_is_missed(server: Server, behind: bytes) -> None:
+    with server.connected() as client:
+        client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n" + behind)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    wait_until(lambda: server.application.left == 1, what="the application to hear that the client has gone")
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [(HEAD + b"\r\n") * (MOST_PIPELINED + 1), HEAD + b"content-length: 999999\r\n\r\n" + b"a" * (HEAD_BYTES + 1)],
+    ids=["many", "large"],
+)
+def test_what_waits_for_the_answer_to_an_earlier_request_is_bounded(server: Server, behind: bytes) -> None:
+    with server.connected() as client:
+        client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n" + behind)
+        assert b"overloaded" not in rest(client)
+    wait_until(lambda: server.application.left == 1, what="the application to hear that the client has gone")
+
+
+def test_http_1_0_has_no_chunks(server: Server) -> None:
+    old = b"GET / HTTP/1.0\r\nhost: x\r\nexpect: 100-continue\r\n\r\n"
+    head, _, body = server.ask(old).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"chunked" not in head
+    assert body == b"host\nexpect\n", "the end of the connection is the end of the answer"
+    assert refusal(server.ask(CHUNKED.replace(b"1.1", b"1.0"))) == (400, "invalid_http")
+    assert refusal(server.ask(old.replace(b"1.0", b"2.0"))) == (505, "unsupported")
+    assert refusal(server.ask(b"GET /\r\n\r\n")) == (505, "unsupported")
+
+
 def test_trailers_never_become_headers(server: Server) -> None:
     answer = server.ask(
         CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
@@ -180,7 +245,7 @@ def test_a_trailer_without_an_end_is_refused(server: Server) -> None:
         client.sendall(CHUNKED + b"1\r\na\r\n0\r\nx-long: ")
         feeder = threading.Thread(target=feed, args=(client, b"a" * 1000))
         feeder.start()
-        assert rest(client) == b"", "the application waits for the body, so there is no place for an error"
+        assert refusal(rest(client)) == (431, "too_large")
         feeder.join()
 
 

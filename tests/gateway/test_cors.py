@@ -47,6 +47,11 @@ def ask(method: str, **headers: str) -> httpx2.Response:
         "http://localhost:8000.evil.example",
         "http://user@localhost:8000",
         "http://[",
+        "http://[::1]localhost:8000",
+        "http://localhost:8000/x",
+        "foo://localhost:8000",
+        "//localhost:8000",
+        "localhost:8000",
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])

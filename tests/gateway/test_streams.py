@@ -122,6 +122,18 @@ def test_a_chunk_or_nothing_can_stand_for_a_comment(serving: Serving) -> None:
     serving.wait_idle("m")
 
 
+def test_a_stream_of_http_1_0_ends_with_its_connection(serving: Serving) -> None:
+    body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 5, "stream": True})
+    head = f"POST /v1/completions HTTP/1.0\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with Gateway(serving) as gateway, socket.create_connection(("127.0.0.1", gateway.port), WITHIN) as client:
+        client.sendall(f"{head}{body}".encode())
+        head, _, events = b"".join(iter(lambda: client.recv(1 << 16), b"")).decode().partition("\r\n\r\n")
+        assert "chunked" not in head
+        *chunks, done = [line.removeprefix("data: ") for line in events.split("\n\n") if line]
+        assert done == "[DONE]"
+        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == answer("x", 5)
+
+
 def test_off_sends_nothing_while_a_request_waits(serving: Serving) -> None:
     """A second gateway sends comments meanwhile, which shows that the first one could have sent some."""
     short = {"model": "m", "prompt": "x", "max_tokens": 5, "stream": True}
