@@ -79,7 +79,8 @@ class TcpStatus(TypedDict):
     """The reason why it is not open yet, with the number of attempts; null if it is open."""
     keys: list[dict[str, Any]]
     """For each key: `name`, `rights`, `models` (null: all), `expires` (null: never), `connections`, `rate_limited`
-    (refused requests), and, null for no limit, `max_in_flight`, `tokens_per_minute` and `tokens_left` (or unused).
+    (refused requests), and, null for no limit, `max_in_flight`, `requests_per_minute`, `tokens_per_minute`,
+    `tokens_per_day`, and what is left of them: `requests_left`, `tokens_left`, `tokens_left_of_day` (null if unused).
     `keep_alive_s`, the most seconds that its requests may keep a model loaded, is null if they may not say so."""
     forbidden: int
     """Messages that were refused because a key lacked a right."""
@@ -117,8 +118,8 @@ class HttpKeys(TypedDict):
     """How many there are."""
     keys: list[dict[str, Any]]
     """At most 100 of them, first those that were used since the supervisor's start: `name`, `rights`, `models`,
-    `expires`, `max_in_flight`, `tokens_per_minute`, `keep_alive_s`, `tokens_left` and `rate_limited`, as for the port
-    over TCP, and `unfinished` (requests)."""
+    `expires`, the limits and what is left of them, and `rate_limited`, as for the port over TCP, and `unfinished`
+    (requests)."""
 
 
 class UsageStatus(TypedDict):

@@ -18,7 +18,7 @@ from supervisor.yaml_source import Problem, YamlSource
 TABBY: Final = "TabbyAPI"
 LLAMA_SWAP: Final = "llama-swap"
 _TABBY_SECTIONS: Final = frozenset({"network", "model", "draft_model", "sampling", "developer", "lora", "embeddings"})
-TOKENS: Final = "clients need a new token: `modelctl keys new NAME --http` makes one"
+TOKENS: Final = "admit each token with `modelctl keys new NAME --token-file FILE`, or make new ones with --http"
 
 
 @dataclass

@@ -16,7 +16,7 @@ def is_settled(state: WorkerState) -> bool:
     return state in (*AT_REST, WorkerState.READY, WorkerState.ASLEEP)
 
 
-def _url_here(gateway: Mapping[str, Any]) -> str:
+def url_here(gateway: Mapping[str, Any]) -> str:
     """Return the address of the gateway, from its part of ``status``, as programs of this machine reach it."""
     host, _, port = str(gateway.get("listen")).rpartition(":")
     return f"{'https' if gateway.get('tls') else 'http'}://{_ANY_ADDRESS.get(host, host)}:{port}"
@@ -36,7 +36,7 @@ def how_to_ask(
         return [f"no HTTP port is open: for the page and OpenAI's API, add `{line}` to {file}"]
     if gateway.get("problem"):
         return []
-    url = _url_here(gateway)
+    url = url_here(gateway)
     lines = [f"the page: {url}/", f"OpenAI's API: {url}/v1"]
     token = ""
     if gateway.get("auth") != "none":

@@ -148,6 +148,13 @@ def _by_gpu(values: Values) -> list[str]:
     return [f"GPU {index}: {'-' if held is None else size(held)}" for index, held in values.items()]
 
 
+_RATES = (
+    ("requests_left", "requests_per_minute", "requests a minute"),
+    ("tokens_left", "tokens_per_minute", "tokens a minute"),
+    ("tokens_left_of_day", "tokens_per_day", "tokens a day"),
+)
+
+
 def _tcp(values: Values) -> list[str]:
     if problem := values.get("problem"):
         return [str(problem)]
@@ -155,8 +162,9 @@ def _tcp(values: Values) -> list[str]:
             f"{counted(values.get('cut_off', 0), 'connection')}"]  # fmt: skip
     for key in values.get("keys", ()):
         line = f"key {key['name']} ({', '.join(key['rights'])}): {counted(key['connections'], 'connection')}"
-        if key["tokens_left"] is not None:
-            line += f", {key['tokens_left']} of {key['tokens_per_minute']} tokens a minute left"
+        for left, rate, unit in _RATES:
+            if key[left] is not None:
+                line += f", {key[left]} of {key[rate]} {unit} left"
         lines.append(f"{line}, rate limited {counted(key['rate_limited'], 'time')}")
     return lines
 

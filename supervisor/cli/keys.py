@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     Column("NAME"), Column("RIGHTS"), Column("MODELS", drop=1, least=16), Column("IN FLIGHT", drop=4),
-    Column("TOKENS/MIN", drop=3), Column("KEEP ALIVE", drop=5), Column("CREATED", drop=6), Column("EXPIRES", drop=2),
-    Column("KEY", drop=7),
+    Column("REQ/MIN", drop=7), Column("TOKENS/MIN", drop=3), Column("TOKENS/DAY", drop=3), Column("KEEP ALIVE", drop=5),
+    Column("CREATED", drop=6), Column("EXPIRES", drop=2), Column("KEY", drop=8),
 )  # fmt: skip
 
 
@@ -67,10 +67,67 @@ _keys_option = click.option(
 
 @click.group(cls=CommandGroup)
 def keys() -> None:
-    """Make, list and revoke keys: of clients on other machines, and of clients over HTTP.
+    """Make, change, list and revoke keys: of clients on other machines, and of clients over HTTP.
 
     A running supervisor sees changes at once.
     """
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_RATE = "  [default: no limit]"
+_MODELS_HELP = (
+    "Names of models, or patterns such as qwen*; several with commas. They count for the models' aliases and variants, "
+    "too.  [default: all]"
+)
+_LIMITS = {
+    "rights": ("--rights", "Of infer, status, admin, gateway; several with commas."),
+    "models": ("--models", _MODELS_HELP),
+    "expires": ("--expires", "End of the key, from now: 12h, 30d, 8w.  [default: never]"),
+    "max_in_flight": ("--max-in-flight", f"Most requests that may be unfinished.{_RATE}"),
+    "requests_per_minute": ("--requests-per-minute", f"Most requests in a minute.{_RATE}"),
+    "tokens_per_minute": ("--tokens-per-minute", f"Of prompts and answers together.{_RATE}"),
+    "tokens_per_day": ("--tokens-per-day", f"Of prompts and answers together.{_RATE}"),
+    "keep_alive_s": ("--keep-alive", "Longest keep_alive or ttl that its requests may set: 90s, 2h.  [default: none]"),
+}
+"""Field of ``Identity`` → its option, and the option's help."""
+_METAVARS = {"expires": "TIME", "keep_alive_s": "TIME", "rights": "TEXT", "models": "TEXT"}
+NO_LIMIT = "none"
+"""Takes a limit away, with ``keys set``."""
+
+
+def _limit_options(command: _F) -> _F:
+    for field, (option, text) in reversed(_LIMITS.items()):
+        command = click.option(option, field, metavar=_METAVARS.get(field, "NUMBER"), help=text)(command)
+    return command
+
+
+def _parsed(given: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the values of the limits that are given. Raises BadParameter, which names the option."""
+    from supervisor.keys.records import KeysProblem, check_limit, parse_lifetime, parse_models, parse_rights
+
+    def number(field: str, text: str) -> int | None:
+        return check_limit(field, int(text) if text.isascii() and text.isdecimal() else text)
+
+    values: dict[str, Any] = {}
+    for field, text in given.items():
+        if text is None:
+            continue
+        try:
+            if text == NO_LIMIT and field != "rights":
+                values[field] = None
+            elif field == "rights":
+                values[field] = parse_rights(text)
+            elif field == "models":
+                values[field] = parse_models(text)
+            elif field == "expires":
+                values[field] = int(time.time()) + parse_lifetime(text)
+            elif field == "keep_alive_s":
+                values[field] = check_limit(field, parse_lifetime(text))
+            else:
+                values[field] = number(field, text)
+        except KeysProblem as e:
+            raise click.BadParameter(str(e), param_hint=_LIMITS[field][0]) from None
+    return values
 
 
 @keys.command(
@@ -78,28 +135,19 @@ def keys() -> None:
     examples={
         "modelctl keys new laptop": "Make a key that may send requests",
         "modelctl keys new ops --rights status,admin": "Make a key for an operator",
-        "modelctl keys new guest --max-in-flight 4 --tokens-per-minute 20000": "Make a key with limits",
+        "modelctl keys new guest --max-in-flight 4 --tokens-per-day 200000": "Make a key with limits",
         "modelctl keys new web --http --models 'letters,qwen*' --expires 30d": "Make a token for a client over HTTP",
+        "modelctl keys new web --token-file web.token": "Admit a token that clients have already",
     },
 )
 @click.argument("name")
 @click.option("--http", is_flag=True, help="Make a token for HTTP, and show it once. There is no key file.")
 @click.option(
-    "--rights", default="infer", show_default=True, help="Of infer, status, admin, gateway; several with commas."
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Admit the token in this file over HTTP, and make none. The file must be your own, with mode 0600.",
 )
-@click.option(
-    "--models",
-    help="Names of models, or patterns such as qwen*; several with commas. They count for the models' aliases and "
-    "variants, too.  [default: all]",
-)
-@click.option("--expires", metavar="TIME", help="End of the key, from now: 12h, 30d, 8w.  [default: never]")
-@click.option("--max-in-flight", type=int, help="Most requests that may be unfinished.  [default: no limit]")
-@click.option("--tokens-per-minute", type=int, help="Of prompts and answers together.  [default: no limit]")
-@click.option(
-    "--keep-alive",
-    metavar="TIME",
-    help="Longest keep_alive or ttl that its requests may set: 90s, 2h.  [default: none]",
-)
+@_limit_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The key file.  [default: ./NAME.key]")
 @_config_option
 @_keys_option
@@ -107,54 +155,47 @@ def keys() -> None:
 def new(
     name: str,
     http: bool,
-    rights: str,
-    models: str | None,
-    expires: str | None,
-    max_in_flight: int | None,
-    tokens_per_minute: int | None,
-    keep_alive: str | None,
+    token_file: Path | None,
     out: Path | None,
     config: Path | None,
     store: "KeyStore",
     as_json: bool,
+    **given: str | None,
 ) -> None:
     """Make a key for client NAME. Its secret is written to the key file, once, and kept nowhere else.
 
-    With --http the secret is a token. It is shown once, and only its SHA-256 is kept.
+    With --http the secret is a token. It is shown once, and only its SHA-256 is kept. Without --rights, a key may send
+    requests (infer).
     """
-    from supervisor.keys.records import (
-        KeysProblem,
-        Limits,
-        check_limit,
-        check_name,
-        parse_lifetime,
-        parse_models,
-        parse_rights,
-    )
+    from supervisor.keys.records import KeysProblem, check_name
+    from supervisor.keys.store import read_token
 
     check_name(name)
-    if models is not None:
-        _check_models(models, config, store)
-    limits = Limits(
-        max_in_flight=check_limit("max_in_flight", max_in_flight),
-        tokens_per_minute=check_limit("tokens_per_minute", tokens_per_minute),
-        keep_alive_s=check_limit("keep_alive_s", None if keep_alive is None else parse_lifetime(keep_alive)),
-        models=None if models is None else parse_models(models),
-        expires=None if expires is None else int(time.time()) + parse_lifetime(expires),
-    )
-    if http:
+    if given["models"] is not None:
+        _check_models(given["models"], config, store)
+    limits = _parsed({"rights": "infer", **{field: text for field, text in given.items() if text is not None}})
+    rights = limits.pop("rights")
+    words = ",".join(sorted(rights))
+    if http or token_file is not None:
         if out is not None:
             raise KeysProblem("--out is for key files, and a token has none: leave it out, and copy what is printed")
-        token = store.add_token(name, parse_rights(rights), **limits)
+        known = None if token_file is None else read_token(token_file)
+        token = store.add_token(name, rights, given=known, **limits)
+        url = _gateway_url(config)
         if as_json:
-            click.echo(json.dumps({"name": name, "token": token}, indent=2))
+            made = {"token": token} if known is None else {}
+            click.echo(json.dumps({"name": name, **made, "url": url}, indent=2))
             return
-        click.echo(f"{name}: is on the list in {store.directory}, with the rights {rights}")
-        click.echo("The token is nowhere else, and is not shown again. Move it to the client by a safe way:")
-        click.echo(token)
+        click.echo(f"{name}: is on the list in {store.directory}, with the rights {words}")
+        if known is None:
+            click.echo("The token is nowhere else, and is not shown again. Move it to the client by a safe way:")
+            click.echo(token)
+        if url is not None:
+            shown = "$(cat FILE)" if known is not None else token
+            click.echo(f'try: curl {url}/v1/models -H "Authorization: Bearer {shown}"')
         return
     file = out or Path(f"{name}.key")
-    key = store.add(name, parse_rights(rights), file, **limits)
+    key = store.add(name, rights, file, **limits)
     if as_json:
         fields = {
             "name": name,
@@ -164,7 +205,7 @@ def new(
         }
         click.echo(json.dumps(fields, indent=2))
         return
-    click.echo(f"{name}: is on the list in {store.directory}, with the rights {rights}")
+    click.echo(f"{name}: is on the list in {store.directory}, with the rights {words}")
     click.echo(f"{file}: the key, mode 0600. Its secret is nowhere else: move the file to the client by a safe way")
 
 
@@ -196,6 +237,52 @@ def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
                 f"their names; write --models {','.join(sorted(meant))}"
             )
         say(f"modelctl: {file} has no model {pattern!r}: until it has one, the key may use none by that name")
+
+
+def _gateway_url(config: Path | None) -> str | None:
+    """Return the address of HTTP in the models.yaml that ``serve`` would use; None if it opens no port."""
+    from supervisor.cli.config_file import find_config
+    from supervisor.config import load_config
+    from supervisor.how_to_ask import url_here
+    from supervisor.yaml_source import ConfigError
+
+    try:
+        gateway = load_config(find_config(config)).gateway
+    except ConfigError:
+        return None
+    if gateway is None:
+        return None
+    return url_here({"listen": gateway.listen, "tls": gateway.certificate is not None})
+
+
+@keys.command(
+    name="set",
+    cls=Command,
+    examples={
+        "modelctl keys set guest --tokens-per-day 50000": "Change a limit",
+        "modelctl keys set guest --expires none --models 'qwen*'": "Take a limit away, and change another one",
+    },
+)
+@click.argument("name")
+@_limit_options
+@_config_option
+@_keys_option
+@as_json
+def set_(name: str, config: Path | None, store: "KeyStore", as_json: bool, **given: str | None) -> None:
+    """Change rights and limits of the key of client NAME. `none` takes a limit away.
+
+    What is not named stays as it is. A running supervisor sees the change within a second, and requests that were
+    accepted before go on.
+    """
+    changes = _parsed(given)
+    if not changes:
+        options = ", ".join(option for option, _ in _LIMITS.values())
+        raise click.UsageError(f"nothing to change: give one of {options}")
+    if changes.get("models") is not None:
+        _check_models(given["models"] or "", config, store)
+    store.change(name, changes)
+    entry = next(entry for entry in store.entries() if entry["name"] == name)
+    click.echo(json.dumps(entry, indent=2) if as_json else text_of([entry], terminal_width()))
 
 
 @keys.command(name="list", cls=Command, examples={"modelctl keys list": "List the keys and their rights"})
@@ -236,6 +323,7 @@ def _row(entry: dict[str, Any]) -> tuple[object, ...]:
     models, keep_alive = entry.get("models"), entry.get("keep_alive_s")
     return (
         entry["name"], ",".join(entry["rights"]), None if models is None else ",".join(models),
-        entry.get("max_in_flight"), entry.get("tokens_per_minute"), None if keep_alive is None else f"{keep_alive} s",
+        entry.get("max_in_flight"), entry.get("requests_per_minute"), entry.get("tokens_per_minute"),
+        entry.get("tokens_per_day"), None if keep_alive is None else f"{keep_alive} s",
         entry["created"], entry.get("expires"), entry.get("public_key", "HTTP token"),
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The format of the list of keys, a file with the rights and the limits of each key. Pure.
 
-``clients.json``: ``{"clients": [{name, public_key | token_sha256, rights, created, max_in_flight?, tokens_per_minute?,
-keep_alive_s?, models?, expires?}]}``. A client over TCP has a ``public_key``, a client over HTTP a ``token_sha256``.
-The file holds no secret. But anybody who can write to it can admit any key.
+``clients.json``: ``{"clients": [{name, public_key | token_sha256, rights, created, max_in_flight?,
+requests_per_minute?, tokens_per_minute?, tokens_per_day?, keep_alive_s?, models?, expires?}]}``. A client over TCP has
+a ``public_key``, a client over HTTP a ``token_sha256``. The file holds no secret. But anybody who can write to it can
+admit any key.
 """
 
 import json
@@ -17,7 +18,8 @@ from supervisor.keys.rights import TOKEN_ID, Identity, Right
 
 MAX_KEYS = 10_000
 MAX_IN_FLIGHT = 100_000
-MAX_TOKENS_PER_MINUTE = 1 << 40
+MAX_RATE = 1 << 40
+"""Most requests or tokens in a minute or a day that a limit may name."""
 MAX_KEEP_ALIVE_S = 366 * 86_400
 MAX_PATTERNS = 64
 """Most patterns of models that one key may have."""
@@ -31,7 +33,8 @@ _PATTERN = re.compile(r"^[a-z0-9*?\[\]!._-]{1,64}$")
 _LIFETIME = re.compile(r"^([0-9]{1,9})(s|m|h|d|w)$")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _LIMITS = {
-    "max_in_flight": MAX_IN_FLIGHT, "tokens_per_minute": MAX_TOKENS_PER_MINUTE, "keep_alive_s": MAX_KEEP_ALIVE_S,
+    "max_in_flight": MAX_IN_FLIGHT, "requests_per_minute": MAX_RATE, "tokens_per_minute": MAX_RATE,
+    "tokens_per_day": MAX_RATE, "keep_alive_s": MAX_KEEP_ALIVE_S,
 }  # fmt: skip
 _KNOWN = frozenset({*_REQUIRED, *_IDS, *_LIMITS, "models", "expires"})
 _HEAD, _BETWEEN, _TAIL = '{\n  "clients": [\n    {\n', "\n    },\n    {\n", "\n    }\n  ]\n}\n"
@@ -44,7 +47,9 @@ class Limits(TypedDict, total=False):
     """The limits of a key, see ``Identity``. None and a missing value are the same."""
 
     max_in_flight: int | None
+    requests_per_minute: int | None
     tokens_per_minute: int | None
+    tokens_per_day: int | None
     keep_alive_s: int | None
     models: tuple[str, ...] | None
     expires: float | None

@@ -97,6 +97,8 @@ class Identity:
     expires            when the key ends, in seconds since 1970; None: never
     keep_alive_s       the longest time in seconds for which its requests may keep an idle model loaded; None: they may
                        set no time. The right admin has no limit
+    requests_per_minute  accepted requests; None: no limit
+    tokens_per_day     tokens of prompts and answers; None: no limit
     """
 
     name: str | None
@@ -107,6 +109,18 @@ class Identity:
     models: tuple[str, ...] | None = None
     expires: float | None = None
     keep_alive_s: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the key has a limit of tokens."""
+        return self.tokens_per_minute is not None or self.tokens_per_day is not None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether requests of the key are counted against a limit."""
+        return self.counts_tokens or self.max_in_flight is not None or self.requests_per_minute is not None
 
     @property
     def is_http(self) -> bool:

@@ -159,9 +159,13 @@ class KeyRing:
             "models": None if identity.models is None else list(identity.models),
             "expires": None if identity.expires is None else format_time(identity.expires),
             "max_in_flight": identity.max_in_flight,
+            "requests_per_minute": identity.requests_per_minute,
             "tokens_per_minute": identity.tokens_per_minute,
+            "tokens_per_day": identity.tokens_per_day,
             "keep_alive_s": identity.keep_alive_s,
-            "tokens_left": None if allowance is None else allowance.tokens_left(now),
+            "requests_left": None if allowance is None else allowance.left("requests_per_minute", now),
+            "tokens_left": None if allowance is None else allowance.left("tokens_per_minute", now),
+            "tokens_left_of_day": None if allowance is None else allowance.left("tokens_per_day", now),
             "rate_limited": 0 if allowance is None else allowance.refused,
         }
 

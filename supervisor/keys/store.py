@@ -8,10 +8,12 @@ import base64
 import fcntl
 import json
 import os
+import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -35,6 +37,8 @@ MAX_LIST = 8 << 20
 ENVIRONMENT_VARIABLE = "MODELCTL_KEYS"
 TOKEN_PREFIX = "mctl_"
 """Programs that search files for secrets find a token by this prefix."""
+_LEAST_TOKEN, _MOST_TOKEN = 20, 256
+_TOKEN = re.compile(rf"[!-~]{{{_LEAST_TOKEN},{_MOST_TOKEN}}}")
 
 
 def default_keys_dir() -> Path:
@@ -127,28 +131,56 @@ class KeyStore:
                 raise
         return key
 
-    def add_token(self, name: str, rights: frozenset[Right], **limits: Unpack[Limits]) -> str:
-        """Make a token for an HTTP client, put its SHA-256 on the list, and return the token. It is kept nowhere."""
+    def add_token(
+        self, name: str, rights: frozenset[Right], *, given: str | None = None, **limits: Unpack[Limits]
+    ) -> str:
+        """Put the SHA-256 of a token for an HTTP client on the list, and return the token. It is kept nowhere.
+
+        given  the token, see ``read_token``; None makes one
+        """
         check_http_rights(rights)
         with self._locked():
             entries = self._entries_without(name)
-            token = TOKEN_PREFIX + base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
+            token = given or TOKEN_PREFIX + base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
+            if any(entry.get("token_sha256") == token_id(token) for entry in entries):
+                raise KeysProblem("the token belongs to another key of the list: give another one")
             _replace(self.directory / CLIENTS, _with(entries, Identity(name, token_id(token), rights, **limits)))
         return token
 
+    def change(self, name: str, changes: Mapping[str, Any]) -> Identity:
+        """Change rights and limits of a key, and return what it may do now.
+
+        changes  fields of ``Identity``; None takes a limit away
+        """
+        with self._entries_with(name) as entries:
+            number = next(number for number, entry in enumerate(entries) if entry["name"] == name)
+            identity = next(found for found in self.clients().values() if found.name == name)
+            identity = replace(identity, **changes)
+            if identity.is_http:
+                check_http_rights(identity.rights)
+            entries[number] = entry_of(identity, entries[number]["created"])
+            _replace(self.directory / CLIENTS, _checked(entries))
+        return identity
+
     def revoke(self, name: str) -> None:
+        with self._entries_with(name) as entries:
+            left = [entry for entry in entries if entry["name"] != name]
+            _replace(self.directory / CLIENTS, format_clients(left))
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _entries_with(self, name: str) -> Iterator[list[dict[str, Any]]]:
+        """Return the entries, with the directory locked. Raises KeysProblem if no key of this name is among them."""
         check_name(name)
         if not self.directory.is_dir():
             raise KeysProblem(f"there is no key {name!r}: {self.directory} does not exist")
         with self._locked():
             entries = self.entries()
-            left = [entry for entry in entries if entry["name"] != name]
-            if len(left) == len(entries):
+            if not any(entry["name"] == name for entry in entries):
                 known = ", ".join(entry["name"] for entry in entries) or "none"
                 raise KeysProblem(f"there is no key {name!r} in {self.directory}: there is {known}")
-            _replace(self.directory / CLIENTS, format_clients(left))
-
-    # --- steps --------------------------------------------------------------------------------------------------
+            yield entries
 
     def _entries_without(self, name: str) -> list[dict[str, Any]]:
         """Return the entries. Raises KeysProblem if a key of this name is among them, or if the list is full."""
@@ -205,9 +237,29 @@ def token_id(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+def read_token(path: Path) -> str:
+    """Return the token in a file, which is the user's own with mode 0600. Raises KeysProblem.
+
+    A token has 20 to 256 printable characters of ASCII, without spaces: what a header can hold, and nobody guesses.
+    """
+    try:
+        text = read_private(path, limit=_MOST_TOKEN + 2).removesuffix("\n").removesuffix("\r")
+    except ValueError as e:
+        raise KeysProblem(f"{e}: the token's file must be your own, with mode 0600") from None
+    if not _TOKEN.fullmatch(text):
+        rule = f"a token has {_LEAST_TOKEN} to {_MOST_TOKEN} printable characters of ASCII without spaces"
+        raise KeysProblem(f"{path} holds no token: {rule}, and this has {len(text)} characters")
+    return text
+
+
 def _with(entries: list[dict[str, Any]], identity: Identity) -> str:
-    """Return the text of the list with one key more. Raises KeysProblem if the supervisor would not read this text."""
-    text = format_clients([*entries, entry_of(identity, format_time(time.time()))])
+    """Return the text of the list with one key more. Raises KeysProblem as ``_checked`` does."""
+    return _checked([*entries, entry_of(identity, format_time(time.time()))])
+
+
+def _checked(entries: list[dict[str, Any]]) -> str:
+    """Return the text of a list. Raises KeysProblem if the supervisor would not read this text."""
+    text = format_clients(entries)
     if len(text) > MAX_LIST:
         raise KeysProblem(f"the list of keys would have {len(text)} bytes, and may have {MAX_LIST}; revoke some keys")
     return text

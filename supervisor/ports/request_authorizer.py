@@ -105,7 +105,7 @@ class RequestAuthorizer:
         if (stay := stay_of(message.route)) is not None:
             check_stay(caller, *stay)
         unfinished = self._unfinished.get(caller.key_id)
-        if unfinished is not None and caller.tokens_per_minute is not None:
+        if unfinished is not None and caller.counts_tokens:
             self._ring.allowance(caller, now).charge(unfinished.take_tokens(), now)
         in_flight = 0
         if unfinished is not None and caller.max_in_flight is not None:
@@ -123,12 +123,14 @@ class RequestAuthorizer:
     def note(self, caller: Identity, channel: int, message: Generate, now: float) -> None:
         """Count a request against its key's limits, if the scheduler has accepted it."""
         request = self._scheduler.find(channel, message.request)
-        if request is None or (caller.max_in_flight is None and caller.tokens_per_minute is None):
+        if request is None or not caller.is_limited:
             return
         if (own := self._unfinished.get(caller.key_id)) is None:
             own = self._unfinished[caller.key_id] = Unfinished(self._is_unfinished)
         own.add(request)
-        self._ring.allowance(caller, now).charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
+        allowance = self._ring.allowance(caller, now)
+        allowance.count_request(now)
+        allowance.charge(1 + len(message.body) // BYTES_PER_TOKEN, now)
 
     def charge_party(self, party: int, tokens: int) -> None:
         """Charge a key for a constraint that a worker compiled, even if the connection that asked for it has ended."""

@@ -53,7 +53,7 @@ def test_every_command_that_talks_to_a_supervisor_can_reach_another_machine() ->
     """The commands without ``--connect`` are about files and devices of this machine, or start a supervisor."""
     here = {
         "init", "serve", "plan", "check", "doctor", "service install", "service status", "service uninstall",
-        "keys list", "keys new", "keys revoke", "completion", "config",
+        "keys list", "keys new", "keys revoke", "keys set", "completion", "config",
         "quantize",
     }  # fmt: skip
     for name, command in ALL.items():

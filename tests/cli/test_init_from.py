@@ -160,7 +160,7 @@ def test_a_tabbyapi_that_is_open_to_others_gets_keys(tmp_path: Path, place: Path
     assert read(place)["gateway"] == {"listen": "0.0.0.0:5001", "auth": "keys"}
     assert read(place)["models"]["far"]["model_dir"] == str(tmp_path / "models" / "Far")
     assert f"there is no directory {tmp_path}/models here" in done.stderr
-    assert "`modelctl keys new NAME --http`" in done.stderr
+    assert "`modelctl keys new NAME --token-file FILE`" in done.stderr
 
 
 def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, place: Path) -> None:
@@ -196,7 +196,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
         "left out: Big Model:70B: /models/big.gguf is GGUF, which no engine here loads: get the model's EXL2 weights",
         "left out: in-docker: /mnt/models/z.gguf is GGUF",
         "no counterpart: sendLoadingState: ",
-        "no counterpart: apiKeys: clients need a new token",
+        "no counterpart: apiKeys: admit each token with `modelctl keys new NAME --token-file FILE`",
         "no counterpart: description of Big Model:70B: ",
         "no counterpart: filters.stripParams of chat: ",
         "no counterpart: groups.g one.exclusive: ",

@@ -342,4 +342,4 @@ def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:
     ring.refresh()
     again = ring.find(key.public_key)
     assert again is not None
-    assert ring.allowance(again, 0.0).tokens_left(0.0) == -940
+    assert ring.allowance(again, 0.0).left("tokens_per_minute", 0.0) == -940

@@ -176,7 +176,7 @@ def test_tokens_a_minute() -> None:
     with pytest.raises(WireError):
         allowance.check(0, 200.0)
     allowance.check(0, 200.2)
-    assert allowance.tokens_left(1000.0) == 600, "no more than a minute's tokens are saved up"
+    assert allowance.left("tokens_per_minute", 1000.0) == 600, "no more than a minute's tokens are saved up"
 
 
 def test_over_time_a_key_gets_its_rate_and_no_more() -> None:
@@ -196,10 +196,27 @@ def test_limits_of_a_key_that_change_keep_what_was_used() -> None:
     allowance = Allowance(Identity("k", PUBLIC, INFER, tokens_per_minute=600), 0.0)
     allowance.charge(600, 0.0)
     allowance.adopt(Identity("k", PUBLIC, INFER, tokens_per_minute=60), 0.0)
-    assert allowance.tokens_left(0.0) == 0
+    assert allowance.left("tokens_per_minute", 0.0) == 0
     allowance.adopt(Identity("k", PUBLIC, INFER), 0.0)
-    assert allowance.tokens_left(0.0) is None
+    assert allowance.left("tokens_per_minute", 0.0) is None
     allowance.check(10_000, 0.0)
+
+
+def test_requests_a_minute_and_tokens_a_day() -> None:
+    identity = Identity("k", PUBLIC, INFER, requests_per_minute=2, tokens_per_day=86_400)
+    allowance = Allowance(identity, 0.0)
+    for _ in range(2):
+        allowance.check(0, 0.0)
+        allowance.count_request(0.0)
+    with pytest.raises(WireError, match=r"has used its 2 requests a minute: try again in 30\.0 s") as refused:
+        allowance.check(0, 0.0)
+    assert refused.value.retry_after_ms == 30_000
+    allowance.check(0, 30.0)
+    allowance.charge(86_400 + 99, 30.0)
+    with pytest.raises(WireError, match=r"has used its 86400 tokens a day: try again in 100\.0 s"):
+        allowance.check(0, 30.0)
+    assert (allowance.left("requests_per_minute", 30.0), allowance.left("tokens_per_day", 30.0)) == (1, -99)
+    allowance.check(0, 131.0)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", 1 << 60])
