@@ -20,6 +20,8 @@ MAX_BYTES = 4 << 20
 _TAIL_BYTES = 256 << 10
 """Bytes of the file that ``latest_events`` reads: more than 512 events of usual length."""
 _KEYS: dict[str, type | tuple[type, ...]] = {"time": (int, float), "kind": str, "level": str, "message": str}
+_LATEST = 1 << 36
+"""Seconds since 1970, in the year 4147. Python can name no day after the year 9999."""
 _NAMES = ("model", "worker")
 
 
@@ -78,5 +80,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
     if not isinstance(event, dict) or not all(isinstance(event.get(key), kind) for key, kind in _KEYS.items()):
         return None
     if not all(isinstance(event.get(key), (str, type(None))) for key in _NAMES):
+        return None
+    if not 0 <= event["time"] < _LATEST:
         return None
     return {name: value for name, value in event.items() if name != "number"}

@@ -23,9 +23,13 @@ MOST_CHARACTERS = 1000
 """Longest text of an event. The last words of a worker may be longer; the log has all of them."""
 
 
+SERVES, LEAVES, FAILS = "modelctl ", "shutting down", "the supervisor stops because of a fault of its own"
+"""How the messages begin with which a supervisor begins, begins its shutdown, and ends after a fault."""
+
+
 class EventKind(StrEnum):
     SUPERVISOR = "supervisor"
-    """The supervisor started, or began to shut down."""
+    """The supervisor started, or began to shut down. Or it found that the one before it had ended without an order."""
     STATE = "state"
     """A worker entered another state. The event has `before`, `state` and `reason`."""
     DEATH = "death"
@@ -139,6 +143,21 @@ class EventHistory(logging.Handler):
         end = math.inf if took_ms is None else begin + took_ms / 1000
         found = (e for e in self._events if e["model"] == model and begin <= e["time"] <= end)
         return list(islice(found, MOST_DURING))
+
+
+def died_at(earlier: Sequence[dict[str, Any]]) -> float | None:
+    """Return the time of the former supervisor's last event if that supervisor ended without an order. None if it was
+    ordered to shut down, if it told of a fault, or if nothing is known of it.
+
+    earlier  the last events of former supervisors, the oldest first
+    """
+    for event in reversed(earlier):
+        if event["kind"] == EventKind.SUPERVISOR:
+            if event["message"].startswith((LEAVES, FAILS)):
+                return None
+            if event["message"].startswith(SERVES):
+                break
+    return float(earlier[-1]["time"]) if earlier else None
 
 
 def shortened(text: str) -> str:

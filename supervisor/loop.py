@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ from supervisor.config_watch import ConfigWatch, signature_of
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.effect_runner import EffectRunner
 from supervisor.event_file import latest_events
-from supervisor.event_history import EventHistory, EventKind, noted
+from supervisor.event_history import SERVES, EventHistory, EventKind, died_at, noted
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
@@ -196,7 +197,9 @@ class Supervisor:
             self._authorizer, self._zap, self._shutdown, self._gateway, self._usage, self._troubles, self._launcher,
             self._request_log, self._cluster,
         )  # fmt: skip
-        history = EventHistory(earlier=latest_events(log_dir(runtime.path)))
+        earlier = latest_events(log_dir(runtime.path))
+        self._former_died_at = died_at(earlier)
+        history = EventHistory(earlier=earlier)
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
@@ -218,9 +221,15 @@ class Supervisor:
         """Serve until told to stop. Return the process's exit code; the caller leaves with ``os._exit``."""
         file = self._fleet.registry.config.file
         self._log.info(
-            "modelctl %s, pid %d, serving %s in %s", __version__, os.getpid(), file, self._runtime.path,
+            f"{SERVES}%s, pid %d, serving %s in %s", __version__, os.getpid(), file, self._runtime.path,
             extra=noted(EventKind.SUPERVISOR),
         )  # fmt: skip
+        if self._former_died_at is not None:
+            self._log.warning(
+                "the former supervisor ended without an order: it was killed, or the machine stopped. Its last event "
+                "is of %s", datetime.fromtimestamp(self._former_died_at).astimezone().isoformat(" ", "seconds"),
+                extra=noted(EventKind.SUPERVISOR),
+            )  # fmt: skip
         for note in self._fleet.registry.config.notes:
             self._log.info("%s", note)
         if not self._workers.relays:

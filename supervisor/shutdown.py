@@ -5,7 +5,7 @@ import logging
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import GoAway
-from supervisor.event_history import EventKind, noted
+from supervisor.event_history import LEAVES, EventKind, noted
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.reloads import Reloads
 from supervisor.ports.client_ports import ClientPorts
@@ -43,7 +43,7 @@ class SupervisorShutdown:
 
         now  do not wait for requests, nor for the VRAM. A second call may set this
         """
-        self._log.info("shutting down%s: %s", " now" if now else "", cause, extra=noted(EventKind.SUPERVISOR))
+        self._log.info(f"{LEAVES}%s: %s", " now" if now else "", cause, extra=noted(EventKind.SUPERVISOR))
         self._impatient = self._impatient or now
         if not self.begun:
             self.begun = True

@@ -66,6 +66,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
     from protocol.process.log_output import never_wait, write_rest
     from protocol.process.runtime_paths import admin_endpoint
     from supervisor.attempts import ListenError
+    from supervisor.event_history import FAILS, EventKind, noted
     from supervisor.logs import set_up_logging
     from supervisor.loop import Supervisor
     from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
@@ -100,7 +101,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
     except KeyboardInterrupt:  # before the supervisor handles SIGINT
         code = exit_codes.INTERRUPTED
     except BaseException:
-        log.exception("the supervisor stops because of a fault of its own")
+        log.exception(FAILS, extra=noted(EventKind.SUPERVISOR))
     # Not a return: the interpreter's own exit would wait for the workers (multiprocessing joins its children). After a
     # fault the kernel and the guard kill workers that still run.
     write_rest()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.event_history import KEPT, MOST_CHARACTERS, EventHistory, EventKind, noted
+from supervisor.event_history import FAILS, KEPT, MOST_CHARACTERS, EventHistory, EventKind, died_at, noted
 
 
 def recorder(kept: int = KEPT) -> tuple[logging.Logger, EventHistory]:
@@ -94,6 +94,26 @@ def test_a_flood_of_events_takes_bounded_memory() -> None:
     for event in result["events"]:
         assert len(event["message"]) == len(event["reason"]) == MOST_CHARACTERS
         assert event["message"].endswith("x[...]")
+
+
+@pytest.mark.parametrize(
+    ("messages", "died"),
+    [
+        ([], None),
+        (["modelctl 1, pid 7, serving"], 0),
+        (["shutting down: SIGTERM", "modelctl 1, pid 7, serving", "a: stopped -> starting"], 2),
+        (["modelctl 1, pid 7, serving", "shutting down now: ordered", "a: stopping -> stopped"], None),
+        (["modelctl 1, pid 7, serving", f"{FAILS}"], None),
+        (["a: stopped -> starting", "a: starting -> loading"], 1),  # it had more events than are read
+        (["modelctl 1, pid 7, serving", "events lost here: 3", "usage: the disk is full"], 2),
+    ],
+)
+def test_a_supervisor_that_ended_without_an_order_is_found(messages: list[str], died: int | None) -> None:
+    kinds = ["state" if message.startswith("a: ") else "supervisor" for message in messages]
+    earlier = [
+        {"time": n, "kind": kind, "message": text} for n, (kind, text) in enumerate(zip(kinds, messages, strict=True))
+    ]
+    assert died_at(earlier) == died
 
 
 def test_a_text_of_several_lines_becomes_one_line() -> None:

@@ -119,6 +119,26 @@ def test_a_new_supervisor_takes_over_the_directory(serve: Serve) -> None:
     assert serving.modelctl("shutdown").returncode == 0
 
 
+def test_the_next_supervisor_tells_of_an_end_without_an_order(serve: Serve) -> None:
+    serving = serve({"a": engine()})
+
+    def told() -> list[str]:
+        events = serving.order("events", limit=512)["events"]
+        return [event["message"] for event in events if event["kind"] == "supervisor"]
+
+    def says(message: str) -> bool:
+        return message.startswith("the former supervisor ended without an order: it was killed, or the machine stopped")
+
+    assert not any(map(says, told()))
+    serving.kill()
+    serving.start_again({"a": engine()})
+    assert [says(message) for message in told()] == [False, False, True]
+    serving.order("shutdown")
+    serving.process.wait(WITHIN)
+    serving.start_again({"a": engine()})
+    assert [says(message) for message in told()] == [False, False, True, False, False]
+
+
 def test_what_was_left_behind_is_named_and_ended_by_the_next(serve: Serve) -> None:
     serving = serve({"a": engine("ForksDaemon"), "b": engine()})
     child = forked_child(serving, "a")
