@@ -10,7 +10,7 @@ from starlette.requests import Request
 from gateway.http.body import held_body
 from gateway.http.callers import Caller
 from gateway.http.responses import REQUEST_ID
-from gateway.openai.models import default_model
+from gateway.openai.models import default_model, is_never_unloaded
 from gateway.openai.options import Wanted
 from protocol.client.answers import Progress
 from protocol.client.async_client import AsyncClient
@@ -59,6 +59,7 @@ async def begin(
         assert progress is not None
         progress[0] = new
 
+    await _ignore_stay(request, wanted)
     client: AsyncClient = request.app.state.link.client
     tell = None if progress is None else report
     notes = wanted.notes.for_story() or None
@@ -84,6 +85,19 @@ async def begin(
     budget = wanted.names.get("reasoning_budget", "reasoning_budget") if optional else None
     wanted.notes.watch(streams, wanted.names.get("max_tokens", "max_tokens"), budget)
     return tuple(streams)
+
+
+async def _ignore_stay(request: Request, wanted: Wanted) -> None:
+    """Leave out how long the model is to stay loaded, if it is never unloaded: that asks for nothing.
+
+    Where unknown options are refused, the supervisor refuses it.
+    """
+    given = [name for name in ("keep_alive", "ttl") if name in wanted.options]
+    if not given or wanted.notes.refuse or not await is_never_unloaded(request, wanted.model):
+        return
+    for name in given:
+        wanted.notes.ignore(wanted.names.get(name, name))
+        del wanted.options[name]
 
 
 def _drop_large(*given: Any) -> None:

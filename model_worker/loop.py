@@ -72,16 +72,18 @@ class _Tracked(JobCursor):
 
     opening  what the first event says about the answer; empty if it says nothing, or has been sent
     cut      the most tokens of the answer, if the context has cut the request's max_tokens; else None
+    left_out  the options that the worker does without, as the request allows it
     empty    whether the answer is empty whatever the engine draws (max_tokens 0)
     """
 
-    __slots__ = ("carry", "cut", "empty", "opening", "prompt_tokens")
+    __slots__ = ("carry", "cut", "empty", "left_out", "opening", "prompt_tokens")
 
     def __init__(self, channel: int, request: int, seq: int, tokens: int, carry: dict[str, Any]) -> None:
         super().__init__(channel, request, seq, tokens)
         self.prompt_tokens, self.carry = 0, carry
         self.opening: dict[str, Any] = {}
         self.cut: int | None = None
+        self.left_out: list[str] = []
         self.empty = False
 
 
@@ -277,13 +279,15 @@ class WorkerLoop:
         _log.debug("request %d-%d: %d tokens of prompt", tracked.channel, tracked.request, tracked.prompt_tokens)
         if asked.cut_to_context and asked.max_tokens is not None and job.max_new_tokens < asked.max_tokens:
             tracked.cut = job.max_new_tokens
+        if asked.reasoning_budget is None and "reasoning_budget" in asked.model_fields_set:  # see ``Intake.parse``
+            tracked.left_out = ["reasoning_budget"]
         tracked.empty = asked.max_tokens == 0
         if not tracked.seq:
             if asked.with_format:
                 tracked.opening["format"] = self._format.to_wire(inside=job.layout.place == "inside")
                 tracked.opening["prompt_tokens"] = tracked.prompt_tokens
-            if asked.budget_if_reasoning and asked.reasoning_budget is None:  # ``Intake.parse`` has left it out
-                tracked.opening["left_out"] = ["reasoning_budget"]
+            if tracked.left_out:
+                tracked.opening["left_out"] = tracked.left_out
             if tracked.cut is not None:
                 tracked.opening["max_tokens"] = tracked.cut
         if tracked.opening or tracked.empty:
@@ -388,6 +392,8 @@ class WorkerLoop:
             fields["stop_string"] = finished.stop_string
         if tracked.cut is not None:
             fields["max_tokens"] = tracked.cut
+        if tracked.left_out:
+            fields["left_out"] = tracked.left_out
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
     def _logprobs(self, tokens: Sequence[DrawnToken]) -> list[Any]:

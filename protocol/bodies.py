@@ -45,6 +45,9 @@ class Model(TypedDict):
     tools: bool | None
     """True if the format in which the model calls tools is known, so that its calls can be told from text. Null until a
     worker has loaded the model."""
+    unloads: bool
+    """True if the model is unloaded after a time without requests, which `keep_alive` of a request may set: it is lazy,
+    and not pinned."""
     aliases: list[str]
     """Further names of the model. GENERATE and CALL take them like its name."""
     variants: list[str]
@@ -261,7 +264,7 @@ class FinishedEvent(TypedDict):
     prompt_tokens: NotRequired[Tokens]
     """If the request asked `with_format`, and the answer has no other event: as `usage` has it."""
     left_out: NotRequired[list[str]]
-    """If the answer has no other event: as in a delta."""
+    """Options that the worker did without, as the request allows it (`budget_if_reasoning`)."""
     max_tokens: NotRequired[Tokens]
     """If `cut_to_context` has cut the request's `max_tokens`: the most tokens that the answer could have."""
     finish_reason: str

@@ -45,7 +45,8 @@ class Story(TypedDict):
     """The names that the client gave the request."""
     notes: list[str]
     """What became of the options of the request: what the gateway has ignored (`ignored foo`) or changed (`changed
-    images: 1`). `changed max_tokens=3071` is added once the answer has ended, if the context has cut that option."""
+    images: 1`). Once the answer has ended, `changed max_tokens=3071` is added if the context has cut that option, and
+    `ignored reasoning_budget` if the model does not reason."""
     model: str
     """The model's name."""
     key: str | None

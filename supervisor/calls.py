@@ -103,6 +103,7 @@ def _as_one(name: str, replicas: list[Replica], names: ModelNames) -> Result:
         "context": best.info.get("context"),
         "chat": best.chat,
         "tools": best.tools,
+        "unloads": best.may_be_evicted,
         **names.describe(name),
     }
 

@@ -97,7 +97,7 @@ class Notes:
     def change(self, what: str) -> None:
         """Note something that was cut, left out or replaced.
 
-        what  an option (``thinking.budget_tokens``), an option with its new value (``max_tokens=3071``), or what was
+        what  an option (``metadata``), an option with its new value (``max_tokens=3071``), or what was
               left out of an option (``tools: web_search``). Only ``named`` texts of the request may
               stand in it
         """
@@ -111,7 +111,7 @@ class Notes:
 
     def watch(self, streams: Sequence[StreamBase], limit: str, budget: str | None = None) -> None:
         """Note also what only the worker knows, as soon as a stream tells it: that the context has cut the answers of
-        these streams, and that a model whose reasoning is not known took no budget for it.
+        these streams, and that a model whose reasoning is not known has ignored a budget for it.
 
         limit   the sender's name of ``max_tokens``
         budget  the sender's name of ``reasoning_budget``, if the request has ``budget_if_reasoning``
@@ -126,15 +126,15 @@ class Notes:
     @property
     def ignored(self) -> str:
         """The ignored options, in one line; empty if there are none."""
-        return _listed(name if _NAME.fullmatch(name) else None for name in self._ignored)
+        left_out = self._budget is not None and any("reasoning_budget" in stream.left_out for stream in self._streams)
+        names = [*self._ignored, *([self._budget] if left_out else [])]
+        return _listed(name if name is not None and _NAME.fullmatch(name) else None for name in names)
 
     @property
     def changed(self) -> str:
         """The changes, in one line; empty if there are none."""
         cut = [stream.max_tokens for stream in self._streams if stream.max_tokens is not None]
-        left_out = any("reasoning_budget" in stream.left_out for stream in self._streams)
-        budget = [self._budget] if self._budget is not None and left_out else []
-        return _listed([*self._all_changed(), *budget, *([f"{self._limit}={min(cut)}"] if cut else [])])
+        return _listed([*self._all_changed(), *([f"{self._limit}={min(cut)}"] if cut else [])])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the answer that tell the notes."""
@@ -142,7 +142,7 @@ class Notes:
         return [(name.encode(), text.encode("ascii", "replace")) for name, text in told if text]
 
     def for_story(self) -> list[str]:
-        """Return the notes as the request's story has them. The supervisor adds what the context has cut."""
+        """Return the notes as the request's story has them. The supervisor adds what only the worker knows."""
         named = [name for name in self._ignored if _NAME.fullmatch(name)][:MOST_NAMED]
         changed = [what[:LONGEST_CHANGE] for what in self._all_changed()][:MOST_NAMED]
         return [f"ignored {name}" for name in named] + [f"changed {what}" for what in changed]

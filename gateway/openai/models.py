@@ -107,6 +107,11 @@ async def default_model(request: Request, name: str) -> str:
     return next((one["default"] for one in await _listed(request) if one.get("default")), "")
 
 
+async def is_never_unloaded(request: Request, name: str) -> bool:
+    """Return whether a model stays loaded however long it has no requests. False for an unknown model."""
+    return any(means(one, name) and not one.get("unloads", True) for one in await _listed(request))
+
+
 def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, Any]:
     """Return a model, also with the keys that clients of llama-swap, llama-server, LM Studio and vLLM look for.
 

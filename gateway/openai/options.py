@@ -103,6 +103,8 @@ def read_chat(body: dict[str, Any], notes: Notes) -> Wanted:
     for name in ("add_generation_prompt", "continue_final_message", "reasoning_budget"):
         if (value := given.pop(name, None)) is not None:
             options[name] = value
+    if "reasoning_budget" in options and not notes.refuse:
+        options["budget_if_reasoning"] = True
     if (prefix := given.pop("response_prefix", None)) not in (None, ""):
         if not isinstance(prefix, str):
             raise ApiError(400, "response_prefix must be a string", param="response_prefix")

@@ -41,6 +41,7 @@ class Outcome(NamedTuple):
     cached_tokens      tokens of the prompt that the engine had in its cache; None if no worker has said so
     completion_tokens  tokens of the answer; None for those that its client got
     max_tokens         the most tokens that the answer could have, if the context has cut the request's own max_tokens
+    left_out           the options that the worker did without
     """
 
     finish_reason: str | None
@@ -48,6 +49,7 @@ class Outcome(NamedTuple):
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     max_tokens: int | None = None
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,12 @@ class Story:
         if self.ended is not None and self.outcome is not None:
             steps.append(Step(self.ended, "ended", {}))
         outcome = self.outcome or Outcome(None, None)
+        ignored = [f"ignored {name}" for name in outcome.left_out]
         cut = [] if outcome.max_tokens is None else [f"changed max_tokens={outcome.max_tokens}"]
         return {
             "id": self.id,
             "trace_ids": list(self.trace_ids),
-            "notes": [*self.notes, *cut],
+            "notes": [*self.notes, *ignored, *cut],
             "model": self.model,
             "key": self.owner.name,
             "priority": self.priority,

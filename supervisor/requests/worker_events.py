@@ -32,6 +32,7 @@ _ERROR_NAMES = frozenset(code.wire_name for code in ErrorCode)
 MOST_TOKENS = 1 << 31
 """The longest prompt that the supervisor believes."""
 LONGEST_REASON = 64
+MOST_LEFT_OUT = 8
 """Characters of a finish reason that are kept."""
 _USAGE = ("prompt_tokens", "cached_tokens")
 
@@ -235,12 +236,19 @@ class WorkerEvents:
             usage.get("cached_tokens", 0),
             tokens if type(tokens) is int and 0 <= tokens <= MOST_TOKENS else None,
             cut if type(cut) is int and 0 <= cut <= MOST_TOKENS else None,
+            _left_out(body.get("left_out")),
         )
         _count_prompt(request, usage.get("prompt_tokens", 0))
         if request.counters is not None:
             request.counters[CACHED] += usage.get("cached_tokens", 0)
         age_s, resumed = now - request.accepted, request.resumes > 0
         self._table.figures_of(request).finished(request.owner.name, body, age_s, resumed=resumed)
+
+
+def _left_out(given: Any) -> tuple[str, ...]:
+    """Return the names of options that a worker did without."""
+    names = given[:MOST_LEFT_OUT] if isinstance(given, list) else []
+    return tuple(name[:LONGEST_REASON] for name in names if isinstance(name, str))
 
 
 def _count_prompt(request: InFlight, tokens: int) -> None:

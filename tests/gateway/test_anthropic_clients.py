@@ -286,7 +286,7 @@ def test_a_budget_that_cannot_be_kept_is_left_out_and_said(client: anthropic.Ant
             got = client.messages.with_raw_response.create(
                 model=model, max_tokens=1000, messages=say("plain"), thinking=thinking, stream=stream
             )
-            said[model, stream] = got.headers.get("x-modelctl-changed")
+            said[model, stream] = got.headers.get("x-modelctl-ignored")
     assert said == {
         (model, stream): "thinking.budget_tokens" for model in ("size-3", "mute") for stream in (False, True)
     }

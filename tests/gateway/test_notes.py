@@ -30,7 +30,8 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
     gateway = {"listen": free_port(), "auth": "none"}
-    with Serving({"m": engine(context=CONTEXT)}, gateway=gateway) as serving:
+    models = {"m": engine(context=CONTEXT), "lazy": engine(context=CONTEXT, lazy=True)}
+    with Serving(models, gateway=gateway) as serving:
         wait_until(lambda: serving.overview()["supervisor"]["gateway"]["ready"])
         yield serving
 
@@ -84,6 +85,56 @@ def test_what_is_ignored_is_said(serving: Serving, stream: bool) -> None:
         ask(serving, "/v1/completions", body)
     assert serving.log("gateway").count("unknown option stream_options.brand_new,") == 1
     assert PROMPT not in serving.log("gateway")
+
+
+THINKING = {"type": "enabled", "budget_tokens": 2000}
+SHORT: dict[str, dict[str, Any]] = {
+    path: body | {name: 5 for name in body if name.startswith("max_")} for path, body in PATHS.items()
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "budget", "name"),
+    [
+        ("/v1/chat/completions", {"reasoning_budget": 9}, "reasoning_budget"),
+        ("/v1/chat/completions", {"thinking_budget": 9}, "thinking_budget"),
+        ("/v1/chat/completions", {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
+        ("/v1/responses", {"reasoning_budget": 9}, "reasoning_budget"),
+        ("/v1/messages", {"thinking": THINKING, "max_tokens": 2001}, "thinking.budget_tokens"),
+    ],
+)
+def test_a_budget_is_ignored_by_a_model_that_does_not_reason(
+    serving: Serving, path: str, budget: dict[str, Any], name: str, stream: bool
+) -> None:
+    status, headers, answer = ask(serving, path, SHORT[path] | budget | {"stream": stream})
+    assert status == 200, answer
+    assert headers["x-modelctl-ignored"] == name
+    assert "ignored reasoning_budget" in story(serving, headers)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stay", [{"keep_alive": "5m"}, {"keep_alive": 0}, {"ttl": 60}])
+def test_how_long_a_model_stays_is_ignored_if_it_is_never_unloaded(
+    serving: Serving, path: str, stay: dict[str, Any]
+) -> None:
+    status, headers, answer = ask(serving, path, SHORT[path] | stay)
+    assert status == 200, answer
+    (name,) = stay
+    assert headers["x-modelctl-ignored"] == name
+    assert story(serving, headers) == [f"ignored {name}"]
+    status, headers, answer = ask(serving, path, SHORT[path] | stay | {"model": "lazy"})
+    assert (status, headers["x-modelctl-ignored"]) == (200, None), answer
+
+
+def test_what_asks_for_nothing_is_refused_with_unknown_options(serving: Serving) -> None:
+    with Gateway(serving, unknown_options="refuse") as gateway:
+        wait_until(lambda: ask(serving, "/v1/completions", SHORT["/v1/completions"], gateway.port)[0] == 200)
+        for more, name in (({"keep_alive": 5}, "keep_alive"), ({"reasoning_budget": 5}, "reasoning_budget")):
+            status, _, answer = ask(serving, "/v1/chat/completions", SHORT["/v1/chat/completions"] | more, gateway.port)
+            error = json.loads(answer)["error"]
+            assert status == 400
+            assert name in error["param"]
 
 
 def test_unknown_options_can_be_refused(serving: Serving) -> None:
