@@ -8,13 +8,12 @@ the supervisor's own user) have as many values as models.yaml and the file of ke
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 
 from exporter.cluster_families import of_cluster
 from exporter.naming import PREFIX, counter, gauge, replica
+from exporter.text import pieces
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 STATES: Final = (
     "starting", "loading", "ready", "draining", "stopping", "stopped", "backoff", "unloaded",
     "falling_asleep", "asleep", "waking", "failed",
@@ -48,27 +47,16 @@ Values = Mapping[str, Any]
 
 
 def exposition(status: Values, metrics: Values) -> bytes:
-    """Return the metrics as text for Prometheus, in the format CONTENT_TYPE.
+    """Return the text of ``families`` at once."""
+    return b"".join(pieces(families(status, metrics)))
+
+
+def families(status: Values, metrics: Values) -> Iterator[Metric]:
+    """Yield all metrics. ``exporter.text`` writes them.
 
     status   the supervisor's answer to the verb ``status``
     metrics  its answer to the verb ``metrics``
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fixed(list(families(status, metrics))))
-    text: bytes = generate_latest(registry)
-    return text
-
-
-class _Fixed:
-    def __init__(self, found: list[Metric]) -> None:
-        self._found = found
-
-    def collect(self) -> list[Metric]:
-        return self._found
-
-
-def families(status: Values, metrics: Values) -> Iterator[Metric]:
-    """Yield all metrics. See ``exposition``."""
     yield from _of_models(metrics["models"], metrics["bounds"], _totals(status["models"]))
     yield from _of_workers(status["models"])
     yield from _of_gpus(status["models"], status.get("gpus", ()))
@@ -95,7 +83,6 @@ def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str
         counter("key_prompt_tokens", "Tokens of prompts of finished requests, by key.", "key", "model"),
         counter("key_generation_tokens", "Tokens of answers of finished requests, by key.", "key", "model"),
     ]
-    histograms = {name: HistogramMetricFamily(PREFIX + name, HELP.get(name, name), labels=["model"]) for name in bounds}
     for model, found in models.items():
         if (worker := totals.get(model)) is not None:
             waiting.add_metric([model], worker["queued"])
@@ -112,10 +99,18 @@ def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str
         for key, *counts in found["keys"]:
             for family, count in zip(keys, counts, strict=True):
                 family.add_metric([key, model], count)
-        for name, histogram in found["histograms"].items():
-            histograms[name].add_metric([model], _buckets(bounds[name], histogram["counts"]), histogram["sum"])
     yield from (waiting, oldest, refused, generated, resumed, ends, errors, *(family for family, _ in tokens), *keys)
-    yield from histograms.values()
+    for name in bounds:
+        yield _histogram(name, models, bounds[name])
+
+
+def _histogram(name: str, models: Mapping[str, Values], bounds: list[float]) -> Metric:
+    """Return a histogram of all models that have one: the supervisor leaves out those without a value."""
+    family = HistogramMetricFamily(PREFIX + name, HELP.get(name, name), labels=["model"])
+    for model, found in models.items():
+        if (histogram := found["histograms"].get(name)) is not None:
+            family.add_metric([model], _buckets(bounds, histogram["counts"]), histogram["sum"])
+    return family
 
 
 def _buckets(bounds: list[float], counts: list[int]) -> list[tuple[str, float]]:

@@ -19,7 +19,7 @@ from gateway.http.host_check import HostCheck
 from gateway.http.keep_alive import KeepAlive
 from gateway.http.refusals import HANDLERS
 from gateway.http.responses import Application
-from gateway.metrics import metrics
+from gateway.metrics import Scrapes, metrics
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import adapters, current_model, model, models, templates
 from gateway.openai.schema import openapi
@@ -71,8 +71,8 @@ without it, and with two of them."""
 
 
 def make_app(settings: GatewaySettings) -> Starlette:
-    """Return the application. Its ``state`` has ``settings``, ``link``, ``live``, ``keep_alive``, ``bodies`` and
-    ``stored_items``."""
+    """Return the application. Its ``state`` has ``settings``, ``link``, ``live``, ``keep_alive``, ``scrapes``,
+    ``bodies`` and ``stored_items``."""
 
     @asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
@@ -110,6 +110,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
         lifespan=connected,
     )
     app.state.settings = settings
+    app.state.scrapes = Scrapes()
     app.state.bodies = BodyMemory.of(settings)
     app.state.stored_items = StoredItems.of(settings, app.state.bodies)
     app.state.keep_alive = KeepAlive(0 if settings.keepalive == "off" else settings.keepalive_s)

@@ -127,7 +127,7 @@ class ModelFigures(TypedDict):
     """For each key: its name (empty for the supervisor's own user), requests, tokens of prompts, tokens of answers. At
     most 65; keys beyond are counted together as `other`."""
     histograms: dict[str, HistogramFigures]
-    """The histograms, by the name that vLLM gives the metric."""
+    """The histograms that have a value, by the name that vLLM gives the metric."""
 
 
 class MetricsResult(TypedDict):

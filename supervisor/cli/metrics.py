@@ -1,6 +1,8 @@
 """The command metrics: print the metrics once, or serve them for Prometheus where no gateway runs."""
 
 import socket
+import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -60,7 +62,17 @@ def _read(client: Any) -> bytes:
 
 def _server(address: Address, read: Callable[[], bytes]) -> ThreadingHTTPServer:
     """Return an HTTP server that listens. Raises CommandFailure."""
-    from exporter.families import CONTENT_TYPE
+    from exporter.text import CONTENT_TYPE, EVERY_S, accepts_gzip, compressed
+
+    lock, newest, made_at = threading.Lock(), b"", -EVERY_S
+
+    def recent() -> bytes:
+        """Return the text of the last second, or a new one."""
+        nonlocal newest, made_at
+        with lock:
+            if time.monotonic() - made_at >= EVERY_S:
+                newest, made_at = read(), time.monotonic()
+            return newest
 
     class Handler(BaseHTTPRequestHandler):
         timeout = CONNECTION_S
@@ -70,10 +82,14 @@ def _server(address: Address, read: Callable[[], bytes]) -> ThreadingHTTPServer:
                 self.send_error(404)
                 return
             try:
-                status, kind, body = 200, CONTENT_TYPE, read()
+                status, kind, body = 200, CONTENT_TYPE, recent()
             except (WireError, TimeoutError, OSError) as e:  # the supervisor is away, and may come back
                 status, kind, body = 503, "text/plain; charset=utf-8", f"{e}\n".encode()
             self.send_response(status)
+            self.send_header("Vary", "Accept-Encoding")
+            if status == 200 and accepts_gzip(self.headers.get("Accept-Encoding", "")):
+                body = b"".join(compressed([body]))
+                self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

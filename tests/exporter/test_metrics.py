@@ -1,19 +1,26 @@
 """The metrics say what clients have counted, whatever happens to the workers, to those who may see them."""
 
+import gzip
 import http.client
 import random
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from exporter.families import PREFIX
+from exporter.naming import counter, gauge
+from exporter.text import compressed, pieces
 from supervisor.requests.request_figures import HISTOGRAMS, MOST_ENDS, OTHER, Histogram, RequestFigures
 from tests.cli.programs import MODELCTL
 from tests.exporter.scraping import Scraped, counted, mixed_requests, parsed, total
+from tests.gateway.running import Gateway
 from tests.keyed import free_port
 from tests.nvml_box import GIB
 from tests.serving import ROOT, Serving, engine, wait_until
@@ -112,6 +119,77 @@ def test_a_worker_that_sleeps_shows_its_host_memory_and_its_last_wake() -> None:
         serving.order("wake", model="a")
         status = serving.wait_state("a", "ready")
         assert seen() == (status["host_bytes"], [status["wake_s"]])
+
+
+def test_models_that_were_never_asked_have_no_histograms() -> None:
+    models = {f"m{number:03}": engine(lazy=True) for number in range(200)}
+    with Serving(models, wait=False) as serving, Gateway(serving, auth="none") as gateway:
+        wait_until(lambda: is_up(gateway.port), what="the gateway")
+        with serving.client() as client:
+            client.complete("m007", "x", max_tokens=2)
+        text, encoding = scrape(gateway.port, "")
+        samples = parsed(text.decode())
+        assert encoding is None
+        with_buckets = {dict(labels)["model"] for name, labels in samples if name.endswith("_bucket")}
+        assert with_buckets == {"m007"}
+        assert total(samples, f"{PREFIX}worker_state") == len(models), "each is in one state"
+        assert len(samples) < 35 * len(models)
+        packed, encoding = scrape(gateway.port, "deflate, gzip;q=0.5")
+        assert encoding == "gzip"
+        assert parsed(gzip.decompress(packed).decode()).keys() == samples.keys()
+        assert len(packed) < len(text) / 10
+        assert scrape(gateway.port, "gzip;q=0, deflate")[1] is None
+
+
+def test_metrics_are_made_once_a_second() -> None:
+    with Serving({"a": engine()}) as serving, Gateway(serving, auth="none") as gateway:
+        wait_until(lambda: is_up(gateway.port), what="the gateway")
+        began, made, scrapes = time.monotonic(), set(), 0
+        while time.monotonic() < began + 3:
+            samples = parsed(scrape(gateway.port, "")[0].decode())
+            made.add(samples[f"{PREFIX}uptime_seconds", frozenset()])
+            scrapes += 1
+        assert 2 <= len(made) <= time.monotonic() - began + 1, f"{scrapes} scrapes"
+
+
+def test_the_text_comes_in_pieces_and_is_that_of_the_official_package() -> None:
+    family = gauge("x", "Help with \\ and\na line.", "model", "state")
+    for number in range(1100):
+        family.add_metric([f'm"{number}\\', "a\nb"], number / 3)
+    seen = counter("seen", "Seen.", "key")
+    seen.add_metric(["k"], 1e9)
+    histogram = HistogramMetricFamily(f"{PREFIX}h", "H.", labels=["model"])
+    histogram.add_metric(["m"], [("0.5", 1.0), ("+Inf", 3.0)], 2.5)
+
+    class Found:
+        def collect(self) -> list[Metric]:
+            return [family, seen, histogram, gauge("empty", "Without samples.")]
+
+    found = list(pieces(Found().collect()))
+    assert max(piece.count(b"\n") for piece in found) <= 501
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Found())
+    official: bytes = generate_latest(registry)
+    text = b"".join(found).decode()
+    assert parsed(text) == parsed(official.decode())
+    assert re.findall("^#.*$", text, re.MULTILINE) == re.findall("^#.*$", official.decode(), re.MULTILINE)
+    assert gzip.decompress(b"".join(compressed(found))).decode() == text
+
+
+def is_up(port: int) -> bool:
+    try:
+        return fetch(port, "/readyz")[0] in (200, 503)
+    except OSError:
+        return False
+
+
+def scrape(port: int, encoding: str) -> tuple[bytes, str | None]:
+    """Return the body of /metrics, and its header Content-Encoding. ``encoding``: the header Accept-Encoding."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", "/metrics", headers={"accept-encoding": encoding})
+        response = connection.getresponse()
+        assert response.status == 200
+        return response.read(), response.headers.get("content-encoding")
 
 
 def fetch(port: int, path: str) -> tuple[int, bytes]:
