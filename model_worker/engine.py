@@ -54,11 +54,24 @@ class ChatTemplate:
 
     special_tokens  the tokens that the template knows by name, {"bos_token": "<s>", "eos_token": ...}
     tool_source     the template for conversations with tools, if the model has another one for them
+
+    Raises LoadError if one of them is a str, but no text. The process that renders could not be told of it.
     """
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tool_source: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {"the chat template": self.source, "the chat template for tools": self.tool_source or ""}
+        for what, text in (given | dict(self.special_tokens)).items():
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:
+                code = f"\\u{ord(text[e.start]):04x}"
+                raise LoadError(
+                    f"{what} has {code}, which is one half of a character (a lone surrogate): remove it from the file"
+                ) from None
 
 
 @dataclass(frozen=True)

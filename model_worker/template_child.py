@@ -169,13 +169,25 @@ def probe_forms(request: dict[str, Any]) -> dict[str, Any]:
             except Exception as e:  # a template is a program and may raise anything
                 why = why or f"{type(e).__name__}: {e}"[:_SHOWN]
                 return None
-            return "".join(pieces)
+            text = "".join(pieces)
+            if not _is_text(text):
+                why = why or "it renders what is not valid Unicode"
+                return None
+            return text
 
         form = probe(draw).to_wire()
         if form["error"] and why:
             form["error"] = why
         forms.append(form)
     return {"forms": forms}
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which a template may write as '\\ud800'
+        return False
+    return True
 
 
 def _quotes_nothing(message: str, request: dict[str, Any]) -> str:
@@ -229,7 +241,8 @@ def main(parent: int, mailbox: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         answer = probe_forms(request) if "templates" in request else render(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        packed = msgpack.packb(answer)
+        # The message of an error may hold lone surrogates, as `raise_exception('\\ud800')` does.
+        packed = msgpack.packb(answer, unicode_errors="backslashreplace")
         os.pwrite(mailbox, packed, 0)
         os.write(0, len(packed).to_bytes(8, "little"))
         if "last" in answer:

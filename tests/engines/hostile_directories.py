@@ -305,6 +305,10 @@ CASES: dict[str, tuple[Made, list[str] | None]] = {
     # templates
     "a template that nests": (text("chat_template.jinja", "{{ " + "(" * 50_000), ["chat template"]),
     "a template that is no text": (text("chat_template.jinja", b"\xff\xfe"), ["chat_template.jinja cannot be read"]),
+    "half a character in a template": (
+        text("chat_template.json", '{"chat_template": "x\\ud800"}'),
+        ["the chat template has \\ud800"],
+    ),
     "a template with a number": (text("chat_template.jinja", "{{ " + "9" * 5000 + " }}"), ["chat template"]),
     "a template that would loop": (text("chat_template.jinja", "{% for i in range(10**12) %}{% endfor %}"), LOADS),
 }  # fmt: skip

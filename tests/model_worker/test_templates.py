@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from model_worker.engine import ChatTemplate
+from model_worker.engine import ChatTemplate, LoadError
+from model_worker.rendering import probe_template
 from protocol.errors import ErrorCode, RequestError
 from tests.chat import render
 
@@ -120,6 +121,8 @@ SECRET = "the butler, in the pantry, with a 🔪"
         ("{{ messages.append(1) }}", "the model's chat template fails: SecurityError"),
         ("{{ range(10 ** 9) | list }}", "the model's chat template fails: OverflowError"),
         ("{{ '\\ud800' }}", "the model's chat template renders what is not valid Unicode"),
+        ("{{ raise_exception('\\ud800 no') }}", "the model's chat template refuses: \\ud800 no"),
+        ("{{ {}['\\ud800'].x }}", "the model's chat template fails: UndefinedError: 'dict object' has no"),
         ("{% include 'x' %}", "the model's chat template fails: TypeError: no loader"),
     ],
 )
@@ -131,6 +134,18 @@ def test_a_template_that_fails_is_the_clients_error_and_quotes_nothing(source: s
     assert len(caught.value.message) < 400
     for part in ("butler", "pantry", "🔪"):
         assert part not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", [("\ud800",), ("x", {"bos_token": "a\udfff"}), ("x", {}, "\ud83d")])
+def test_a_template_that_is_no_text_is_refused_when_it_is_read(template: tuple[Any, ...]) -> None:
+    with pytest.raises(LoadError, match=r" has \\ud[0-9a-f]{3}, which is one half of a character"):
+        ChatTemplate(*template)
+
+
+@pytest.mark.parametrize("source", ["{{ '\\ud800' }}", "{{ raise_exception('\\ud800') }}"])
+def test_a_template_that_always_gives_no_text_takes_no_conversation(source: str) -> None:
+    form, _ = probe_template(ChatTemplate(source))
+    assert "Unicode" in form.error or "ud800" in form.error
 
 
 @pytest.mark.parametrize("source", ["{{ 'x' * 10000 }}", "{% for i in range(10000) %}x{% endfor %}", "{{ 'é' * 700 }}"])
