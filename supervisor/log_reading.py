@@ -52,9 +52,10 @@ class _Log:
 def read_log(path: Path, lines: int, after: str | None, since: float | None = None) -> dict[str, Any]:
     """Return the result of the verb ``logs`` for one log. A log that does not exist is empty.
 
-    A position is the number of the file (its inode) and an offset in bytes. A log that was set aside as ``NAME.log.1``
-    is read before the present one: from a position in it, or if it has lines since a time. If neither file is that of
-    the position, or the file has become shorter, reading begins at the beginning of the present file.
+    A position is the number of the file (its inode) and an offset in bytes. A log that was set aside as ``NAME.log.1``,
+    by its name or as a copy, is read before the present one: from a position in it, or if it has lines since a time. If
+    neither file is that of the position, or the file has become shorter, reading begins at the beginning of the present
+    file.
 
     path   the log
     lines  the greatest number of lines
@@ -74,7 +75,7 @@ def read_log(path: Path, lines: int, after: str | None, since: float | None = No
             aside = _set_aside(path, stack)
             goes_on = False
             if aside is not None:
-                goes_on = aside.has(inode, offset)
+                goes_on = aside.has(inode, offset) or _was_cut(present, aside, inode, offset)
                 begin = offset if goes_on else aside.size
                 if after is None and since is not None:
                     begin = _offset_since(aside, since)
@@ -112,6 +113,11 @@ def _set_aside(path: Path, stack: ExitStack) -> _Log | None:
     with suppress(WireError):
         return _opened(path.with_name(path.name + ".1"), stack)
     return None
+
+
+def _was_cut(present: _Log | None, aside: _Log, inode: int, offset: int) -> bool:
+    """Return whether a position is one in the copy of a log that was emptied, see ``logs.cut``."""
+    return present is not None and present.status.st_ino == inode and present.size < offset <= aside.size
 
 
 def _offset_since(log: _Log, since: float) -> int:

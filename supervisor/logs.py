@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from protocol.limits import SUPERVISOR_NAME
 from protocol.process.log_lines import FOR_PEOPLE, lost_line
 from protocol.process.log_output import OUTSIDE
 from protocol.process.log_style import LogStyle
-from protocol.process.private_paths import make_private
+from protocol.process.private_paths import make_private, open_private
 from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.event_file import EventFile
 from supervisor.log_file import LogFile
@@ -17,7 +18,9 @@ from supervisor.log_lines import SupervisorLines
 from supervisor.model_logs import MODEL_LINES, ModelLogs
 
 MAX_LOG_BYTES = 8 << 20
-"""A larger log is renamed to NAME.log.1: a worker's log when the worker starts, the supervisor's at once."""
+"""A larger log is set aside as NAME.log.1."""
+CUT_S = 0.25
+"""Seconds between two looks at the logs of workers. A process can write some 500 MB to the page cache meanwhile."""
 
 
 def log_dir(runtime_dir: Path) -> Path:
@@ -57,18 +60,69 @@ def prepare(path: Path) -> int:
     return 0
 
 
-def tail(path: Path, size: int = 8192, since: int = 0) -> list[str]:
+def cut(path: Path) -> bool:
+    """Copy a log that is too large to ``NAME.log.1``, and empty it. Return whether that was done.
+
+    For the log of a worker that runs. The file itself must stay. A renamed file would grow without end, because the
+    worker's children go on writing to it, and so does code that hangs while it prints. If the log has more than twice
+    MAX_LOG_BYTES, its beginning is lost. Otherwise a position in it is one in the copy.
+    """
+    try:
+        if path.stat().st_size <= MAX_LOG_BYTES:
+            return False
+        log = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        _copy_end(log, path.with_name(path.name + ".1"))
+        os.ftruncate(log, 0)
+    except OSError:  # the disk is full: then the log's first part is kept, and not its last
+        with suppress(OSError):
+            os.ftruncate(log, MAX_LOG_BYTES // 2)
+    finally:
+        os.close(log)
+    return True
+
+
+def _copy_end(log: int, aside: Path) -> None:
+    """Copy the last lines of an open log to a new file in the place of ``aside``. Raises OSError."""
+    begin = max(0, os.fstat(log).st_size - 2 * MAX_LOG_BYTES)
+    end = begin + 3 * MAX_LOG_BYTES  # the log grows meanwhile, perhaps faster than it is copied
+    new = aside.with_name(aside.name + ".new")
+    copy = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        if begin:
+            os.write(copy, f"the first {begin} bytes are left out here: the log grew too fast\n".encode())
+        while begin < end and (sent := os.sendfile(copy, log, begin, end - begin)):
+            begin += sent
+        os.replace(new, aside)
+    except OSError:
+        os.unlink(new)
+        raise
+    finally:
+        os.close(copy)
+
+
+def tail(path: Path, size: int = 8192, since: int | None = 0) -> list[str]:
     """Return the last lines of a log, as far as they are in its last ``size`` bytes.
 
-    since  leave out the first ``since`` bytes, unless the log has become shorter than that
+    since  leave out the first ``since`` bytes, unless the log has become shorter than that. None: go on in the log that
+           was set aside, if this log is shorter than ``size``
     """
+    data = _end(path, size, since or 0)
+    if since is None and len(data) < size:
+        data = _end(path.with_name(path.name + ".1"), size - len(data), 0) + data
+    return data.decode(errors="replace").splitlines()
+
+
+def _end(path: Path, size: int, since: int) -> bytes:
     try:
         with open(path, "rb") as f:
             end = os.fstat(f.fileno()).st_size
             f.seek(max(0, end - size, since if since <= end else 0))
-            return f.read(size).decode(errors="replace").splitlines()
+            return f.read(size)
     except OSError:
-        return []
+        return b""
 
 
 def set_up_logging(runtime_dir: Path, screen: logging.Handler | None, style: LogStyle) -> logging.Logger:

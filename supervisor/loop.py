@@ -46,7 +46,7 @@ from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.listening import keys_of
 from supervisor.log_control import LogControl
-from supervisor.logs import log_dir, log_path
+from supervisor.logs import CUT_S, log_dir, log_path
 from supervisor.malloc_trim import TRIM_S, trim
 from supervisor.placement.host_memory import free_bytes
 from supervisor.ports.client_port import ClientPort
@@ -280,6 +280,7 @@ class Supervisor:
         for port in self._clients:
             every(port.listener.check_s, partial(self._enforce_limits, port))
         every(LEASE_CHECK_S, self._fleet.check_progress)
+        every(CUT_S, self._fleet.cut_logs)
         every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
         every(1.0, self._troubles.look)
         every(SPARES_CHECK_S, self._keep_spares)

@@ -261,6 +261,24 @@ class ForksChild(DeterministicEngine):
         super().load(progress)
 
 
+class Floods(DeterministicEngine):
+    """An engine whose child prints 200 MiB into the model's log, numbered lines, and then "all said"."""
+
+    SAYS = """
+import sys, time
+line = 0
+for _ in range(200):
+    sys.stdout.write("".join(f"line {line + n:010}{'.' * 48}\\n" for n in range(1 << 14)))
+    line += 1 << 14
+print("all said", flush=True)
+time.sleep(3600)
+"""
+
+    def load(self, progress: ProgressCallback) -> None:
+        subprocess.Popen([sys.executable, "-c", self.SAYS])
+        super().load(progress)
+
+
 class ForksDaemon(DeterministicEngine):
     """An engine that starts a child process in a new session, for an hour. The model's log shows its pid."""
 

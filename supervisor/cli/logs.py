@@ -149,12 +149,16 @@ def _as_object(line: str) -> str:
 
 
 def _follow(path: Path, position: int, as_json: bool) -> None:
-    """Print lines that are added to the log, also after a new start has rotated the log. Ctrl-C ends the loop."""
+    """Print lines that are added to the log, also after the log was renamed, or copied and emptied. Ctrl-C ends the
+    loop."""
     unfinished = ""
     file = open(path, errors="replace")  # noqa: SIM115
     file.seek(position)
     while True:
         chunk = file.read()
+        if not chunk and os.fstat(file.fileno()).st_size < (read := os.lseek(file.fileno(), 0, os.SEEK_CUR)):
+            chunk = _rest_of_copy(path, read)
+            file.seek(0)
         if chunk and as_json:
             *complete, unfinished = (unfinished + chunk).split("\n")
             for line in complete:
@@ -175,6 +179,17 @@ def _follow(path: Path, position: int, as_json: bool) -> None:
             file = open(path, errors="replace")  # noqa: SIM115
             continue
         time.sleep(POLL_S)
+
+
+def _rest_of_copy(path: Path, begin: int) -> str:
+    """Return what follows a position in the copy of a log that was emptied; "" if it is not the copy of the log that
+    was read."""
+    try:
+        with open(path.with_name(path.name + ".1"), errors="replace") as file:
+            file.seek(begin)
+            return file.read()
+    except OSError:
+        return ""
 
 
 def _inode(fd: int) -> int:

@@ -228,6 +228,15 @@ class Fleet:
         for model, progress in self._preparations.news(self.registry.replicas.values()):
             self._effects.add(self._scheduler.report_loading(model, progress))
 
+    def cut_logs(self) -> None:
+        """Keep the logs of the workers small while they run. The loop calls this every ``logs.CUT_S`` seconds."""
+        replicas = self.registry.replicas.values()
+        for path in {replica.log_path for replica in replicas}:
+            if logs.cut(path):
+                for replica in replicas:
+                    if replica.log_path == path:
+                        replica.log_begin = None
+
     def kill(self, replica: Replica, why: str, reason: str = "killed") -> None:
         """Kill a worker that hangs, sends nonsense or cannot be reached. Its requests go on after its end."""
         if replica.process is not None and replica.killed_for is None and not replica.process.is_gone:

@@ -54,7 +54,7 @@ class Replica:
         self._spec = self._desired_spec = spec
         self._current = current
         self.log_path = log_path
-        self.log_begin = 0
+        self.log_begin: int | None = 0
         """Bytes that the log held before the present process."""
         self.generation = generation
         self.memory = WorkerMemory()

@@ -230,6 +230,13 @@ def test_logs_follow(serving: Serving) -> None:
         log.rename(log.with_name("a.log.1"))  # a start renames a log that has grown large in this way
         log.write_text("third, in a new file\n")
         assert follower.stdout.readline() == "third, in a new file\n"
+        with open(log, "a") as f:
+            f.write("x" * (8 << 20) + "\nfourth\n")
+        wait_until(lambda: log.stat().st_size == 0, what="the supervisor to copy and empty the log")
+        with open(log, "a") as f:
+            f.write("fifth\n")
+        assert follower.stdout.readline() == "x" * (8 << 20) + "\n"
+        assert [follower.stdout.readline() for _ in range(2)] == ["fourth\n", "fifth\n"]
         follower.send_signal(2)
         assert follower.wait(60) == 130
 

@@ -68,6 +68,19 @@ def test_what_the_supervisor_wrote_is_not_taken_for_the_workers_last_words(serve
     assert "spawned pid" in serving.log("a")
 
 
+def test_a_log_stays_small_while_its_worker_runs(serve: Serve) -> None:
+    """The child of a worker does not open the log again, as a worker does that looks for its log once a second."""
+    serving = serve({"a": engine("Floods")})
+    log = serving.runtime_dir / "logs" / "a.log"
+    copy = log.with_name("a.log.1")
+    wait_until(lambda: b"all said\n" in log.read_bytes() + copy.read_bytes(), what="the end of the flood")
+    wait_until(lambda: log.stat().st_size <= 8 << 20, what="a small log")
+    assert copy.stat().st_size < 25 << 20
+    assert [path.name for path in log.parent.glob("a.log*")] in (["a.log", "a.log.1"], ["a.log.1", "a.log"])
+    serving.order("restart", model="a")  # the supervisor's own lines go on
+    wait_until(lambda: "SHUTDOWN to pid" in serving.log("a"), what="a line of the supervisor")
+
+
 def test_two_workers_have_a_log_each(serve: Serve) -> None:
     serving = serve({"pair": engine(replicas=2)})
     for name in ("pair:1", "pair:2"):
