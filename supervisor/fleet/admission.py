@@ -73,9 +73,10 @@ class Admission:
         self.awaited: frozenset[int] = frozenset()
         """GPUs on which this one waits for busy models. Later starts make no model leave there."""
         self._turn = Turn(time.monotonic())
-        self._for_requests = starts.registry.lacks_worker(replica.model)
-        """Whether requests have begun this. Then no model yields to it once they are gone. Else somebody has ordered
-        the worker up."""
+        crashed = bool(replica.life.history.recent)
+        self._for_requests = replica.spec.config.lazy and (crashed or starts.registry.lacks_worker(replica.model))
+        """Whether a model yields to this one only while requests wait for it. Else somebody has ordered the worker up,
+        or it is to be up at all times."""
         self._has_waited = False
         self._shown: Awaited = ()
         self._no_reading_since: float | None = None

@@ -157,6 +157,8 @@ class Start(Admission):
         leaving = who_leaves(*there)
         if isinstance(leaving, NoRoom) or not leaving:
             yielding = self._turn.look(now, *as_memory(*there), one_suffices=True, wanted=self.is_wanted)
+            if yielding is None:
+                self._turn.begin_again()
             starts.let_yield(self, yielding or ())
             self._decide_again_at(now + (RETRY_S if here is None else READING_RETRY_S))
             return

@@ -17,7 +17,7 @@ from tests.chaos.faults import begin_limited
 from tests.chaos.invariants import Violation
 from tests.chaos.load import warm_up
 from tests.chaos.machines import DRIVER, NOTICED, Machines
-from tests.chaos.plan import BLOCK, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
+from tests.chaos.plan import BLOCK, RIVALS, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
 from tests.serving import Serving
 
 MIB = 1 << 20
@@ -29,6 +29,7 @@ def _sections(block: BlockPlan) -> dict[str, object]:
 
 def _start(block: BlockPlan, serving: Serving, mutant: str) -> None:
     """Start a supervisor for a block, in the directories of the one before."""
+    serving._beside["groups"] = {"rivals": {"models": [*RIVALS]}} if RIVALS[0] in block.models else None
     serving.environment[SWITCH] = "1" if block.compiled else "0"
     serving.environment[NOTICED] = str(block.noticed_s)
     script = begin_limited(serving.directory, block.descriptors, mutant, DRIVER if block.noticed_s else "")

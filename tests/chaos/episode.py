@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ from supervisor.cluster.agent_messages import BEAT_S
 from tests.chaos import invariants, vitals
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import Happened, Violation
-from tests.chaos.load import Answer, ChaosClient, Party, party
+from tests.chaos.load import Answer, ChaosClient, Party, SteadyParty, party
 from tests.chaos.machines import Machines
 from tests.chaos.node_faults import NodeFaults
 from tests.chaos.node_plan import LEASE_S, MAY_BE_SILENT
@@ -81,9 +82,18 @@ class Episode:
         given = (serving, plan, self._admin, self._connecting, self._later, self._note)
         self._faults = Faults(*given) if machines is None else NodeFaults(machines, *given)
         self._parties: list[Party] = [party(each, serving.runtime_dir, serving.directory) for each in plan.clients]
+        rivals = [each for each in self._parties if each.plan.kind == "rival"]
+        for each in self._parties:
+            if isinstance(each, SteadyParty):
+                others = [rival for rival in rivals if each.plan.kind == "steady"]
+                each.has_enough = partial(self._is_served, others)
         self._happened = Happened(invariants.wounds_of(plan, block))
         self._generations: dict[str, int] = {}
         self._log_begin = len(serving.log())
+
+    def _is_served(self, rivals: list[Party]) -> bool:
+        """Return whether a model need not be kept busy any more, because those that want its place were served."""
+        return self._happened.leaving or (bool(rivals) and all(each.is_over for each in rivals))
 
     # --- time -----------------------------------------------------------------------------------------------------
 

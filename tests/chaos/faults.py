@@ -147,6 +147,11 @@ class Faults:
     def _trouble(self, fault: FaultPlan) -> None:
         pass  # its request is part of the load
 
+    def _rival(self, fault: FaultPlan) -> None:
+        """Its requests are part of the load. Perhaps kill the worker that keeps the place."""
+        if fault.detail == "kill":
+            self._later(0.4 + 0.4 * fault.place, lambda: self._kill(fault))
+
     def _kill(self, fault: FaultPlan) -> None:
         if target := self.aim(fault):
             target.signal(signal.SIGKILL)
@@ -366,15 +371,12 @@ class Faults:
         return any(m["state"] == "starting" for m in models)
 
 
-def begin_limited(directory: Path, descriptors: int, mutant: str = "", driver: str = "") -> Path | None:
+def begin_limited(directory: Path, descriptors: int, mutant: str = "", driver: str = "") -> Path:
     """Write a program that runs ``modelctl`` with few descriptors or with a fault of ``mutants``, and return its path.
+    Models that take turns do so every half second.
 
     driver  the module that runs in the place of the helper that talks to Ray
-
-    Returns None if nothing of it is wanted.
     """
-    if not descriptors and not mutant and not driver:
-        return None
     script = directory / "limited.py"
     limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))\n" if descriptors else ""
     broken = f"from tests.chaos.mutants import MUTANTS\nMUTANTS[{mutant!r}]()\n" if mutant else ""
@@ -386,6 +388,8 @@ def begin_limited(directory: Path, descriptors: int, mutant: str = "", driver: s
         f"import resource, runpy, sys\n{broken}"
         "if __name__ == '__main__':  # workers import this file again\n"
         f"    {limit or 'pass'}\n{cluster if driver else ''}"
+        "    from supervisor.placement import turns\n"
+        "    turns.YIELD_AFTER_S, turns.STAY_S = 0.2, 0.5\n"
         "    sys.argv[0] = 'supervisor'\n"
         "    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)\n"
     )

@@ -17,6 +17,9 @@ CODES = {code.wire_name for code in ErrorCode}
 STOPPED = {"draining", "model_not_running"}
 CLOCKS_S = 0.05
 """Seconds by which the client and the supervisor may differ in measuring a silence."""
+TURN_S = 20.0
+"""Seconds within which a model that waits for the place of a busy one has served a request, on a busy machine. Usually
+it takes a second or two."""
 LATE_S = 1.0
 """Seconds after its deadline within which a request must end. The machine may be busy with other processes."""
 
@@ -83,8 +86,8 @@ def wounds_of(plan: EpisodePlan, block: BlockPlan) -> dict[str, Wounds]:
                 wound.deaths += block.poison_limit - 1  # the last strike is for it alone
             else:
                 wound.deaths += 1
-        elif fault.kind == "sleep":
-            wound.deaths += fault.detail == "kill on the way"
+        elif fault.kind in ("sleep", "rival"):
+            wound.deaths += fault.detail in ("kill on the way", "kill")
         elif fault.kind == "order":
             wound.ordered |= fault.detail in ("stop", "stop now", "stop and start")
             wound.restarted |= fault.detail not in ("start", "reload", "reload invalid", "nonsense")
@@ -198,6 +201,16 @@ def _in_time(answer: Answer, happened: Happened) -> Iterable[Violation]:
     took = answer.ended_at - answer.accepted_at
     if limit is not None and took > limit / 1000 + slack:
         yield Violation("deadlines are kept", f"{took:.2f} s where {limit} ms were allowed", answer)
+    if answer.client.kind == "rival":
+        if took > TURN_S + slack:
+            yield Violation("a model gets its turn", f"the request ended after {took:.2f} s", answer)
+        error = answer.heard.error or {}
+        if (
+            error
+            and answer.end != "deadline_exceeded"
+            and not (error["retryable"] or happened.wounds[answer.ask.model].refused)
+        ):
+            yield Violation("a request that waits for a turn may be sent again", f"{error}", answer)
     if answer.cancelled_at is not None and answer.ended_at - answer.cancelled_at > CONFIRM_S + slack:
         message = f"the end came {answer.ended_at - answer.cancelled_at:.2f} s after it was asked for"
         yield Violation("who cancels is told soon", message, answer)

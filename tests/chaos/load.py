@@ -33,6 +33,8 @@ from tests.raw_client import Heard, RawClient
 
 LIBRARY_WAIT_S = 20.0
 AGAIN_S = 1.0
+AT_ONCE = 2
+"""Unfinished requests of a client that keeps a model busy. While one ends, the other goes on."""
 GRANTS = 7
 """Number of times that a slow client gives credit, for half a window each. That is enough for all of its events."""
 _FORKS = multiprocessing.get_context("forkserver")
@@ -174,8 +176,11 @@ class Party:
             self._proxy = ByteProxy(endpoint, self._front, self.plan.delay_s, self.plan.cut_after)
         self._read_since = self._read_at = time.monotonic()
         self.raw = ChaosClient(endpoint, self.answers, reads=self.plan.kind not in ("slow", "deaf"))
+        self._ask(self.raw)
+
+    def _ask(self, raw: ChaosClient) -> None:
         for answer in self.answers.values():
-            self.raw.ask(answer)
+            raw.ask(answer)
 
     def try_again(self) -> None:
         """Connect anew if the supervisor has sent no WELCOME. It turns clients away while descriptors are scarce."""
@@ -250,6 +255,36 @@ class Party:
             self._proxy = None
         for answer in self.answers.values():
             answer.lost = answer.lost or not (answer.heard.ends or answer.refusals)
+
+
+class SteadyParty(Party):
+    """A client that has two unfinished requests at any time, until it has asked all."""
+
+    has_enough: Callable[[], bool] = staticmethod(lambda: False)
+    """Returns whether it need not ask any more."""
+
+    def begin(self) -> None:
+        for answer in self.answers.values():
+            if not answer.is_over:  # the supervisor has turned the client away, which connects anew
+                answer.asked_at = None
+        super().begin()
+
+    def _ask(self, raw: ChaosClient) -> None:
+        asked = [answer for answer in self.answers.values() if answer.asked_at is not None]
+        unfinished = sum(not answer.is_over for answer in asked)
+        if unfinished < AT_ONCE and not self.has_enough():
+            waiting = [answer for answer in self.answers.values() if answer.asked_at is None]
+            for answer in waiting[: AT_ONCE - unfinished]:
+                raw.ask(answer)
+
+    def _cancel(self, answer: Answer) -> None:
+        if answer.asked_at is not None:
+            super()._cancel(answer)
+
+    def drain(self) -> None:
+        super().drain()
+        if self.raw is not None:
+            self._ask(self.raw)
 
 
 class LibraryParty(Party):
@@ -371,7 +406,9 @@ def _nothing() -> None:
     pass
 
 
-KINDS: dict[str, type[Party]] = {"library": LibraryParty, "killed": KilledParty}
+KINDS: dict[str, type[Party]] = {
+    "library": LibraryParty, "killed": KilledParty, "steady": SteadyParty, "rival": SteadyParty,
+}  # fmt: skip
 
 
 def party(plan: ClientPlan, runtime_dir: Path, directory: Path) -> Party:

@@ -9,6 +9,7 @@ from typing import Any
 
 from protocol.codec import encode
 from protocol.messages import TERMINAL, Events
+from supervisor.placement import turns
 from supervisor.ports.client_port import ClientPort
 from supervisor.requests import request_table
 from supervisor.requests.in_flight import InFlight
@@ -201,6 +202,11 @@ def _leave_agents() -> None:
     RayStarter.end = lambda self, number: None  # type: ignore[method-assign]
 
 
+def _yield_never() -> None:
+    """Let no busy model make room for another one."""
+    turns.who_yields = lambda *given, **how: ()  # type: ignore[assignment]
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "forget resume": _forget_resume,
     "repeat end": _repeat_end,
@@ -216,6 +222,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "wound others": _wound_others,
     "try for ever": _try_for_ever,
     "give up soon": _give_up_soon,
+    "yield never": _yield_never,
     "keep lost machines": _keep_lost_machines,
     "leave agents": _leave_agents,
 }
@@ -235,6 +242,7 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     # A hang lasts longer than the deadlines and longer than the second after which a cancel counts as confirmed.
     "miss deadlines": ("stop", ("deadlines are kept", "who cancels is told soon")),
     "wound others": ("kill", ("other models are unharmed",)),
+    "yield never": ("rival", ("every request ends", "a model gets its turn")),
     "try for ever": ("descriptors", ("a crash loop is given up",)),
     "give up soon": ("kill", ("a model fails for the stated reason",)),
     "keep lost machines": ("stop agent", ("everything comes to rest",)),

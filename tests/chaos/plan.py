@@ -19,6 +19,10 @@ DECK = 5 * BLOCK
 """Number of episodes in which each of ``CARDS`` is dealt once."""
 MODELS = ("a", "b")
 """Model a has two workers, model b has one. Some blocks also have model ``z``, which is lazy, and sleeps."""
+RIVALS = ("x", "y")
+"""Two lazy models of which only one may be loaded. They are on this machine, and only the fault ``rival`` asks them."""
+BUSY_ASKS = 300
+"""Requests that keep a model busy for half a minute, two at a time, if the other model does not get its turn before."""
 SECRET = "sesame"
 """A word in every prompt. It must appear in no log and in no error message."""
 SPAN_S = 0.15
@@ -33,10 +37,15 @@ ORDERS = (
 )  # fmt: skip
 SLEEPS = ("sleep", "wake", "sleep and wake", "kill on the way")
 """Faults of model z alone."""
-DETAILS = {"trouble": TROUBLES, "load trouble": engines.LOAD_TROUBLES, "order": ORDERS, "sleep": SLEEPS}
+WANTS = ("wait", "both", "kill", "leave", "deadline")
+"""Faults of the models ``RIVALS``: a client keeps one busy, and another client wants the other one. ``both``: that one
+is kept busy, too. ``kill``: the busy one's worker dies. ``leave``: the waiting requests are cancelled."""
+DETAILS = {
+    "trouble": TROUBLES, "load trouble": engines.LOAD_TROUBLES, "order": ORDERS, "sleep": SLEEPS, "rival": WANTS,
+}  # fmt: skip
 FAULTS = {
     "kill": 4, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 6, "load trouble": 1, "full disk": 1,
-    "descriptors": 2, "pause": 8, "flood": 1, "order": 3, "sleep": 3,
+    "descriptors": 2, "pause": 8, "flood": 1, "order": 3, "sleep": 3, "rival": 2,
 }  # fmt: skip
 """Weights of the faults that an episode may have besides its card. The module ``faults`` describes them."""
 ON_TOP = 0.15
@@ -48,10 +57,11 @@ CARDS: tuple[Card, ...] = (
     *(("trouble", what) for what in (*TROUBLES, *engines.HARMLESS, *engines.HARMLESS)),
     *(("load trouble", what) for what in engines.LOAD_TROUBLES),
     *(("order", what) for what in (*ORDERS, "start", "reload", "reload invalid", "nonsense")),
-    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 12, *[("kill guard", "")] * 6, *[("pause", "")] * 10,
+    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 10, *[("kill guard", "")] * 6, *[("pause", "")] * 10,
     *[("full disk", "")] * 2, *[("descriptors", "")] * 3, *[("flood", "")] * 4,
-    *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 11, *[("client", "killed")] * 6,
-    *[("client", "far")] * 9, *[("client", "cut")] * 9, *(("sleep", what) for what in (*SLEEPS, *SLEEPS)),
+    *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 10, *[("client", "killed")] * 6,
+    *[("client", "far")] * 8, *[("client", "cut")] * 8, *(("sleep", what) for what in (*SLEEPS, *SLEEPS)),
+    *(("rival", what) for what in WANTS),
 )  # fmt: skip
 """The main fault of each episode: (kind of fault, detail), or ("client", kind) for a client that is a fault itself.
 Faults that need a new worker take the most time, so most of them are in the deck only once."""
@@ -158,6 +168,9 @@ def plan_block(seed: int, number: int, nodes: bool = False) -> BlockPlan:
     models = {"a": entry | {"replicas": 2}, "b": dict(entry)}
     if at == lazy:
         models["z"] = entry | {"lazy": True, "sleep_after": "200ms", "ttl": "1500ms"}
+    if not nodes:
+        models["x"] = entry | {"lazy": True, "ttl": "1500ms"}
+        models["y"] = models["x"] | {"sleep": "off"}
     if nodes:
         node_plan.nodes_of_models(models, number)
     return BlockPlan(
@@ -176,8 +189,8 @@ def _suits(card: Card, block: BlockPlan) -> bool:
     kind, detail = card
     if kind == "flood":
         return block.descriptors > 0
-    if kind == "sleep":
-        return "z" in block.models
+    if kind in ("sleep", "rival"):
+        return ("z" if kind == "sleep" else RIVALS[0]) in block.models
     if kind == "full disk":  # giving up is checked in the log, which a full disk cuts off
         return block.restart_limit >= 1000
     return detail != "deaf" or kind != "client" or block.stall == SHORT_STALL
@@ -233,6 +246,8 @@ def plan_episode(seed: int, number: int, only: tuple[str, ...] = (), nodes: bool
         faults.append(fault)
         if kind == "trouble":
             clients.append(_trouble(draw, seed, number, len(clients), fault))
+        elif kind == "rival":
+            clients += _rivals(draw, seed, number, len(clients), fault)
     faults.sort(key=lambda fault: fault.at)
     return EpisodePlan(seed, number, tuple(clients), tuple(faults), final, nodes)
 
@@ -288,6 +303,8 @@ def _fault(draw: random.Random, kind: str, detail: str, block: BlockPlan) -> Fau
     detail = detail or draw.choice(DETAILS.get(kind, ("",)))
     if kind == "sleep":
         model = "z"
+    elif kind == "rival":
+        model = draw.choice(RIVALS)
     if kind == "trouble":
         # if the limit is too high to poison a request, one that breaks every worker would take most of a minute
         always = detail not in (*engines.HARMLESS, *engines.HANGS) and block.poison_limit < 10 and draw.random() < 0.4
@@ -312,3 +329,28 @@ def _trouble(draw: random.Random, seed: int, episode: int, number: int, fault: F
     route = {"resume": False} if draw.random() < 0.1 else {}
     ask = Ask(1, fault.model, prompt, int(at) + draw.randint(2, 40), route, trouble=(what, how))
     return ClientPlan(number, "plain", fault.at, (ask,))
+
+
+def _rivals(draw: random.Random, seed: int, episode: int, number: int, fault: FaultPlan) -> list[ClientPlan]:
+    """Return a client that keeps the fault's model busy, and a client that wants the other model."""
+    (other,) = {*RIVALS} - {fault.model}
+
+    def asks(
+        model: str, count: int, most: int, route: dict[str, Any], cancel_at: float | None = None
+    ) -> tuple[Ask, ...]:
+        made = []
+        for request in range(1, count + 1):
+            prompt = f"{SECRET} {seed} {episode} {fault.at} {model} {request}"
+            made.append(Ask(request, model, prompt, draw.randint(most // 2, most), route, cancel_at))
+        return tuple(made)
+
+    wants_at = fault.at + draw.uniform(0, 0.8)
+    count = 12 if fault.detail == "both" else draw.randint(1, 2)
+    route = {"progress": draw.random() < 0.5}
+    if fault.detail == "deadline":
+        route["deadline_ms"] = draw.choice([100, 400, 1500])
+    leaves_at = wants_at + draw.uniform(0, 0.6) if fault.detail == "leave" else None
+    return [
+        ClientPlan(number, "steady", fault.at, asks(fault.model, BUSY_ASKS, 200, {})),
+        ClientPlan(number + 1, "rival", wants_at, asks(other, count, 120, route, leaves_at)),
+    ]
