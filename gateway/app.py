@@ -19,6 +19,7 @@ from gateway.http.host_check import HostCheck
 from gateway.http.keep_alive import KeepAlive
 from gateway.http.refusals import HANDLERS
 from gateway.http.responses import Application
+from gateway.http.sessions import Sessions
 from gateway.metrics import Scrapes, metrics
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import adapters, current_model, model, models, templates
@@ -71,8 +72,8 @@ without it, and with two of them."""
 
 
 def make_app(settings: GatewaySettings) -> Starlette:
-    """Return the application. Its ``state`` has ``settings``, ``link``, ``live``, ``keep_alive``, ``scrapes``,
-    ``bodies`` and ``stored_items``."""
+    """Return the application. Its ``state`` has ``settings``, ``sessions``, ``link``, ``live``, ``keep_alive``,
+    ``scrapes``, ``bodies`` and ``stored_items``."""
 
     @asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
@@ -83,7 +84,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
             app.state.refusal = f"the supervisor refuses the gateway: {e}"
             raise
         app.state.link = link
-        app.state.live = Live(link, settings.auth)
+        app.state.live = Live(link, settings.auth, app.state.sessions)
         keep_alive = asyncio.create_task(app.state.keep_alive.run())
         try:
             yield
@@ -110,6 +111,7 @@ def make_app(settings: GatewaySettings) -> Starlette:
         lifespan=connected,
     )
     app.state.settings = settings
+    app.state.sessions = Sessions(settings)
     app.state.scrapes = Scrapes()
     app.state.bodies = BodyMemory.of(settings)
     app.state.stored_items = StoredItems.of(settings, app.state.bodies)

@@ -1,12 +1,17 @@
-"""Tell the process that started this one whether the gateway serves, and hear from it how to write the log."""
+"""Speak with the process that started this one.
+
+It is told whether the gateway serves, and which sessions of the page people have ended. It tells how to write the log,
+and which sessions were ended at other processes of the gateway.
+"""
 
 import json
 import socket
 
-from protocol.process.gateway_settings import READY, TROUBLE
+from protocol.process.gateway_settings import ENDED, READY, TROUBLE
 from protocol.process.log_style import LogStyle
 
 _MOST_CHARACTERS = 1000
+_MOST_BYTES = 1 << 16
 
 
 class Reports:
@@ -17,26 +22,39 @@ class Reports:
         self._channel = channel
         self._channel.setblocking(False)
         self._unread = unread
+        self._unsent = b""
 
-    def log_style(self) -> LogStyle | None:
-        """Return how the log is to be written from now on; None if nothing was said about it since the last call."""
+    def hear(self) -> tuple[LogStyle | None, list[str]]:
+        """Return what was said since the last call: how the log is to be written from now on (None: as it is), and the
+        sessions that were ended elsewhere (``Session.text``)."""
         try:
-            self._unread += self._channel.recv(_MOST_CHARACTERS)
+            while more := self._channel.recv(_MOST_BYTES):
+                self._unread += more
         except OSError:
             pass
         *lines, self._unread = self._unread.split(b"\n")
-        return LogStyle(**json.loads(lines[-1])) if lines else None
+        said = [json.loads(line) for line in lines]
+        styles = [each for each in said if "ended" not in each]
+        ended = [each["ended"] for each in said if "ended" in each]
+        return LogStyle(**styles[-1]) if styles else None, ended
 
     def serving(self) -> None:
         """Report that the gateway serves. Call this about once a second: silence counts as a hang."""
         self._send(READY)
+
+    def ended(self, session: str) -> None:
+        """Report that a session of the page was ended. ``session`` is its ``text``."""
+        self._send(ENDED + session.encode() + b"\n")
 
     def trouble(self, reason: str) -> None:
         """Report why the gateway cannot serve."""
         self._send(TROUBLE + reason[:_MOST_CHARACTERS].encode())
 
     def _send(self, data: bytes) -> None:
+        self._unsent += data
         try:
-            self._channel.send(data)
-        except OSError:
+            self._unsent = self._unsent[self._channel.send(self._unsent) :]
+        except BlockingIOError:  # nobody reads now: the next report sends it
             pass
+        except OSError:
+            self._unsent = b""

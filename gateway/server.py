@@ -36,12 +36,18 @@ def serve(
     async def each_second() -> None:
         reports.serving()
         server.tell_news(time.monotonic())
-        if (style := reports.log_style()) is not None:
+        style, ended = reports.hear()
+        if style is not None:
             adopt_style(style)
+        for session in ended:
+            app.state.sessions.hear(session)
+        if ended:
+            app.state.live.check_sessions()
         if log is not None:
             log.follow()
 
     app = make_app(settings)
+    app.state.sessions.tell = reports.ended
     config = uvicorn.Config(
         app,
         loop="uvloop",

@@ -13,22 +13,13 @@ _KEYS: Final = ("key", "model", "since")
 
 
 async def usage(request: Request) -> Response:
-    """Answer for clients."""
-    return await _answer(request, page=False)
-
-
-async def page_usage(request: Request) -> Response:
-    """Answer for the page, which is signed in with a cookie."""
-    return await _answer(request, page=True)
-
-
-async def _answer(request: Request, *, page: bool) -> Response:
+    """Answer for clients, and for the page."""
     params = dict(request.query_params)
     if unknown := sorted(set(params) - set(_KEYS)):
         raise ApiError(
             400, f"unknown parameter {unknown[0][:64]!r}: known are {', '.join(_KEYS)}", param=unknown[0][:64]
         )
-    reply = await request.app.state.link.call(caller_of(request, page=page), "usage", **params)
+    reply = await request.app.state.link.call(caller_of(request), "usage", **params)
     return Response(
         orjson.dumps({"object": "usage", **reply}), media_type="application/json", headers={"cache-control": "no-store"}
     )

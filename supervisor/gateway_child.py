@@ -1,9 +1,11 @@
 """One process of the HTTP gateway: started with its settings, heard, and ended.
 
-Supervisor and process share a socket, the standard input of the process. The process reads its settings there, and how
-to write its log. It writes ``READY`` once a second while it serves, and ``TROUBLE`` with a reason if it cannot serve.
+Supervisor and process share a socket, the standard input of the process. The process reads its settings there, how to
+write its log, and which sessions of the page were ended at other processes. It writes ``READY`` once a second while it
+serves, ``ENDED`` with a session that was ended, and ``TROUBLE`` with a reason if it cannot serve.
 """
 
+import json
 import os
 import signal
 import socket
@@ -13,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from protocol.process.gateway_settings import READY, TROUBLE, GatewaySettings
+from protocol.process.gateway_settings import ENDED, READY, TROUBLE, GatewaySettings
 from protocol.process.helper_environment import helper_environment
 from protocol.process.log_style import LogStyle
 from supervisor.gateway_modules import GATEWAY
@@ -43,6 +45,7 @@ class GatewayChild:
         self.trouble: str | None = None
         self._heard_at = 0.0
         self._dumped = False
+        self._unread = self._unsent = b""
         own_log = settings.log is not None
         self.socket, theirs = socket.socketpair()
         try:
@@ -78,23 +81,30 @@ class GatewayChild:
     def pid(self) -> int:
         return self._process.pid
 
-    def hear(self) -> bool:
-        """Read what the process says. Return whether it may say more."""
+    def hear(self) -> tuple[bool, list[str]]:
+        """Read what the process says.
+
+        Return whether it may say more, and the sessions of the page that were ended there (``Session.text``).
+        """
         try:
             said = self.socket.recv(_MOST_BYTES)
         except BlockingIOError:
-            return True
+            return True, []
         except OSError:
-            return False
+            return False, []
         if TROUBLE in said:
             self.trouble = said.partition(TROUBLE)[2].decode(errors="replace")
-        elif READY in said:
+            return True, []
+        if READY in said:
             self.is_ready = True
             self._heard_at = time.monotonic()
-        return bool(said)
+        *lines, self._unread = (self._unread + said.replace(READY, b"")).split(b"\n")
+        ended = [line.removeprefix(ENDED).decode() for line in lines if line.startswith(ENDED)]
+        return bool(said), ended
 
     def check(self) -> str | None:
         """Have a process that hangs write its stacks to its log, and kill it at the next call. Return what was done."""
+        self._send()
         if self.retired:
             if time.monotonic() - self._heard_at > RETIRE_S:
                 self._process.kill()
@@ -112,8 +122,18 @@ class GatewayChild:
 
     def write_log(self, style: LogStyle) -> None:
         """Have the process write its log in another way. It does so within a second."""
-        with suppress(OSError):  # it has ended
-            self.socket.send(style.to_json())
+        self._send(style.to_json())
+
+    def end_session(self, session: str) -> None:
+        """Have the process take a session of the page (``Session.text``) for ended. It does so within a second."""
+        self._send(json.dumps({"ended": session}).encode() + b"\n")
+
+    def _send(self, line: bytes = b"") -> None:
+        """Send a line, and lines for which there was no room before."""
+        self._unsent += line
+        if self._unsent:
+            with suppress(OSError):  # no room is left, or the process has ended
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def retire(self) -> None:
         """Have the process end once its answers are complete."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.limits import GATEWAY_NAME
+from protocol.process.ended_sessions import EndedSessions, Session
 from protocol.process.engine_packages import missing_for_gateway
 from protocol.process.gateway_settings import STORED_ITEMS, GatewaySettings
 from protocol.process.log_style import LogStyle
@@ -52,6 +53,7 @@ class GatewayProcesses:
         self._sockets: list[socket.socket] = []
         self._children: dict[int, GatewayChild] = {}
         """The processes that were not collected yet, by pidfd."""
+        self._ended_sessions = EndedSessions()
         self._epoll = select.epoll()
         self._restarts = 0
         self._begin_counts()
@@ -87,8 +89,11 @@ class GatewayProcesses:
         for child in list(self._children.values()):
             if child.pidfd in readable:
                 self._collect(child)
-            elif child.socket.fileno() in readable and not child.hear():
-                self._epoll.unregister(child.socket)  # it is ending
+            elif child.socket.fileno() in readable:
+                says_more, ended = child.hear()
+                if not says_more:
+                    self._epoll.unregister(child.socket)  # it is ending
+                self._end_sessions(ended)
         if self._is_ready():
             self.problem = None
         self.check()
@@ -100,7 +105,11 @@ class GatewayProcesses:
         Return whether anything differs.
         """
         was = self._settings
-        settings = replace(settings, cookie_secret=was.cookie_secret, seal_secret=was.seal_secret)  # both stay valid
+        settings = replace(settings, seal_secret=was.seal_secret)
+        if (config and config.listen) == (self._config and self._config.listen):
+            # Otherwise all sessions end. Anybody may listen at an address that the gateway has left, and receive the
+            # browsers' requests.
+            settings = replace(settings, cookie_secret=was.cookie_secret)
         if (config, settings) == (self._config, self._settings):
             return False
         if config is None or self._config is None or config.listen != self._config.listen:
@@ -124,6 +133,13 @@ class GatewayProcesses:
             self._style = style
             for child in self._children.values():
                 child.write_log(style)
+
+    def _end_sessions(self, sessions: list[str]) -> None:
+        """Tell all processes, and those that are started later, which sessions of the page were ended at one."""
+        for session in sessions:
+            self._ended_sessions.add(Session.of(session), time.time())
+            for child in self._children.values():
+                child.end_session(session)
 
     def close(self, within_s: float = LEAVE_S) -> None:
         """End the processes, and wait for that. Processes that take longer than ``within_s`` seconds are killed."""
@@ -202,7 +218,9 @@ class GatewayProcesses:
         if self._settings.log is not None:
             prepare(Path(self._settings.log))
         try:
-            child = GatewayChild(number, self._sockets[number], replace(self._settings, log_style=self._style))
+            ended = self._ended_sessions.texts()
+            settings = replace(self._settings, log_style=self._style, ended_sessions=ended)
+            child = GatewayChild(number, self._sockets[number], settings)
         except OSError as e:
             self.problem = f"cannot be started: {e.strerror or e}"
             self._log.error("gateway: %s", self.problem, extra=NOTED)
@@ -215,6 +233,7 @@ class GatewayProcesses:
     def _collect(self, child: GatewayChild) -> None:
         """Collect a process that has ended. Closing its descriptors takes them out of the epoll."""
         del self._children[child.pidfd]
+        self._end_sessions(child.hear()[1])
         ended = child.collect()
         if child.retired:
             self._log.info("gateway: %s, as it was told", ended, extra=NOTED)

@@ -6,7 +6,11 @@ With SCREENSHOTS=DIRECTORY the tests also write the pictures of docs/page.md int
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -211,9 +215,75 @@ def test_a_log_is_read(page: Page) -> None:
     expect(page.locator("#log")).to_contain_text("ready")
 
 
-def test_signing_out_ends_the_session(page: Page) -> None:
-    page.get_by_role("button", name="Sign out").click()
-    expect(page.get_by_label("Token", exact=True)).to_be_visible()
+def test_signing_out_ends_the_session_in_all_tabs_and_for_whoever_has_its_halves(page: Page, port: int) -> None:
+    ask(page, "endless", "a secret", tokens=3)
+    expect(page.locator("#ask-timings")).to_contain_text("3 tokens")
+    other = page.context.new_page()
+    other.goto(f"http://127.0.0.1:{port}/")
+    expect(model(other, "letters")).to_be_visible()
+    halves = {"cookie": cookies(page), "x-modelctl-page": page.evaluate("localStorage.getItem('modelctl-session')")}
+    assert status(port, halves) == 200
+    other.get_by_role("button", name="Sign out").click()
+    for tab in (page, other):
+        expect(tab.get_by_label("Token", exact=True)).to_be_visible()
+    assert status(port, halves) == 401
+    expect(page.locator("#turns li")).to_have_count(0)
+
+
+def test_a_session_outlives_a_reload(page: Page, port: int) -> None:
+    page.reload()
+    expect(model(page, "letters")).to_be_visible()
+    page.get_by_label("Log of").select_option("stories")
+    expect(page.locator("#log")).to_contain_text("ready")
+
+
+def test_a_server_on_another_port_gets_no_session_and_ends_none(
+    page: Page, port: int, store: KeyStore, token: str
+) -> None:
+    received: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            received.append(self.headers["Cookie"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        answering = threading.Thread(target=server.handle_request)
+        answering.start()
+        tab = page.context.new_page()
+        tab.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        answering.join(WITHIN)
+    assert received[0] == cookies(page), "browsers send cookies to all ports"
+    for header in ("", "1", received[0].partition("=")[2]):
+        assert status(port, {"cookie": received[0], "x-modelctl-page": header}) == 401
+
+    with Serving({"m": engine()}, gateway={"listen": (second := free_port())}, keys=store.directory):
+        tab.goto(f"http://127.0.0.1:{second}/")
+        tab.get_by_label("Token", exact=True).fill(token)
+        tab.get_by_role("button", name="Sign in").click()
+        expect(model(tab, "m")).to_be_visible()
+        page.reload()
+        expect(model(page, "letters")).to_be_visible()
+        tab.get_by_role("button", name="Sign out").click()
+        expect(tab.get_by_label("Token", exact=True)).to_be_visible()
+        page.reload()
+        expect(model(page, "letters")).to_be_visible()
+
+
+def cookies(page: Page) -> str:
+    """Return the header Cookie that the browser sends."""
+    return "; ".join(f"{cookie['name']}={cookie['value']}" for cookie in page.context.cookies())
+
+
+def status(port: int, headers: dict[str, str]) -> int:
+    """Return the status of a request for what the page shows."""
+    with closing(HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
+        connection.request("GET", "/page/logs", headers=headers)
+        return connection.getresponse().status
 
 
 @pytest.mark.parametrize("size", SIZES)

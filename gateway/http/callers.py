@@ -1,22 +1,25 @@
 """Who sends a request."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
 
 from gateway.http.errors import ApiError
-from gateway.http.sessions import is_own_script, key_of_cookie
+from gateway.http.sessions import is_own_script
+from protocol.process.ended_sessions import Session
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The sender of a request.
 
-    key_id  SHA-256 of its token, in hex: the supervisor knows the key by it. None if the gateway asks for no keys
+    key_id   SHA-256 of its token, in hex: the supervisor knows the key by it. None if the gateway asks for no keys
+    session  the session of the page that stands for the key; None if the request has the token itself
     """
 
     key_id: str | None
+    session: Session | None = field(default=None, compare=False)
 
     def on_behalf_of(self) -> dict[str, str]:
         """Return the parameter that tells the supervisor for whom the gateway asks."""
@@ -31,20 +34,19 @@ class Caller:
 ANYBODY = Caller(None)
 
 
-def caller_of(connection: HTTPConnection, *, page: bool = False) -> Caller:
+def caller_of(connection: HTTPConnection) -> Caller:
     """Return the sender of a request. Raises ApiError if the gateway asks for keys and the request has no token.
 
-    page  the request is one that only shows the page something. Then the cookie of a session is enough. Elsewhere the
-          cookie counts only together with what the page's own script sends
-
-    The supervisor checks the token itself.
+    A session of the page counts as a token, if the request comes from the page's own script. The supervisor checks the
+    token itself.
     """
-    if connection.app.state.settings.auth == "none":
+    state = connection.app.state
+    if state.settings.auth == "none":
         return ANYBODY
     if token := token_of(connection):
         return Caller.of_token(token)
-    if (page or is_own_script(connection)) and (key_id := key_of_cookie(connection)) is not None:
-        return Caller(key_id)
+    if is_own_script(connection) and (session := state.sessions.find(connection)) is not None:
+        return Caller(session.key_id, session)
     raise ApiError(
         401, "no token: send `Authorization: Bearer TOKEN` (`modelctl keys new NAME --http` makes one)",
         code="unauthorized",

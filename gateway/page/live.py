@@ -16,6 +16,7 @@ import orjson
 from gateway.http.callers import Caller
 from gateway.http.errors import FAULT, ApiError, for_caller
 from gateway.http.event_stream import EventStream
+from gateway.http.sessions import Sessions
 from gateway.supervisor_link import SupervisorLink
 from protocol.errors import ErrorCode, WireError
 
@@ -110,9 +111,10 @@ class Screen:
 class Live:
     """The open pages, and one task for each key that asks the supervisor."""
 
-    def __init__(self, link: SupervisorLink, auth: str) -> None:
+    def __init__(self, link: SupervisorLink, auth: str, sessions: Sessions) -> None:
         self._link = link
         self._auth = auth
+        self._sessions = sessions
         self._closed = False
         self._screens: dict[str | None, Screen] = {}
         """By key, what its pages show. There is a screen for each key with an open page, and no other."""
@@ -121,13 +123,15 @@ class Live:
     async def send_to(self, caller: Caller, stream: EventStream) -> None:
         """Send news to one open page until the task is cancelled, which happens when the page is closed.
 
-        Raises ApiError if the key has too many open pages, and when the gateway ends.
+        Raises ApiError if the key has too many open pages, and when the session or the gateway ends.
         """
         key, seen = caller.key_id, 0
         screen = self._screen(caller)
         screen.pages += 1
         try:
             while not self._closed:
+                if caller.session is not None and self._sessions.is_over(caller.session):
+                    raise ApiError(401, "this session has ended: sign in again", code="unauthorized")
                 if seen != screen.number:
                     news = screen.since(seen)
                     seen = screen.number
@@ -144,6 +148,10 @@ class Live:
     def close(self) -> None:
         """End the news to all open pages. A page connects anew, perhaps to another process."""
         self._closed = True
+        self.check_sessions()
+
+    def check_sessions(self) -> None:
+        """End the news to pages whose session has ended."""
         for screen in self._screens.values():
             screen.wake()
 

@@ -13,9 +13,8 @@ from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.errors import ApiError
 from gateway.http.event_stream import EventStream, StreamedAnswer
-from gateway.http.sessions import check_own_script, delete_cookie, set_cookie
+from gateway.http.sessions import check_own_script
 from gateway.page.live import Live
-from gateway.usage import page_usage
 
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = {
@@ -55,7 +54,6 @@ def page_routes() -> list[BaseRoute]:
         Route("/page/sign-out", sign_out, methods=["POST"]),
         Route("/page/events", events),
         Route("/page/logs", logs),
-        Route("/page/usage", page_usage),
         Route("/page/orders/{verb}", order, methods=["POST"]),
     ]
 
@@ -65,7 +63,10 @@ async def _file(path: Path, request: Request) -> Response:
 
 
 async def sign_in(request: Request) -> Response:
-    """Exchange a token for a cookie. The supervisor is asked whether it knows the token."""
+    """Exchange a token for a session. The supervisor is asked whether it knows the token.
+
+    The answer holds the half of the session that the page keeps, and sets the cookie, which is the other half.
+    """
     check_own_script(request)
     state = request.app.state
     body = await read_json(request, MOST_ORDER_BYTES, None)
@@ -74,24 +75,27 @@ async def sign_in(request: Request) -> Response:
         raise ApiError(400, "token must be a text", param="token")
     caller = Caller.of_token(token.strip())
     await state.link.call(caller, "models")  # raises the supervisor's refusal
-    response = _no_content()
     assert caller.key_id is not None
-    set_cookie(response, state.settings.cookie_secret, caller.key_id, tls=state.settings.certificate is not None)
+    kept, cookie = state.sessions.begin(request, caller.key_id)
+    answer = orjson.dumps({"session": kept})
+    response = Response(answer, media_type="application/json", headers={"cache-control": "no-store"})
+    response.set_cookie(**cookie)
     return response
 
 
 async def sign_out(request: Request) -> Response:
-    """End the session in this browser."""
+    """End the session, at the server and in this browser."""
     check_own_script(request)
-    response = _no_content()
-    delete_cookie(response)
+    response = Response(status_code=204, headers={"cache-control": "no-store"})
+    request.app.state.sessions.end(request, response)
+    request.app.state.live.check_sessions()
     return response
 
 
 async def events(request: Request) -> StreamedAnswer:
     """Server-sent events: ``picture`` is all that the page shows, ``change`` the parts that have changed."""
     live: Live = request.app.state.live
-    caller = caller_of(request, page=True)
+    caller = caller_of(request)
     await request.app.state.link.call(caller, "models")  # raises the supervisor's refusal
 
     async def produce(stream: EventStream) -> None:
@@ -103,7 +107,7 @@ async def events(request: Request) -> StreamedAnswer:
 async def order(request: Request) -> Response:
     """Give an order: start, stop, restart or reload a model, put it to sleep or wake it, or cancel a request."""
     check_own_script(request)
-    caller = caller_of(request, page=True)
+    caller = caller_of(request)
     verb = request.path_params["verb"]
     if verb not in ORDERS:
         raise ApiError(404, f"no order {verb[:32]!r}: there are {', '.join(ORDERS)}", code="not_found")
@@ -117,12 +121,8 @@ async def order(request: Request) -> Response:
 
 async def logs(request: Request) -> Response:
     """Return the last lines of the log of ``?model=``, or of the supervisor."""
-    caller = caller_of(request, page=True)
+    caller = caller_of(request)
     name = request.query_params.get("model")
     params = {"lines": MOST_LINES} | ({} if not name else {"model": name})
     reply = await request.app.state.link.call(caller, "logs", **params)
     return Response(orjson.dumps(reply), media_type="application/json", headers={"cache-control": "no-store"})
-
-
-def _no_content() -> Response:
-    return Response(status_code=204, headers={"cache-control": "no-store"})

@@ -17,6 +17,9 @@ READY: Final = b"+"
 """What a gateway process writes to its standard input, a socket, about once a second while it serves."""
 TROUBLE: Final = b"!"
 """What it writes before the reason why it cannot serve."""
+ENDED: Final = b"-"
+"""What it writes before a session of the page that was ended (``Session.text``), and a newline. The answer to the other
+processes is a line of JSON with the key ``ended``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class GatewaySettings:
     seal_secret    secret that encrypts the reasoning of responses, 32 bytes in hex; the same for all
                    gateways of one supervisor
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
+    ended_sessions  the sessions of the page that were ended before the process began (``EndedSessions.texts``)
     parent         pid of the process that started this one, and with which it ends; None to live on
     log            path of the process's log; None to write to standard error
     log_style      how the log is written at first. Lines of ``LogStyle.to_json`` behind the settings change it
@@ -76,6 +80,7 @@ class GatewaySettings:
     stored_items: int = STORED_ITEMS
     seal_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
+    ended_sessions: tuple[str, ...] = ()
     parent: int | None = None
     log: str | None = None
     log_style: LogStyle = DEFAULT_STYLE

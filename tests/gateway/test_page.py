@@ -2,16 +2,21 @@
 
 import http.client
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.http.sessions import COOKIE, sign, verify
+from gateway.http.sessions import COOKIE, page_token, sign, verify
+from protocol.process.ended_sessions import LASTS_S, MOST_ENDED, EndedSessions, Session
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
+from tests.gateway.asking import described
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, wait_until
 
@@ -34,20 +39,22 @@ class Page:
             response = connection.getresponse()
             return response.status, response.headers, response.read()
 
-    def sign_in(self, name: str) -> str:
-        """Return the Cookie header of a new session."""
-        status, headers, text = self.ask("POST", "/page/sign-in", {"token": self.tokens[name]}, **OWN)
-        assert status == 204, text
-        return headers["set-cookie"].partition(";")[0]
+    def sign_in(self, name: str, **headers: str) -> dict[str, str]:
+        """Return the headers of the requests of a new session."""
+        status, answered, text = self.ask("POST", "/page/sign-in", {"token": self.tokens[name]}, **OWN, **headers)
+        assert status == 200, text
+        return {"cookie": answered["set-cookie"].partition(";")[0], "x-modelctl-page": json.loads(text)["session"]}
 
-    def pictures(self, cookie: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def pictures(self, session: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and content of each event."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=WITHIN)) as connection:
-            connection.request("GET", "/page/events", headers={"cookie": cookie})
+            connection.request("GET", "/page/events", headers=session)
             response = connection.getresponse()
             assert response.status == 200, response.read()
             name = ""
             while line := response.readline():
+                if line == b"\n":
+                    name = ""
                 if line.startswith(b"event: "):
                     name = line[7:].strip().decode()
                 elif line.startswith(b"data: "):
@@ -60,7 +67,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving,
     store = KeyStore(keys)
     tokens = {name: store.add_token(name, parse_rights(rights)) for name, rights in RIGHTS.items()}
     port = free_port()
-    with Serving({"m": engine(context=100_000), "n": engine()}, gateway={"listen": port}, keys=keys) as serving:
+    gateway = {"listen": port, "processes": 2}
+    with Serving({"m": engine(context=100_000), "n": engine()}, gateway=gateway, keys=keys) as serving:
         yield serving, Page(port, tokens)
 
 
@@ -86,11 +94,13 @@ def test_only_names_of_the_table_are_files(page: Page) -> None:
 
 
 def test_a_token_becomes_a_cookie_that_scripts_cannot_read(page: Page) -> None:
-    _, headers, _ = page.ask("POST", "/page/sign-in", {"token": page.tokens["ops"]}, **OWN)
+    _, headers, text = page.ask("POST", "/page/sign-in", {"token": page.tokens["ops"]}, **OWN)
     cookie = headers["set-cookie"].lower()
+    assert cookie.startswith(f"{COOKIE}_{page.port}=")
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
-    assert page.tokens["ops"].lower() not in cookie
+    assert "secure" not in cookie, "without TLS browsers would not send it back"
+    assert page.tokens["ops"].lower() not in cookie + text.decode().lower()
 
 
 def test_an_unknown_token_is_refused(page: Page) -> None:
@@ -102,19 +112,53 @@ def test_an_unknown_token_is_refused(page: Page) -> None:
 
 def test_a_cookie_is_signed_and_ends() -> None:
     secret, now = b"s" * 32, time.time()
-    value = sign(secret, "a" * 64, int(now) + 10)
-    assert verify(secret, value, now) == "a" * 64
-    assert verify(secret, value, now + 11) is None
-    assert verify(b"t" * 32, value, now) is None
-    assert verify(secret, value.replace("a", "b", 1), now) is None
-    for wrong in ("", ".", "a.b.c", f"{'a' * 64}.{'9' * 400}.x", f"{'a' * 64}.\N{ARABIC-INDIC DIGIT ONE}.x"):
-        assert verify(secret, wrong, now) is None
+    session = Session("a" * 64, int(now) + 10, "0" * 32)
+    cookie = sign(secret, session)
+    token = page_token(secret, cookie)
+    assert verify(secret, cookie, token, now) == session
+    assert verify(secret, cookie, token, now + 11) is None
+    assert verify(b"t" * 32, cookie, token, now) is None
+    assert verify(secret, cookie.replace("a", "b", 1), token, now) is None
+    other = sign(secret, Session("a" * 64, int(now) + 10, "1" * 32))
+    for wrong in ("", "1", token[:-1], cookie, page_token(secret, other), page_token(b"t" * 32, cookie), "\xe9"):
+        assert verify(secret, cookie, wrong, now) is None
+    for wrong in ("", ".", "a.b.c", f"{'a' * 64}.{'9' * 400}.x", f"{'a' * 64}.\N{ARABIC-INDIC DIGIT ONE}.x.y"):
+        assert verify(secret, wrong, page_token(secret, wrong), now) is None
+
+
+def test_ended_sessions_are_remembered_within_a_bound() -> None:
+    now = 1e9
+
+    def session(key: str, number: int, until: float = now + LASTS_S) -> Session:
+        return Session(key, int(until), str(number))
+
+    ended = EndedSessions()
+    ended.add(session("own", 1), now)
+    assert session("own", 1) in ended
+    assert session("own", 2) not in ended
+    for number in range(2 * MOST_ENDED):
+        ended.add(session("busy", number), now)
+        assert len(ended.texts()) <= MOST_ENDED + 1
+    copied = EndedSessions(ended.texts())
+    for known in (ended, copied):
+        assert all(session("busy", number) in known for number in range(2 * MOST_ENDED))
+        assert session("busy", -1) in known, "all sessions of a key that ends too many have ended"
+        assert session("busy", -1, now + LASTS_S + 1) not in known, "but not those that begin later"
+        assert session("own", 1) in known
+        assert session("own", 2) not in known
+    for number in range(2 * MOST_ENDED):
+        ended.add(session(f"key {number}", 0), now)
+    assert session("own", 1) in ended
+    assert all(session(f"key {number}", 0) in ended for number in range(2 * MOST_ENDED))
+    ended.add(session("late", 0, now + 2 * LASTS_S), now + LASTS_S + 1)
+    assert len(ended.texts()) == 1, "sessions that are over anyway are forgotten"
 
 
 def test_nobody_sees_anything_without_a_session(page: Page) -> None:
     for path in ("/page/events", "/page/logs"):
         assert page.ask("GET", path)[0] == 401
-        assert page.ask("GET", path, cookie=f"{COOKIE}=forged.99999999999.00")[0] == 401
+        forged = f"{COOKIE}_{page.port}=forged.99999999999.00.00"
+        assert page.ask("GET", path, cookie=forged, **OWN)[0] == 401
 
 
 def test_the_picture_is_whole_first_and_then_tells_changes(serving: tuple[Serving, Page]) -> None:
@@ -146,24 +190,25 @@ def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Pag
     assert "supervisor" not in seen
     assert seen["model m"] == {
         "name": "m", "model": "m", "state": "ready", "context": 100_000, "chat": True, "tools": True,
-        "aliases": [], "variants": [], "default": None,
+        "aliases": [], "variants": [], "default": None, "unloads": False,
     }  # fmt: skip
     for name, status in (("watcher", 403), ("guest", 403), ("ops", 200)):
-        cookie = page.sign_in(name)
-        assert page.ask("POST", "/page/orders/stop", {"model": "n"}, cookie=cookie, **OWN)[0] == status
-        assert page.ask("GET", "/page/logs", cookie=cookie)[0] == status
-        answered, _, text = page.ask("POST", "/page/orders/sleep", {"model": "m"}, cookie=cookie, **OWN)
+        session = page.sign_in(name)
+        assert page.ask("POST", "/page/orders/stop", {"model": "n"}, **session)[0] == status
+        assert page.ask("GET", "/page/logs", **session)[0] == status
+        answered, _, text = page.ask("POST", "/page/orders/sleep", {"model": "m"}, **session)
         assert (answered, b"cannot sleep" in text) == ((400, True) if status == 200 else (status, False)), text
     wait_until(lambda: running.status("n")["state"] == "stopped")
-    assert page.ask("POST", "/page/orders/start", {"model": "n"}, cookie=cookie, **OWN)[0] == 200
+    assert page.ask("POST", "/page/orders/start", {"model": "n"}, **session)[0] == 200
     running.wait_state("n", "ready")
 
 
 def test_another_site_can_order_nothing(page: Page) -> None:
-    cookie = page.sign_in("ops")
+    session = page.sign_in("ops")
     body = {"model": "m"}
+    cookie = session["cookie"]
     assert page.ask("POST", "/page/orders/stop", body, cookie=cookie)[0] == 403
-    assert page.ask("POST", "/page/orders/stop", body, cookie=cookie, sec_fetch_site="cross-site", **OWN)[0] == 403
+    assert page.ask("POST", "/page/orders/stop", body, sec_fetch_site="cross-site", **session)[0] == 403
     assert page.ask("POST", "/page/sign-out", {}, cookie=cookie)[0] == 403
     status, headers, _ = page.ask(
         "OPTIONS", "/page/orders/stop", origin="https://evil.example", access_control_request_method="POST",
@@ -173,13 +218,90 @@ def test_another_site_can_order_nothing(page: Page) -> None:
     assert status >= 400
     prompt = {"model": "m", "prompt": "x", "max_tokens": 1}
     assert page.ask("POST", "/v1/completions", prompt, cookie=cookie)[0] == 401, "a cookie alone is no token"
-    assert page.ask("POST", "/v1/completions", prompt, cookie=cookie, **OWN)[0] == 200
+    assert page.ask("POST", "/v1/completions", prompt, **session)[0] == 200
 
 
 def test_an_unknown_order_or_parameter_is_refused_by_name(page: Page) -> None:
-    cookie = page.sign_in("ops")
-    assert page.ask("POST", "/page/orders/shutdown", {}, cookie=cookie, **OWN)[0] == 404
-    status, _, text = page.ask("POST", "/page/orders/stop", {"model": "m", "force": 1}, cookie=cookie, **OWN)
+    session = page.sign_in("ops")
+    assert page.ask("POST", "/page/orders/shutdown", {}, **session)[0] == 404
+    status, _, text = page.ask("POST", "/page/orders/stop", {"model": "m", "force": 1}, **session)
     assert status == 400
     assert b"force" in text
-    assert page.ask("POST", "/page/orders/stop", {"model": "nosuch"}, cookie=cookie, **OWN)[0] == 404
+    assert page.ask("POST", "/page/orders/stop", {"model": "nosuch"}, **session)[0] == 404
+
+
+def statuses(page: Page, session: dict[str, str]) -> set[int]:
+    """Return the statuses of many requests, so that each process of the gateway has answered some."""
+    return {page.ask("GET", "/page/logs", **session)[0] for _ in range(20)}
+
+
+def test_another_port_that_receives_the_cookie_can_do_nothing_with_it(page: Page) -> None:
+    stolen = page.sign_in("ops")["cookie"]
+    thiefs = page.sign_in("guest")
+    for header in ({}, OWN, {"x-modelctl-page": stolen}, {"x-modelctl-page": thiefs["x-modelctl-page"]}):
+        for path in ("/page/events", "/page/logs", "/v1/models", "/v1/usage"):
+            assert page.ask("GET", path, cookie=stolen, **header)[0] == 401
+        assert page.ask("POST", "/page/orders/stop", {"model": "n"}, cookie=stolen, **header)[0] in (401, 403)
+
+
+def test_signing_out_ends_the_session_in_all_processes_and_in_those_that_come(
+    serving: tuple[Serving, Page],
+) -> None:
+    running, page = serving
+    mine, other = page.sign_in("ops"), page.sign_in("ops")
+    pictures = page.pictures(mine)
+    next(pictures)
+    status, headers, _ = page.ask("POST", "/page/sign-out", {}, **mine)
+    assert status == 204
+    assert f"{COOKIE}_{page.port}=" in headers["set-cookie"]
+    assert "max-age=0" in headers["set-cookie"].lower()
+    wait_until(lambda: statuses(page, mine) == {401}, what="the end of the session in each process")
+    assert any(name == "" for name, _ in pictures), "an open page is told, and its news end"
+    assert statuses(page, other) == {200}
+    for pid in described(running)["pids"]:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: described(running)["ready"] and described(running)["restarts"] >= 2)
+    assert statuses(page, mine) == {401}
+    assert statuses(page, other) == {200}
+
+
+def test_gateways_of_one_host_do_not_sign_each_other_out(page: Page) -> None:
+    """A browser sends the cookies of all ports, and those that the page of another port has set."""
+    session = page.sign_in("ops")
+    elsewhere = page.sign_in("ops", host="127.0.0.1:9")
+    assert elsewhere["cookie"].startswith(f"{COOKIE}_9=")
+    both = f"{elsewhere['cookie']}; {session['cookie']}"
+    assert page.ask("GET", "/page/logs", **session | {"cookie": both})[0] == 200
+    assert page.ask("GET", "/page/logs", host="127.0.0.1:9", **elsewhere | {"cookie": both})[0] == 200
+    assert page.sign_in("ops", host="localhost")["cookie"].startswith(f"{COOKIE}=")
+    assert page.sign_in("ops", host="[::1]:7")["cookie"].startswith(f"{COOKIE}_7=")
+
+
+def test_over_tls_the_cookie_belongs_to_this_host_and_to_tls_only(page: Page) -> None:
+    """A reverse proxy has ended TLS here, which the browser's header Origin shows."""
+    proxied = {"host": "localhost:8443", "origin": "https://localhost:8443"}
+    status, headers, text = page.ask("POST", "/page/sign-in", {"token": page.tokens["ops"]}, **OWN, **proxied)
+    assert status == 200
+    cookie = headers["set-cookie"]
+    assert cookie.startswith(f"__Host-{COOKIE}_8443=")
+    assert {"secure", "httponly", "path=/", "samesite=strict"} <= {part.strip().lower() for part in cookie.split(";")}
+    session = {"cookie": cookie.partition(";")[0], "x-modelctl-page": json.loads(text)["session"]}
+    assert page.ask("GET", "/page/logs", **session, **proxied)[0] == 200
+    status, headers, _ = page.ask("POST", "/page/sign-out", {}, **session, **proxied)
+    assert headers["set-cookie"].startswith(f"__Host-{COOKIE}_8443=")
+    assert "secure" in headers["set-cookie"].lower()
+
+
+def test_sessions_outlive_a_reload_but_not_a_change_of_the_port(tmp_path: Path) -> None:
+    """Another user's server may listen at the former port. It receives both halves of the sessions of its browsers."""
+    store = KeyStore(tmp_path / "keys")
+    port, other = free_port(), free_port()
+    tokens = {"ops": store.add_token("ops", parse_rights("infer,status,admin"))}
+    with Serving({"m": engine()}, gateway={"listen": port}, keys=store.directory) as serving:
+        session = Page(port, tokens).sign_in("ops")
+        for section, status in (({"listen": port, "allowed_hosts": ["a"]}, 200), ({"listen": other}, 401)):
+            serving.write_gateway(section)
+            serving.order("reload")
+            wait_until(lambda: described(serving)["ready"])
+            page = Page(section["listen"], tokens)
+            assert page.ask("GET", "/page/logs", **session, host=f"127.0.0.1:{port}")[0] == status

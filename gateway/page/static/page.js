@@ -2,12 +2,12 @@
 // so that the focus and a screen reader stay where they are.
 
 const by = (id) => document.getElementById(id);
-const OWN = { "x-modelctl-page": "1" };
+const KEPT = "modelctl-session";
 const SHOWN_S = 120;
 const SLEEPING = ["falling_asleep", "asleep"];
 
 let picture = {};
-let source = null;
+let updates = null;
 let usageWasRead = false;
 const rates = new Map();
 
@@ -54,6 +54,12 @@ function notice(text) {
   put(by("notice"), text || "");
 }
 
+// The headers of each request. The page keeps one half of the session here, and the other half is a cookie. Servers on other
+// ports of this host receive the cookie, too, but they cannot read this storage.
+function own() {
+  return { "x-modelctl-page": localStorage.getItem(KEPT) || "1" };
+}
+
 // --- sign-in --------------------------------------------------------------------------------------------------------
 
 function show(signedIn) {
@@ -69,22 +75,44 @@ by("sign-in-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   put(by("sign-in-error"), "");
   const response = await fetch("/page/sign-in", {
-    method: "POST", headers: OWN, body: JSON.stringify({ token: by("token").value }),
+    method: "POST", headers: own(), body: JSON.stringify({ token: by("token").value }),
   });
   if (!response.ok) {
     put(by("sign-in-error"), await failure(response));
     return;
   }
   by("token").value = "";
+  localStorage.setItem(KEPT, (await response.json()).session);
   connect();
 });
 
 by("sign-out").addEventListener("click", async () => {
-  await fetch("/page/sign-out", { method: "POST", headers: OWN });
-  source?.close();
+  const response = await fetch("/page/sign-out", { method: "POST", headers: own() }).catch(() => null);
+  if (!response?.ok) {
+    notice(`Sign out: ${response ? await failure(response) : "the gateway does not answer"}`);
+    return;
+  }
+  localStorage.removeItem(KEPT);
+  signedOut();
+});
+
+// Nothing of this session may be left for the next one.
+function signedOut() {
+  updates?.abort();
+  running?.abort();
   picture = {};
+  usageWasRead = false;
+  by("ask-clear").click();
+  by("logs-section").hidden = true;
   connection("waiting", "signed out");
   show(false);
+}
+
+// Another tab has signed in or out.
+addEventListener("storage", (event) => {
+  if (event.key !== KEPT) return;
+  if (event.newValue === null) signedOut();
+  else connect();
 });
 
 // --- live updates ---------------------------------------------------------------------------------------------------
@@ -95,32 +123,46 @@ function connection(state, text) {
 }
 
 async function connect() {
-  source?.close();
-  // EventSource does not tell the status, so ask first.
-  const response = await fetch("/page/events", { headers: { accept: "text/event-stream" } }).catch(() => null);
-  if (response?.status === 401) {
-    show(false);
-    return;
-  }
-  response?.body?.cancel();
-  source = new EventSource("/page/events");
-  source.onopen = () => connection("live", "live");
-  source.onerror = () => {
-    connection("lost", "no connection to the gateway");
-    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 1000);
-  };
-  source.addEventListener("picture", (event) => {
-    picture = JSON.parse(event.data);
-    show(true);
-    draw();
-  });
-  source.addEventListener("change", (event) => {
-    for (const [name, value] of Object.entries(JSON.parse(event.data))) {
-      if (value === null) delete picture[name];
-      else picture[name] = value;
+  updates?.abort();
+  const mine = updates = new AbortController();
+  let lost = "no connection to the gateway";
+  try {
+    const response = await fetch("/page/events", { headers: own(), signal: mine.signal });
+    if (response.status === 401) {
+      signedOut();
+      return;
     }
-    draw();
-  });
+    if (response.ok) {
+      connection("live", "live");
+      for await (const { name, data } of serverSentEvents(response.body)) {
+        try {
+          update(name, data);
+        } catch (error) {
+          reportError(error); // a fault of this script is no lost connection
+        }
+      }
+    } else {
+      lost = await failure(response);
+    }
+  } catch {
+    // An aborted request, or a connection that has ended.
+  }
+  if (mine.signal.aborted) return;
+  connection("lost", lost);
+  setTimeout(() => mine === updates && connect(), 1000);
+}
+
+function update(name, data) {
+  if (name === "picture") {
+    picture = data;
+    show(true);
+  } else if (name === "change") {
+    for (const [part, value] of Object.entries(data)) {
+      if (value === null) delete picture[part];
+      else picture[part] = value;
+    }
+  }
+  draw();
 }
 
 // --- drawing --------------------------------------------------------------------------------------------------------
@@ -335,7 +377,7 @@ setInterval(() => {
 // --- orders and logs ------------------------------------------------------------------------------------------------
 
 async function order(verb, parameters, said) {
-  const response = await fetch(`/page/orders/${verb}`, { method: "POST", headers: OWN, body: JSON.stringify(parameters) })
+  const response = await fetch(`/page/orders/${verb}`, { method: "POST", headers: own(), body: JSON.stringify(parameters) })
     .catch(() => null);
   const wrong = response?.ok ? "" : `${said}: ${response ? await failure(response) : "the gateway does not answer"}`;
   by("notice").dataset.order = wrong;
@@ -345,7 +387,7 @@ async function order(verb, parameters, said) {
 
 async function readLog() {
   const name = by("log-of").value;
-  const response = await fetch(`/page/logs${name ? `?model=${encodeURIComponent(name)}` : ""}`).catch(() => null);
+  const response = await fetch(`/page/logs${name ? `?model=${encodeURIComponent(name)}` : ""}`, { headers: own() }).catch(() => null);
   if (!response?.ok) {
     put(by("log"), response ? await failure(response) : "the gateway does not answer");
     return;
@@ -367,7 +409,7 @@ async function readUsage() {
   usageWasRead = true;
   const days = by("usage-days").value;
   const since = days && new Date(Date.now() - (days - 1) * 86400_000).toISOString().slice(0, 10);
-  const response = await fetch(`/page/usage${since ? `?since=${since}` : ""}`).catch(() => null);
+  const response = await fetch(`/v1/usage${since ? `?since=${since}` : ""}`, { headers: own() }).catch(() => null);
   const answer = response?.ok ? await response.json() : null;
   const rows = answer?.rows || [];
   by("usage").hidden = !rows.length;
@@ -428,11 +470,11 @@ by("playground").addEventListener("submit", async (event) => {
   let item = null;
   try {
     const response = await fetch(chat ? "/v1/chat/completions" : "/v1/completions", {
-      method: "POST", headers: { ...OWN, "content-type": "application/json" }, body: JSON.stringify(body), signal: running.signal,
+      method: "POST", headers: { ...own(), "content-type": "application/json" }, body: JSON.stringify(body), signal: running.signal,
     });
     if (!response.ok) throw new Error(await failure(response));
     item = turn("assistant", "");
-    for await (const chunk of serverSentEvents(response.body)) {
+    for await (const { data: chunk } of serverSentEvents(response.body)) {
       if (chunk.error) throw new Error(chunk.error.message);
       const piece = chat ? chunk.choices[0]?.delta?.content : chunk.choices[0]?.text;
       if (piece) {
@@ -469,9 +511,10 @@ async function* serverSentEvents(body) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const data = event.split("\n").find((line) => line.startsWith("data: "));
-      if (!data || data === "data: [DONE]") continue;
-      yield JSON.parse(data.slice(6));
+      const lines = event.split("\n");
+      const [name, data] = ["event: ", "data: "].map((key) => lines.find((line) => line.startsWith(key))?.slice(key.length));
+      if (!data || data === "[DONE]") continue;
+      yield { name, data: JSON.parse(data) };
     }
   }
 }

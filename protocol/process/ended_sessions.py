@@ -1,0 +1,75 @@
+"""The sessions of the gateway's page that people have ended by signing out.
+
+A session is signed and kept nowhere, so each gateway process has to know the sessions that were ended. A process tells
+them to the process that started it, which tells all others, and those that it starts later.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+LASTS_S: Final = 12 * 3600
+"""Seconds that a session lasts unless somebody signs out."""
+MOST_ENDED: Final = 1000
+"""Most ended sessions that are remembered one by one. They must fit into the socket to a gateway process."""
+_ALL: Final = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session of the page.
+
+    key_id  the id of its key: the SHA-256 of its token, in hex
+    until   when it ends by itself, in seconds since 1970
+    id      tells it from all other sessions; ``_ALL`` for every session of the key that does not last longer
+    """
+
+    key_id: str
+    until: int
+    id: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.key_id}.{self.until}.{self.id}"
+
+    @classmethod
+    def of(cls, text: str) -> "Session":
+        """Return the session with this ``text``. Raises ValueError for any other text."""
+        key_id, until, number = text.split(".")
+        if not until.isascii() or not until.isdecimal() or len(until) > 12:
+            raise ValueError("no session")
+        return cls(key_id, int(until), number)
+
+
+class EndedSessions:
+    """The ended sessions that would last longer otherwise. Pure: times are seconds since 1970.
+
+    If there are too many, all sessions of the key that has most of them are ended, and none of them is remembered any
+    more. So somebody who signs in and out all the time ends sessions of one key only.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._until: dict[tuple[str, str], int] = {}
+        for text in texts:
+            session = Session.of(text)
+            self._until[session.key_id, session.id] = session.until
+
+    def add(self, session: Session, now: float) -> None:
+        """End a session."""
+        self._until = {entry: until for entry, until in self._until.items() if until > now}
+        if len(self._until) >= MOST_ENDED:
+            key_id, count = Counter(key_id for key_id, _ in self._until).most_common(1)[0]
+            if count == 1:  # nothing is won by that, so end the sessions of all keys
+                key_id = _ALL
+            self._until = {entry: until for entry, until in self._until.items() if key_id not in (entry[0], _ALL)}
+            self._until[key_id, _ALL] = int(now) + LASTS_S
+        self._until[session.key_id, session.id] = session.until
+
+    def __contains__(self, session: Session) -> bool:
+        own, key, every = (session.key_id, session.id), (session.key_id, _ALL), (_ALL, _ALL)
+        return own in self._until or session.until <= max(self._until.get(key, 0), self._until.get(every, 0))
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the sessions as text, for another process."""
+        return tuple(Session(key_id, until, number).text for (key_id, number), until in self._until.items())
