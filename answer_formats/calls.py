@@ -45,7 +45,7 @@ class Calls:
 
     def start(self, name: str, id: str | None = None) -> None:
         """Begin a call. The text before it is not needed any more."""
-        self.parts.append(CallStart(self.count, name, id))
+        self.parts.append(CallStart(self.count, name, None if id is None else _escaped(id)))
         self.count += 1
         self._is_open = True
         if not self._may_go_back:
@@ -63,7 +63,7 @@ class Calls:
     def arguments(self, json: str) -> None:
         """Add a piece of the arguments of the call that has begun."""
         if json:
-            self.parts.append(CallArguments(self.count - 1, json))
+            self.parts.append(CallArguments(self.count - 1, _escaped(json)))
 
     def end(self) -> None:
         """End the call that has begun."""
@@ -108,6 +108,16 @@ class Calls:
         elif found is Found.TEXT:
             self.parts.append(Text(source.marked()))
         return found is not Found.NOTHING
+
+
+def _escaped(text: str) -> str:
+    """Return a text with its lone surrogates as JSON escapes them. A model may write the escape of half a character,
+    within a string that has to be decoded. The half can be in a str, but not in a message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="backslashreplace").decode()
+    return text
 
 
 Reader = Callable[[Source, Calls, str], Steps[Found]]

@@ -1,5 +1,6 @@
 """The JSON of answers in the shape of Anthropic's API: whole, and as the events of a stream."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, Final, Literal
 from uuid import uuid4
@@ -109,10 +110,21 @@ def _block(block: Block, thinking: Thinking) -> dict[str, Any] | None:
         shown, omitted = (block.text, "") if thinking == "shown" else ("", block.text)
         return {"type": "thinking", "thinking": shown, "signature": signature_of(omitted)}
     try:
-        arguments = orjson.loads(block.text or "{}")
-    except orjson.JSONDecodeError:
+        arguments = _arguments(block.text or "{}")
+    except ValueError:
         return None
     return {"type": "tool_use", "id": block.id or new_id("toolu"), "name": block.name, "input": arguments}
+
+
+def _arguments(text: str) -> Any:
+    """Return the value of a call's JSON. Raises ValueError.
+
+    A model may write the escape of half a character (a lone surrogate), which no answer can hold. It is replaced.
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return orjson.loads(json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace"))
 
 
 class MessageEvents:

@@ -130,6 +130,29 @@ def test_calls_that_are_cut_off_stay_as_they_are(format: str, text: str, meant: 
     check_divisions(format, text, meant)
 
 
+HALF = "\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", f'<tool_call>{{"name": "write", "arguments": "{{\\"text\\": \\"{HALF}\\"}}"}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"name": "write", "arguments": {{"text": "{HALF}"}}}}</tool_call>'),
+        ("gemma3", f"```tool_code\nwrite(text='{HALF}')\n```"),
+        ("glm45", f"<tool_call>write\n<arg_key>tags</arg_key><arg_value>['{HALF}']</arg_value></tool_call>"),
+        ("llama3", f'<|python_tag|>write.call(text="{HALF}")'),
+        ("mistral", f'[TOOL_CALLS][{{"name": "write", "id": "{HALF}", "arguments": {{"text": "{HALF}"}}}}]'),
+    ],
+)
+def test_half_a_character_that_a_model_escapes_stays_an_escape(format: str, text: str) -> None:
+    """A str can hold a lone surrogate, but no message of the gateway can."""
+    parser = AnswerParser(tool_format=format, tools=TOOLS)
+    parts = [*parser.feed(text), *parser.finish()]
+    assert "".join(part.json for part in parts if isinstance(part, CallArguments)).count(HALF) == 1
+    for part in parts:
+        repr(part).encode()
+
+
 @pytest.mark.parametrize("way", WRITERS)
 def test_a_draft_that_is_cut_by_the_end_of_the_reasoning(way: str) -> None:
     format, write = WRITERS[way]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import orjson
 import pytest
 
 from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
@@ -51,6 +52,14 @@ def test_an_answer_that_somebody_else_cancelled_is_an_error_in_each_api() -> Non
         stop_of("cancelled", None, cut=False)
     with pytest.raises(ApiError, match="an operator cancelled"):
         ResponseEvents(objects.ResponseObject("m", {}), lambda item: None).finish("cancelled", {})
+
+
+def test_half_a_character_in_the_arguments_of_a_call_is_replaced() -> None:
+    """Its escape is JSON that a model may write. As a value it would be no text, and the call would be lost."""
+    half = CallArguments(0, '{"at": "\\ud800!", "on": "\\ud83d\\ude00"}')
+    (call,) = message([CallStart(0, "look", None), half, CallEnd(0)])
+    assert call["input"] == {"at": "?!", "on": "\U0001f600"}
+    orjson.dumps(call)
 
 
 def test_the_counts_of_tokens() -> None:
