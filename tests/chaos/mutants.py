@@ -3,6 +3,7 @@
 Each mutant changes classes of the process that imports it, before the main function of the supervisor or the worker.
 """
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_ends import WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
 from supervisor.workers import local_launcher
+from supervisor.workers.descendants import Descendants
 from supervisor.workers.guard import Guard
 from supervisor.workers.hang_detector import HangDetector, HangVerdict
 from supervisor.workers.worker_life import RestartHistory
@@ -137,8 +139,10 @@ def _see_no_hang() -> None:
 
 
 def _leave_orphans() -> None:
-    """Tell the guard of no worker, and do not end the child processes of a dead worker."""
+    """Tell the guard of no worker, do not end the child processes of a dead worker, and give workers marks that say
+    nothing."""
     Guard.watch = lambda self, group: None  # type: ignore[method-assign]
+    Descendants.new_mark = lambda self: os.urandom(8).hex()  # type: ignore[method-assign]
     local_launcher.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
 
 
