@@ -2,8 +2,11 @@
 
 import os
 
-from model_worker.engine import Job, ProgressCallback
+from model_worker.engine import EngineEvent, Finished, Job, NewTokens, ProgressCallback
 from tests.deterministic_engine import DeterministicEngine
+
+CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"
+"""The sequence that writes "hello" into the clipboard."""
 
 
 class OutOfMemoryError(RuntimeError):
@@ -53,3 +56,15 @@ class LeavesInLoad(DeterministicEngine):
 
     def load(self, progress: ProgressCallback) -> None:
         os._exit(7)
+
+
+class SaysSequences(DeterministicEngine):
+    """An engine whose answers and log write the clipboard of the user's terminal."""
+
+    def step(self) -> list[EngineEvent]:
+        events = super().step()
+        for event in events:
+            assert isinstance(event, NewTokens | Finished)
+            event.text = CLIPBOARD
+            print(f"said {CLIPBOARD}", flush=True)
+        return events

@@ -16,6 +16,7 @@ from protocol.process.log_lines import FOR_PEOPLE, OURS, LogLines, json_line, lo
 from protocol.process.log_style import LogStyle
 from protocol.process.outside_output import OutsideOutput
 from protocol.process.private_paths import open_private
+from protocol.process.terminal_text import harmless
 
 OUTSIDE: Final[dict[int, OutsideOutput]] = {}
 """The standard streams of this process by descriptor, after ``never_wait``."""
@@ -102,19 +103,24 @@ class LogWriter(io.TextIOWrapper):
         super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         self._stream = "stdout" if descriptor == 1 else "stderr"
         self._plain = plain
+        self._is_terminal = descriptor in OUTSIDE and os.isatty(descriptor)
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        shown = text
+        shown = harmless(text) if self._is_terminal else text
         if self._unfinished or (self.about is not None and not self._plain):
-            *lines, self._unfinished = (self._unfinished + text).split("\n")
+            *lines, self._unfinished = (self._unfinished + shown).split("\n")
             about = {**(self.about or {}), "stream": self._stream}
             shown = "".join(json_line(time.time(), "info", line, **about) + "\n" for line in lines)
+        self.steer(shown)
+        return len(text)
+
+    def steer(self, text: str) -> None:
+        """Write a text as it is, also to a terminal, which obeys it."""
         try:
-            super().write(shown)
+            super().write(text)
         except OSError:
             pass
-        return len(text)
 
     def flush(self) -> None:
         try:

@@ -12,6 +12,7 @@ import click
 
 from protocol.client.async_client import AsyncClient, AsyncStream, Delta, Progress
 from protocol.errors import ErrorCode, WireError
+from protocol.process.terminal_text import steer
 from supervisor.cli.figures import size
 from supervisor.cli.history import History
 from supervisor.cli.live_lines import bar
@@ -189,13 +190,14 @@ class _Waiting:
             text = "compiling the shape of the answer"
         else:
             text = f"reading the prompt {bar(progress.done or 0, progress.total or 0)}"
-        sys.stderr.write(f"\r\x1b[2K{text}")
+        steer(sys.stderr, "\r\x1b[2K")
+        sys.stderr.write(text)
         sys.stderr.flush()
         self._shown = True
 
     def clear(self) -> None:
         if self._shown:
-            sys.stderr.write("\r\x1b[2K")
+            steer(sys.stderr, "\r\x1b[2K")
             sys.stderr.flush()
             self._shown = False
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from protocol.process.terminal_text import steer
 from supervisor.cli.hints import completed
 from supervisor.cli.pace import Pace
 from supervisor.cli.tables import GAP
@@ -91,7 +92,7 @@ class LiveLines:
         if self._drawn:
             # A line that is longer than the terminal's width takes several rows. All of them are cleared.
             rows = sum(max(1, -(-len(text) // width)) for text in self._drawn)
-            sys.stderr.write(f"\x1b[{rows}A\x1b[J")
+            steer(sys.stderr, f"\x1b[{rows}A\x1b[J")
         for text in lines:
             sys.stderr.write(f"{text}\n")
         self._drawn = lines

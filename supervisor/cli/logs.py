@@ -20,8 +20,7 @@ from supervisor.cli.durations import Duration
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
-from supervisor.cli.tables import terminal_width
-from supervisor.cli.text_width import clean
+from supervisor.cli.streams import take_text
 from supervisor.log_reading import MOST_LINES, read_log
 from supervisor.logs import log_dir, log_path, tail
 
@@ -47,14 +46,18 @@ Read = Callable[..., dict[str, Any]]
     "-n", "--lines", type=click.IntRange(min=0), default=None, help="The most lines to show, the last ones."
     "  [default: 50, or all with --since]",
 )  # fmt: skip
+@click.option("--raw", is_flag=True, help="Print control characters as they are.")
 @as_json
 @supervisor_options
-def logs(model: str, follow: bool, since: float | None, lines: int | None, as_json: bool, runtime_dir: Path) -> None:
+def logs(
+    model: str, follow: bool, since: float | None, lines: int | None, raw: bool, as_json: bool, runtime_dir: Path
+) -> None:
     """Show a model's log, or the supervisor's own; MODEL may be `gateway`, too.
 
     Where MODEL has several workers, MODEL:2 is the second. With --connect, at most the last 1000 lines are shown
-    without --since, and the key needs the right `admin`.
+    without --since, and the key needs the right `admin`. On a terminal, control characters are shown as U+FFFD.
     """
+    take_text(raw=raw)
     begin = None if since is None else time.time() - since
     most = (50 if since is None else None) if lines is None else lines
     if is_remote():
@@ -95,44 +98,39 @@ def _show_remote(read: Read, begin: float | None, most: int | None, follow: bool
             say(f"modelctl: the last {MOST_LINES} lines; --since shows more")
         last = read(lines=min(max(most or 0, 1), MOST_LINES), after=None, since=None)
         for line in last["lines"] if most else []:
-            _print(line, as_json, remote=True)
+            _print(line, as_json)
     else:
-        last = _show_since(read, begin, most, as_json, remote=True)
+        last = _show_since(read, begin, most, as_json)
     if last["unfinished"] and most != 0 and not follow:
-        _print(last["unfinished"], as_json, remote=True)
+        _print(last["unfinished"], as_json)
     while follow:
         if not last["more"]:
             time.sleep(REMOTE_POLL_S)
         last = read(lines=MOST_LINES, after=last["position"], since=None)
         for line in last["lines"]:
-            _print(line, as_json, remote=True)
+            _print(line, as_json)
 
 
-def _show_since(read: Read, begin: float, most: int | None, as_json: bool, *, remote: bool = False) -> dict[str, Any]:
+def _show_since(read: Read, begin: float, most: int | None, as_json: bool) -> dict[str, Any]:
     """Print the lines from a time on: all, or the last ``most``. Return the last reply."""
     kept: deque[str] = deque(maxlen=most)
     last = read(lines=MOST_LINES, after=None, since=begin)
     while True:
         if most is None:
             for line in last["lines"]:
-                _print(line, as_json, remote=remote)
+                _print(line, as_json)
         else:
             kept.extend(last["lines"])
         if not last["more"]:
             break
         last = read(lines=MOST_LINES, after=last["position"], since=None)
     for line in kept:
-        _print(line, as_json, remote=remote)
+        _print(line, as_json)
     return last
 
 
-def _print(line: str, as_json: bool, *, remote: bool = False) -> None:
-    """Print a line of a log. One of another machine must not steer this terminal."""
-    if as_json:
-        line = _as_object(line)
-    elif remote and terminal_width() is not None:
-        line = clean(line)
-    click.echo(line)
+def _print(line: str, as_json: bool) -> None:
+    click.echo(_as_object(line) if as_json else line)
 
 
 def _there_are(runtime_dir: Path) -> str:

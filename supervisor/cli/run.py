@@ -16,6 +16,7 @@ from supervisor.cli.conversation import ChatSession
 from supervisor.cli.dialogue import hold
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.prompt import read_prompt
+from supervisor.cli.streams import take_text
 
 _OWN_FIELDS = {"prompt", "messages", "token_ids", "model", "timeout", "on_progress"}
 """Fields that the command itself gives to the client's ``generate``."""
@@ -139,6 +140,7 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
     callback=_fields,
     help="Any other field of a request; VALUE is JSON, or else text. May be given several times.",
 )
+@click.option("--raw-output", is_flag=True, help="Print control characters of the answer as they are.")
 @click.option("--logprobs", is_flag=True, help="With --json: each token's log-probability.")
 @as_json
 @supervisor_options
@@ -146,6 +148,7 @@ def run(
     model: str,
     prompt: str | None,
     raw: bool,
+    raw_output: bool,
     system: str | None,
     as_json: bool,
     runtime_dir: Path,
@@ -160,8 +163,11 @@ def run(
 
     With --json, each piece of the answer is a line of JSON, and the last line has the whole text and the figures.
 
+    On a terminal, control characters of the answer are shown as U+FFFD.
+
     Ctrl-C ends the answer; a second Ctrl-C does not wait for the model.
     """
+    take_text(raw=raw_output)
     sampling = {key: value for key, value in options.items() if value not in (None, ())}
     if logprobs:
         if not as_json:

@@ -1,7 +1,10 @@
-"""Handle bad standard streams: replace closed streams when a command begins, and drop unwritable output at its end."""
+"""Prepare the standard streams when a command begins: replace closed ones, and let no text steer a terminal. At its end
+drop output that cannot be written."""
 
 import os
 import sys
+
+from protocol.process.terminal_text import TerminalStream
 
 
 def open_missing() -> None:
@@ -19,6 +22,34 @@ def open_missing() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def guard_terminals() -> None:
+    """Let no text that a command prints on a terminal steer it. ``take_text`` and ``terminal_text.steer`` know more."""
+    if sys.stdout.isatty():
+        sys.stdout = TerminalStream(sys.stdout)
+    if sys.stderr.isatty():
+        sys.stderr = TerminalStream(sys.stderr)
+        sys.stderr.painted = False
+
+
+def take_text(*, raw: bool) -> None:
+    """Let standard output take texts of models or logs from now on. They get no colours, either.
+
+    raw  let them steer the terminal, because the user wants every character
+    """
+    if isinstance(sys.stdout, TerminalStream):
+        sys.stdout.painted, sys.stdout.raw = False, raw
+
+
+def name_output(error: BaseException) -> None:
+    """Give an error of standard output its name. Python does not: the message would be "No space left on device"."""
+    if isinstance(error, OSError) and error.filename is None:
+        try:
+            sys.stdout.flush()  # fails again, because what could not be written is still in the buffer
+        except OSError as e:
+            if e.errno == error.errno:
+                error.filename = "standard output"
 
 
 def drop_unwritten() -> None:

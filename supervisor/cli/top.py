@@ -18,6 +18,7 @@ from typing import Any, Final
 import click
 
 from protocol.errors import ConnectionLost, WireError
+from protocol.process.terminal_text import steer
 from supervisor.cli import exit_codes
 from supervisor.cli.colours import in_colour
 from supervisor.cli.command import Command
@@ -96,7 +97,11 @@ class _Top:
     def _draw(self) -> None:
         size = shutil.get_terminal_size()
         lines = screen(self._readings, self._view, size.columns, size.lines, colours=self._colours)
-        sys.stdout.write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
+        steer(sys.stdout, "\x1b[H")
+        for number, line in enumerate(lines):
+            steer(sys.stdout, "\x1b[K\r\n" if number else "")
+            sys.stdout.write(line)
+        steer(sys.stdout, "\x1b[K\x1b[J")
         sys.stdout.flush()
 
     def _press(self, key: str) -> bool:
@@ -188,13 +193,13 @@ def _own_screen() -> Iterator[int]:
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.signal(signal.SIGWINCH, lambda *_: None)
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    sys.stdout.write(ENTER)
+    steer(sys.stdout, ENTER)
     tty.setcbreak(sys.stdin)
     try:
         yield reading
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, mode)
-        sys.stdout.write(LEAVE)
+        steer(sys.stdout, LEAVE)
         sys.stdout.flush()
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGWINCH, before)
@@ -208,11 +213,11 @@ def _first_screen() -> Iterator[None]:
     mode = termios.tcgetattr(sys.stdin)
     usual = termios.tcgetattr(sys.stdin)
     usual[3] |= termios.ICANON | termios.ECHO
-    sys.stdout.write(LEAVE)
+    steer(sys.stdout, LEAVE)
     sys.stdout.flush()
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, usual)
     try:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, mode)
-        sys.stdout.write(ENTER)
+        steer(sys.stdout, ENTER)

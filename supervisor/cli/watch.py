@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from protocol.process.terminal_text import steer
 from supervisor.cli.colours import in_colour
 from supervisor.cli.text_width import ELLIPSIS
 
@@ -41,7 +42,7 @@ def show(
     click.echo(look())
     in_place = again and not as_json and sys.stdout.isatty()
     if in_place:
-        sys.stdout.write("\x1b[2J")
+        steer(sys.stdout, "\x1b[2J")
     while again:
         if in_place:
             _replace(look())
@@ -59,5 +60,9 @@ def _replace(text: str) -> None:
     if len(lines) > room > 0:
         lines = [*lines[: room - 1], f"{ELLIPSIS} {len(lines) - room + 1} more lines: the terminal is too low"]
     shown = lines if in_colour() else [click.unstyle(line) for line in lines]
-    sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
+    steer(sys.stdout, "\x1b[H")
+    for line in shown:
+        sys.stdout.write(line)
+        steer(sys.stdout, "\x1b[K\n")
+    steer(sys.stdout, "\x1b[J")
     sys.stdout.flush()

@@ -105,7 +105,7 @@ def test_no_standard_output_and_no_standard_error(serving: Serving) -> None:
 def test_a_full_disk(serving: Serving, arguments: list[str]) -> None:
     done = modelctl(*arguments, redirect=">/dev/full", MODELCTL_RUNTIME_DIR=str(serving.runtime_dir))
     assert done.returncode == 78
-    assert "No space left on device" in only_line(done)
+    assert only_line(done) == "modelctl: standard output: No space left on device"
 
 
 def test_a_full_disk_for_errors(serving: Serving) -> None:
