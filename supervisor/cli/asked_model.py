@@ -11,7 +11,7 @@ from protocol.client.sync_client import Client
 from protocol.errors import ErrorCode, WireError
 from protocol.limits import MODEL_NAME_PATTERN
 from supervisor.cli.live_lines import LiveLines
-from supervisor.cli.waiting import shown
+from supervisor.cli.waiting import goes_on, shown
 
 
 def check_name(client: Client, model: str) -> None:
@@ -48,19 +48,19 @@ def loaded(client: Client, model: str, *, quiet: bool) -> dict[str, Any]:
     The wait is needed because the status of a model without a worker lacks its context and its chat template.
     """
     live = LiveLines()
-    while True:
-        status = _seen(client, model)
-        if status["state"] in ("ready", "draining", "stopped", "failed", "stopping"):
-            return status
-        if status["state"] == "asleep":  # its request wakes it
-            return status
-        if status["state"] == "unloaded":
-            # This call only starts the load. Its error says that the model is being loaded.
-            with suppress(WireError):
-                client.tokenize(model, "")
-        if not quiet:
-            live.show({model: shown(status)})
-        time.sleep(0.1)
+    status = _seen(client, model)
+    with goes_on(f"the load of {model} goes on: `modelctl ps` shows it"):
+        # The request wakes a model that is asleep.
+        while status["state"] not in ("ready", "draining", "stopped", "failed", "stopping", "asleep"):
+            if status["state"] == "unloaded":
+                # This call only starts the load. Its error says that the model is being loaded.
+                with suppress(WireError):
+                    client.tokenize(model, "")
+            if not quiet:
+                live.show({model: shown(status)})
+            time.sleep(0.1)
+            status = _seen(client, model)
+    return status
 
 
 def _seen(client: Client, model: str) -> dict[str, Any]:

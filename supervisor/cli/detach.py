@@ -66,8 +66,8 @@ def detach(config: Path, runtime_dir: Path, autostart: list[str], options: Seque
         return _see_up(process, config, runtime_dir, autostart)
     except KeyboardInterrupt:
         if process.poll() is None:
-            message = f"modelctl: interrupted; the supervisor (pid {process.pid}) goes on, `modelctl shutdown` ends it"
-            say(f"\n{message}" if sys.stderr.isatty() else message)
+            message = f"interrupted; the supervisor (pid {process.pid}) goes on, `modelctl shutdown` ends it"
+            raise CommandFailure(exit_codes.INTERRUPTED, "interrupted", message) from None
         return exit_codes.INTERRUPTED
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import traceback
 from typing import Any
 
@@ -41,6 +42,8 @@ def report(error: BaseException, *, as_json: bool) -> int:
         elif isinstance(error, click.ClickException):
             error.show()
         else:
+            if code == exit_codes.INTERRUPTED and lines and sys.stderr.isatty():
+                click.echo(err=True)  # the terminal shows ^C in this line
             for line in lines:
                 say(f"modelctl: {line}")
     except OSError:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from supervisor.cli.waiting import (
     POLL_S,
     ModelStatus,
     coming_generation,
+    goes_on,
     settled_down,
     settled_up,
     wait_for,
     wait_for_rollouts,
     why_not_ready,
+    words_for,
 )
 from supervisor.workers.lifecycle import AT_REST
 
@@ -50,9 +52,11 @@ def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, ru
     MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
     """
     with connect(runtime_dir, admin=True) as client:
-        replies = give_order(client, "start", models, every=every)
-        wanted = {name: coming_generation(worker) for name, worker in replies.items()}
-        see_up(client, wanted, no_wait, as_json)
+        names = chosen_models.ordered(client, models, every=every)
+        with goes_on(f"the start of {words_for(names)} goes on: `modelctl ps` shows it, `modelctl stop` ends it"):
+            replies = give_order(client, "start", names)
+            wanted = {name: coming_generation(worker) for name, worker in replies.items()}
+            see_up(client, wanted, no_wait, as_json)
 
 
 @click.command(
@@ -74,9 +78,12 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
     MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
     """
     with connect(runtime_dir, admin=True) as client:
-        workers = give_order(client, "stop", models, every=every, now=now)
-        stopped = {name: worker["generation"] for name, worker in workers.items()}
-        ended = watch(client, list(stopped), lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
+        names = chosen_models.ordered(client, models, every=every)
+        faster = "" if now else ", `modelctl stop --now` ends its requests"
+        with goes_on(f"the stop of {words_for(names)} goes on: `modelctl ps` shows it{faster}"):
+            workers = give_order(client, "stop", names, now=now)
+            stopped = {name: worker["generation"] for name, worker in workers.items()}
+            ended = watch(client, list(stopped), lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
     for model in ended:
         if model["state"] not in AT_REST and not (no_wait or as_json):
             click.echo(f"modelctl: {model['name']} was stopped, and started again meanwhile", err=True)
@@ -103,12 +110,13 @@ def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, 
     """
     with connect(runtime_dir, admin=True) as client:
         names = chosen_models.ordered(client, models, every=every)
-        replies = [client.call("restart", model=name) for name in names]
-        in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
-        if in_turns and not no_wait:
-            wait_for_rollouts(client, in_turns, for_people=not as_json)
-        wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
-        see_up(client, wanted, no_wait, as_json)
+        with goes_on(f"the restart of {words_for(names)} goes on: `modelctl ps` shows it"):
+            replies = [client.call("restart", model=name) for name in names]
+            in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
+            if in_turns and not no_wait:
+                wait_for_rollouts(client, in_turns, for_people=not as_json)
+            wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
+            see_up(client, wanted, no_wait, as_json)
 
 
 @click.command(
@@ -129,24 +137,23 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
     with connect(runtime_dir, admin=True) as client:
         pid = client.status()["supervisor"]["pid"]
         pidfd = _pidfd_of(listener_of(client), pid)
-        client.call("shutdown", now=now)
-        if pidfd is None:
-            _wait_for_silence(client)
-    if pidfd is not None:
-        _wait_for_exit(pidfd)
+        faster = "" if now else ": `modelctl shutdown --now` ends its requests"
+        with goes_on(f"the shutdown of the supervisor (pid {pid}) goes on{faster}"):
+            client.call("shutdown", now=now)
+            if pidfd is None:
+                _wait_for_silence(client)
+            else:
+                _wait_for_exit(pidfd)
     if as_json:
         click.echo(json.dumps({"pid": pid}))
 
 
-def give_order(
-    client: Client, verb: str, given: tuple[str, ...], *, every: bool = False, **params: Any
-) -> dict[str, dict[str, Any]]:
-    """Give an order for each model that names and patterns, or ``every``, mean. Return the replies by worker.
+def give_order(client: Client, verb: str, names: Sequence[str], **params: Any) -> dict[str, dict[str, Any]]:
+    """Give an order for each model. Return the replies by worker.
 
     Only the supervisor knows which workers an order concerns, for example during a rollout with an old and a new
     worker.
     """
-    names = chosen_models.ordered(client, given, every=every)
     replies = [client.call(verb, model=name, **params) for name in names]
     return {name: worker for reply in replies for name, worker in reply["workers"].items()}
 

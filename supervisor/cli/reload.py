@@ -15,7 +15,7 @@ from supervisor.cli.compiling import compile_for
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
-from supervisor.cli.waiting import RolloutReport, wait_for_gateway, wait_for_rollouts
+from supervisor.cli.waiting import RolloutReport, goes_on, wait_for_gateway, wait_for_rollouts
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch", "model_roots"), "applied to workers that are started from now on")
 """The text for a changed key of the section ``supervisor`` if running workers keep the key's old value."""
@@ -50,21 +50,22 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
         names = chosen_models.expanded(models, client.status()["models"] if models else ())
         orders: list[dict[str, Any]] = [{"model": name} for name in names] or [{}]
         given: dict[str, Any] = {} if how is None else {"how": how}
-        try:
-            numbers = [client.call("reload", **order, **given)["turnover"] for order in orders]
-        except WireError as e:
-            if not problems or e.code is not ErrorCode.INVALID_REQUEST:
-                raise
-            for problem in problems:  # a line each; the supervisor's error has all of them in one
-                say(str(problem))
-            click.echo("modelctl: nothing is changed", err=True)
-            return exit_codes.CONFIG
-        if no_wait:
-            return exit_codes.OK
-        rollouts = wait_for_rollouts(client, numbers, for_people=not as_json)
-        done = rollouts[0] if len(rollouts) == 1 else _joined(rollouts, dict(zip(numbers, names, strict=True)))
-        of_gateway = [key for key in done["settings"] if key.startswith("gateway.")]
-        unready = wait_for_gateway(client) if of_gateway else None
+        with goes_on("the reload goes on: `modelctl ps` shows its models, `modelctl events` its end"):
+            try:
+                numbers = [client.call("reload", **order, **given)["turnover"] for order in orders]
+            except WireError as e:
+                if not problems or e.code is not ErrorCode.INVALID_REQUEST:
+                    raise
+                for problem in problems:  # a line each; the supervisor's error has all of them in one
+                    say(str(problem))
+                click.echo("modelctl: nothing is changed", err=True)
+                return exit_codes.CONFIG
+            if no_wait:
+                return exit_codes.OK
+            rollouts = wait_for_rollouts(client, numbers, for_people=not as_json)
+            done = rollouts[0] if len(rollouts) == 1 else _joined(rollouts, dict(zip(numbers, names, strict=True)))
+            of_gateway = [key for key in done["settings"] if key.startswith("gateway.")]
+            unready = wait_for_gateway(client) if of_gateway else None
     if as_json:
         click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:

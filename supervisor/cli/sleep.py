@@ -8,7 +8,7 @@ from supervisor.cli import chosen_models
 from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.orders import give_order, see_up, watch
-from supervisor.cli.waiting import settled_asleep
+from supervisor.cli.waiting import goes_on, settled_asleep, words_for
 
 _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 
@@ -29,8 +29,10 @@ def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
     A model that answers requests goes to sleep as soon as it has none.
     """
     with connect(runtime_dir, admin=True) as client:
-        workers = give_order(client, "sleep", models)
-        watch(client, list(workers), settled_asleep, no_wait, as_json)
+        names = chosen_models.ordered(client, models)
+        with goes_on(f"{words_for(names)} will still go to sleep: `modelctl ps` shows it"):
+            workers = give_order(client, "sleep", names)
+            watch(client, list(workers), settled_asleep, no_wait, as_json)
 
 
 @click.command(
@@ -46,5 +48,7 @@ def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
 def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Wake each MODEL that sleeps; a pattern such as 'llama-*' needs quotes."""
     with connect(runtime_dir, admin=True) as client:
-        workers = give_order(client, "wake", models)
-        see_up(client, {name: worker["generation"] for name, worker in workers.items()}, no_wait, as_json)
+        names = chosen_models.ordered(client, models)
+        with goes_on(f"the waking of {words_for(names)} goes on: `modelctl ps` shows it"):
+            workers = give_order(client, "wake", names)
+            see_up(client, {name: worker["generation"] for name, worker in workers.items()}, no_wait, as_json)

@@ -1,19 +1,42 @@
 """Wait for models to reach a state, and show progress meanwhile."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from protocol.client.sync_client import Client
+from supervisor.cli import exit_codes
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.live_lines import LiveLines, Shown
 from supervisor.phase_lines import phase_of
 from supervisor.workers.lifecycle import AT_REST, GOING_DOWN, WorkerState
 
 POLL_S = 0.05
+MOST_NAMED = 5
 
 ModelStatus = dict[str, Any]
 RolloutReport = dict[str, Any]
 """{number, cause, running, models: [{model, change, state, how?, message?}]}"""
+
+
+@contextmanager
+def goes_on(what: str) -> Iterator[None]:
+    """Say what goes on without the command if the user presses Ctrl-C in the body, which gives an order and waits.
+
+    Raises CommandFailure then.
+
+    what  names the order, and says how to see or end what it has begun
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise CommandFailure(exit_codes.INTERRUPTED, "interrupted", f"interrupted; {what}") from None
+
+
+def words_for(names: Sequence[str]) -> str:
+    """Return the models of an order as words: their names if they are few."""
+    return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} models"
 
 
 def wait_for(

@@ -74,3 +74,50 @@ def test_a_conversation_leaves_nothing_behind(serving: Serving, tmp_path: Path) 
     for log in logs:
         assert "secret" not in log.read_text()
         assert said[:12] not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("order", "seen", "said", "state"),
+    [
+        ("start slow", "slow +loading", "the start of slow goes on: ", "loading"),
+        ("run lazy hi", "lazy +loading", "the load of lazy goes on: ", "loading"),
+        ("stop busy", "busy +draining", "the stop of busy goes on: ", "draining"),
+        ("restart busy", "busy +draining", "the restart of busy goes on: ", "draining"),
+        ("reload busy --exchange", "busy +draining", "the reload goes on: ", "draining"),
+        ("sleep sleeper", "sleeper +ready", "sleeper will still go to sleep: ", "ready"),
+    ],
+)
+def test_what_goes_on_without_the_command(order: str, seen: str, said: str, state: str) -> None:
+    models = {
+        "slow": engine("SlowLoad", load_s=60, autostart=False),
+        "lazy": engine("SlowLoad", load_s=60, lazy=True),
+        "busy": engine(step_s=0.05),
+        "sleeper": engine(step_s=0.05, lazy=True, autostart=True) | {"engine": "tests.sleeping_engine:Sleeper"},
+    }
+    model = order.split()[1]
+    with Serving({model: models[model]}) as serving, serving.client() as client:
+        if model in ("busy", "sleeper"):
+            stream = client.generate(model, "endless", max_tokens=4000)
+            next(stream)
+        command = (*order.split(), "--runtime-dir", serving.runtime_dir)
+        with Terminal(*command, environment=serving.environment) as terminal:
+            terminal.wait_for_match(seen)
+            terminal.type("\x03")
+            terminal.wait_for(
+                f"^C\nmodelctl: interrupted; {said}`modelctl ps --runtime-dir {serving.runtime_dir}` shows"
+            )
+            assert terminal.wait_for_exit() == 130
+        assert serving.status(model)["state"] == state
+
+
+def test_a_shutdown_goes_on_without_the_command() -> None:
+    with Serving({"a": engine()}) as serving, serving.client() as client:
+        stream = client.generate("a", "endless", max_tokens=2000)
+        next(stream)
+        with Terminal("shutdown", "--runtime-dir", serving.runtime_dir, environment=serving.environment) as terminal:
+            serving.wait_state("a", "draining")
+            terminal.type("\x03")
+            terminal.wait_for(f"interrupted; the shutdown of the supervisor (pid {serving.pid}) goes on: `modelctl")
+            assert terminal.wait_for_exit() == 130
+        assert stream.complete().text == answer("endless", 2000)
+        assert serving.process.wait(60) == 0
