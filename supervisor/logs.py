@@ -160,5 +160,5 @@ def log_trouble(logger: logging.Logger) -> str | None:
     """Return why lines of the supervisor's log are missing, in its file or on its screen. None while none are."""
     trouble = next((handler.trouble for handler in logger.handlers if isinstance(handler, LogFile)), None)
     if trouble is None and 2 in OUTSIDE and (unread := OUTSIDE[2].trouble) is not None:
-        trouble = f"{unread}; the log file has them"
+        trouble = f"on {unread}; the log file has them"
     return trouble

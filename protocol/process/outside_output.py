@@ -48,7 +48,8 @@ class OutsideOutput(io.RawIOBase):
         """Return why texts are lost, and how many. None if none are, or if the reader has left: nobody misses them."""
         if not self._lost or (self._failure is not None and self._failure.errno in (errno.EPIPE, errno.EIO)):
             return None
-        return f"{_NAMES[self._descriptor]}: {self._why}; lines lost: {self._lost}"
+        what = "is not read" if self._failure is None else f"cannot be written: {self._why}"
+        return f"{_NAMES[self._descriptor]} {what}; lines lost: {self._lost}"
 
     @property
     def is_behind(self) -> bool:
