@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from uuid import uuid4
 
 import psutil
@@ -20,6 +20,9 @@ import yaml
 from modelctl import Client
 from protocol.errors import ConnectionLost
 from tests.orphans import end_with_us
+
+if TYPE_CHECKING:
+    from tests.stopped_reader import StoppableReader
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = "tests.deterministic_engine"
@@ -124,7 +127,7 @@ class Serving:
     options     further command line options of ``serve``
     script      run this Python file instead of ``-m supervisor`` (it must call the same main)
     begin       False: only make the directories; ``start_again`` starts the supervisor
-    output      descriptor that becomes the supervisor's standard output and error; None: a file, see ``stderr``
+    output      the reader of the supervisor's standard output and error; None: they go to a file, see ``stderr``
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class Serving:
         options: Sequence[str] = (),
         runtime_name: str = "run",
         begin: bool = True,
-        output: int | None = None,
+        output: "StoppableReader | None" = None,
     ) -> None:
         self._mark = uuid4().hex
         self._models = models
@@ -181,7 +184,7 @@ class Serving:
         self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": path, **(environment or {})}
         program = ["-m", "supervisor"] if script is None else [str(script)]
         self._stderr = open(self.directory / "stderr", "wb")  # noqa: SIM115
-        self._output = output
+        self.output = output
         self._program = program
         self._options = options
         if begin:
@@ -201,8 +204,8 @@ class Serving:
             ],
             env=self.environment,
             stdin=subprocess.DEVNULL,
-            stdout=self._stderr if self._output is None else self._output,
-            stderr=self._stderr if self._output is None else self._output,
+            stdout=self._stderr if self.output is None else self.output.descriptor,
+            stderr=self._stderr if self.output is None else self.output.descriptor,
             cwd=self.directory,
         )
 
@@ -278,6 +281,8 @@ class Serving:
         return text[: text.rfind("\n") + 1]  # a line that is being written may be seen in part
 
     def stderr(self) -> str:
+        if self.output is not None:
+            return self.output.text
         return (self.directory / "stderr").read_text(errors="replace")
 
     def modelctl(

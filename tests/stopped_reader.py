@@ -8,6 +8,7 @@ import select
 import socket
 import termios
 import threading
+from select import PIPE_BUF
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from tests.serving import wait_until
 KINDS = ("terminal", "pipe", "socket")
 CTRL_S, CTRL_Q = b"\x13", b"\x11"
 FILLER = b"~"
+KEPT = 1 << 20
 
 
 class StoppableReader:
@@ -31,11 +33,12 @@ class StoppableReader:
             self._end, self.descriptor = pty.openpty()
         elif kind == "pipe":
             self._end, self.descriptor = os.pipe()
+            fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, PIPE_BUF)  # soon full
         else:
             self._end, given = socket.socketpair()
             self.descriptor = given.detach()
         self._flags = self._look_at_flags()
-        self._text = b""
+        self._text = bytearray()
         self._reads = threading.Event()
         self._reads.set()
         self._idle = threading.Event()
@@ -45,8 +48,8 @@ class StoppableReader:
 
     @property
     def text(self) -> str:
-        """Return what was read so far."""
-        return self._text.replace(FILLER, b"").decode()
+        """Return what was read so far: the last ``KEPT`` bytes."""
+        return bytes(self._text).replace(FILLER, b"").decode(errors="replace")
 
     def stop(self) -> None:
         """Read nothing more, and see to it that a write would wait."""
@@ -107,10 +110,11 @@ class StoppableReader:
         while not self._over:
             if not self._reads.is_set():
                 self._idle.set()
-                self._reads.wait(0.05)
-            elif poll.poll(50):
+                self._reads.wait(0.01)
+            elif poll.poll(10):
                 try:
                     self._text += os.read(number, 65536).replace(b"\r", b"")
+                    del self._text[:-KEPT]
                 except OSError:  # the terminal's other side is closed
                     return
 

@@ -4,9 +4,8 @@ A terminal obeys what it shows. One sequence writes the clipboard of the user (O
 forge a line in this way.
 """
 
-import io
 import re
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 _CONTROL: Final = re.compile(r"(\x1b\[(?:[0127]|3[123])m)|\r\n?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Everything that a terminal obeys, but for line ends and tabs. The group is what modelctl itself paints with."""
@@ -26,28 +25,6 @@ def harmless(text: str, *, painted: bool = False) -> str:
         return "\n" if match[0][0] == "\r" else "\N{REPLACEMENT CHARACTER}" + match[0][1:]
 
     return _CONTROL.sub(instead, text)
-
-
-class TerminalStream(io.TextIOWrapper):
-    """A standard stream that is a terminal. ``write`` makes each text harmless, and ``steer`` does not.
-
-    painted  whether the text may have modelctl's colours
-    raw      whether every text is written as it is
-    """
-
-    painted = True
-    raw = False
-
-    def __init__(self, stream: TextIO) -> None:
-        """Take the place of a stream, and go on with its buffer."""
-        super().__init__(stream.buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
-
-    def write(self, text: str) -> int:
-        return super().write(text if self.raw else harmless(text, painted=self.painted))
-
-    def steer(self, sequence: str) -> None:
-        """Write what the terminal shall obey."""
-        super().write(sequence)
 
 
 def steer(stream: Any, sequence: str) -> None:

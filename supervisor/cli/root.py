@@ -10,7 +10,7 @@ from protocol.process.core_dumps import forbid_core_dumps
 from supervisor.cli import colours, exit_codes
 from supervisor.cli.command_group import CommandGroup
 from supervisor.cli.errors import report
-from supervisor.cli.streams import drop_unwritten, guard_terminals, name_output, open_missing
+from supervisor.cli.streams import drop_unwritten, open_missing, take_streams
 from supervisor.compiled_modules import loss
 
 _COMMANDS = {
@@ -103,13 +103,12 @@ def cli() -> None:
 def run() -> int:
     """Run the command line. Return the exit code. An error becomes one line on stderr."""
     open_missing()
-    guard_terminals()
+    take_streams()
     forbid_core_dumps()  # for the supervisor and its children, and for commands with a prompt or a key in memory
     try:
         code = _call()
         sys.stdout.flush()
     except BaseException as e:
-        name_output(e)
         code = report(e, as_json=_json_wanted())
     drop_unwritten()
     return code

@@ -1,10 +1,16 @@
-"""Prepare the standard streams when a command begins: replace closed ones, and let no text steer a terminal. At its end
-drop output that cannot be written."""
+"""Prepare the standard streams when a command begins, and drop output that cannot be written at its end.
 
+Closed streams are replaced, no text steers a terminal, and errors say which stream they are of.
+"""
+
+import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
-from protocol.process.terminal_text import TerminalStream
+from protocol.process.terminal_text import harmless
 
 
 def open_missing() -> None:
@@ -24,12 +30,59 @@ def open_missing() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def guard_terminals() -> None:
-    """Let no text that a command prints on a terminal steer it. ``take_text`` and ``terminal_text.steer`` know more."""
-    if sys.stdout.isatty():
-        sys.stdout = TerminalStream(sys.stdout)
+class Output(io.TextIOWrapper):
+    """A standard stream whose errors have its name. Python's own say "No space left on device", and not of what."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        """Take the place of a stream, and go on with its buffer."""
+        settings: dict[str, Any] = {key: getattr(stream, key) for key in ("line_buffering", "write_through")}
+        super().__init__(stream.buffer, encoding=stream.encoding, errors=stream.errors, **settings)
+        self._called = name
+        self._former = stream  # it closes the buffer at its end
+
+    def write(self, text: str) -> int:
+        with self._naming():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._naming():
+            super().flush()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            e.filename = self._called
+            raise
+
+
+class TerminalOutput(Output):
+    """A standard stream that is a terminal. ``write`` makes each text harmless, and ``steer`` does not.
+
+    painted  whether the text may have modelctl's colours
+    raw      whether every text is written as it is
+    """
+
+    painted = True
+    raw = False
+
+    def write(self, text: str) -> int:
+        return super().write(text if self.raw else harmless(text, painted=self.painted))
+
+    def steer(self, sequence: str) -> None:
+        """Write what the terminal shall obey."""
+        super().write(sequence)
+
+
+def take_streams() -> None:
+    """Let no text that a command prints on a terminal steer it, and let errors of standard output say so.
+
+    ``take_text`` and ``terminal_text.steer`` make exceptions.
+    """
+    sys.stdout = (TerminalOutput if sys.stdout.isatty() else Output)(sys.stdout, "standard output")
     if sys.stderr.isatty():
-        sys.stderr = TerminalStream(sys.stderr)
+        sys.stderr = TerminalOutput(sys.stderr, "standard error")
         sys.stderr.painted = False
 
 
@@ -38,18 +91,8 @@ def take_text(*, raw: bool) -> None:
 
     raw  let them steer the terminal, because the user wants every character
     """
-    if isinstance(sys.stdout, TerminalStream):
+    if isinstance(sys.stdout, TerminalOutput):
         sys.stdout.painted, sys.stdout.raw = False, raw
-
-
-def name_output(error: BaseException) -> None:
-    """Give an error of standard output its name. Python does not: the message would be "No space left on device"."""
-    if isinstance(error, OSError) and error.filename is None:
-        try:
-            sys.stdout.flush()  # fails again, because what could not be written is still in the buffer
-        except OSError as e:
-            if e.errno == error.errno:
-                error.filename = "standard output"
 
 
 def drop_unwritten() -> None:

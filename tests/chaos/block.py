@@ -19,6 +19,7 @@ from tests.chaos.load import warm_up
 from tests.chaos.machines import DRIVER, NOTICED, Machines
 from tests.chaos.plan import BLOCK, RIVALS, STOP, WATCH, BlockPlan, EpisodePlan, plan_block, plan_episode
 from tests.serving import Serving
+from tests.stopped_reader import StoppableReader
 
 MIB = 1 << 20
 
@@ -47,7 +48,8 @@ def run(
 ) -> Iterator[Outcome]:
     """Run these episodes in order and yield their outcomes. Replace the supervisor after a broken invariant."""
     warm_up()
-    serving = Serving({}, options=["--quiet"], begin=False)
+    reader = StoppableReader("pipe")
+    serving = Serving({}, begin=False, output=reader)
     machines = Machines(serving.directory / "machines", serving._mark) if nodes else None
     serving._beside["cluster"] = machines and machines.section
     try:
@@ -72,6 +74,7 @@ def run(
                 serving.__exit__(None, None, None)
         if machines is not None:
             machines.close()
+        reader.__exit__()
 
 
 _baselines: dict[int, tuple[vitals.Vitals, vitals.Logs]] = {}

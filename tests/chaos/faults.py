@@ -199,6 +199,14 @@ class Faults:
         self._limit(resource.RLIMIT_FSIZE, 4096, self._at_end)
         self._kill(fault)
 
+    def _reader_stops(self, fault: FaultPlan) -> None:
+        """Read no more of the supervisor's standard output and error, and fill the pipe."""
+        reader = self._serving.output
+        assert reader is not None
+        reader.stop()
+        if fault.detail == "goes on":
+            self._later(fault.lasts_s, reader.go_on)
+
     def _descriptors(self, fault: FaultPlan) -> None:
         """Kill a worker, and give the supervisor no new descriptor while it starts the successor.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from protocol.codec import encode
 from protocol.messages import TERMINAL, Events
+from protocol.process.outside_output import OutsideOutput
 from supervisor.placement import turns
 from supervisor.ports.client_port import ClientPort
 from supervisor.requests import request_table
@@ -211,6 +212,11 @@ def _yield_never() -> None:
     turns.who_yields = lambda *given, **how: ()  # type: ignore[assignment]
 
 
+def _wait_for_readers() -> None:
+    """Write to standard output and error on the loop's thread."""
+    OutsideOutput.write = lambda self, data: os.write(self.fileno(), data)  # type: ignore[method-assign]
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "forget resume": _forget_resume,
     "repeat end": _repeat_end,
@@ -229,6 +235,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "yield never": _yield_never,
     "keep lost machines": _keep_lost_machines,
     "leave agents": _leave_agents,
+    "wait for readers": _wait_for_readers,
 }
 WITH_NODES = ("keep lost machines", "leave agents")
 """Mutants that concern workers on other machines."""
@@ -251,6 +258,7 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "give up soon": ("kill", ("a model fails for the stated reason",)),
     "keep lost machines": ("stop agent", ("everything comes to rest",)),
     "leave agents": ("stop agent", ("everything comes to rest",)),
+    "wait for readers": ("reader stops", ("the supervisor goes on and answers",)),
 }
 """For each mutant the faults that show it, and the invariants of which at least one is then broken. The client library
 itself ends a stream with an error if an event is missing or follows the end."""

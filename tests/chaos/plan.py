@@ -40,12 +40,17 @@ SLEEPS = ("sleep", "wake", "sleep and wake", "kill on the way")
 WANTS = ("wait", "both", "kill", "leave", "deadline")
 """Faults of the models ``RIVALS``: a client keeps one busy, and another client wants the other one. ``both``: that one
 is kept busy, too. ``kill``: the busy one's worker dies. ``leave``: the waiting requests are cancelled."""
+READERS = ("goes on", "stays away")
+"""What becomes of a reader of standard output that stops. One that stays away does so until another episode's goes on,
+perhaps to the end of the block."""
 DETAILS = {
     "trouble": TROUBLES, "load trouble": engines.LOAD_TROUBLES, "order": ORDERS, "sleep": SLEEPS, "rival": WANTS,
+    "reader stops": READERS,
 }  # fmt: skip
 FAULTS = {
     "kill": 4, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 6, "load trouble": 1, "full disk": 1,
     "descriptors": 2, "pause": 8, "flood": 1, "order": 3, "sleep": 3, "rival": 2,
+    "reader stops": 2,
 }  # fmt: skip
 """Weights of the faults that an episode may have besides its card. The module ``faults`` describes them."""
 ON_TOP = 0.15
@@ -57,11 +62,12 @@ CARDS: tuple[Card, ...] = (
     *(("trouble", what) for what in (*TROUBLES, *engines.HARMLESS, *engines.HARMLESS)),
     *(("load trouble", what) for what in engines.LOAD_TROUBLES),
     *(("order", what) for what in (*ORDERS, "start", "reload", "reload invalid", "nonsense")),
-    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 10, *[("kill guard", "")] * 6, *[("pause", "")] * 10,
+    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 9, *[("kill guard", "")] * 5, *[("pause", "")] * 8,
     *[("full disk", "")] * 2, *[("descriptors", "")] * 3, *[("flood", "")] * 4,
     *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 10, *[("client", "killed")] * 6,
     *[("client", "far")] * 8, *[("client", "cut")] * 8, *(("sleep", what) for what in (*SLEEPS, *SLEEPS)),
     *(("rival", what) for what in WANTS),
+    *(("reader stops", what) for what in (*READERS, *READERS)),
 )  # fmt: skip
 """The main fault of each episode: (kind of fault, detail), or ("client", kind) for a client that is a fault itself.
 Faults that need a new worker take the most time, so most of them are in the deck only once."""
@@ -313,6 +319,8 @@ def _fault(draw: random.Random, kind: str, detail: str, block: BlockPlan) -> Fau
         count = 1 if detail == "hang" else draw.choice([1, 1, 2, 6])
     elif kind in ("pause", "pause worker"):
         lasts = draw.choice([0.02, 0.1, 0.3])
+    elif kind == "reader stops":
+        lasts = draw.choice([0.05, 0.3])
     elif kind == "descriptors":
         lasts = draw.choice([0.05, 0.2])
     elif kind in node_plan.WEIGHTS:

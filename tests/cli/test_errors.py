@@ -105,7 +105,8 @@ def test_no_standard_output_and_no_standard_error(serving: Serving) -> None:
 def test_a_full_disk(serving: Serving, arguments: list[str]) -> None:
     done = modelctl(*arguments, redirect=">/dev/full", MODELCTL_RUNTIME_DIR=str(serving.runtime_dir))
     assert done.returncode == 78
-    assert only_line(done) == "modelctl: standard output: No space left on device"
+    said = "standard output: No space left on device"
+    assert only_line(done) in (f"modelctl: {said}", json.dumps({"error": {"name": "not_usable", "message": said}}))
 
 
 def test_a_full_disk_for_errors(serving: Serving) -> None:

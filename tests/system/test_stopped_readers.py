@@ -35,7 +35,7 @@ def test_the_supervisor_goes_on_while_nobody_reads_its_output(kind: str) -> None
     gateway = {"listen": f"127.0.0.1:{port}", "auth": "none"}
     with (
         StoppableReader(kind) as reader,
-        Serving({"a": engine()}, gateway=gateway, output=reader.descriptor) as serving,
+        Serving({"a": engine()}, gateway=gateway, output=reader) as serving,
     ):
         wait_until(lambda: "-> ready" in reader.text, what="lines on the screen")
         wait_until(lambda: answers(port), what="the gateway")
@@ -52,7 +52,7 @@ def test_the_supervisor_goes_on_while_nobody_reads_its_output(kind: str) -> None
 
 
 def test_lost_lines_are_counted_and_told() -> None:
-    with StoppableReader("pipe") as reader, Serving({"a": engine(step_s=0)}, output=reader.descriptor) as serving:
+    with StoppableReader("pipe") as reader, Serving({"a": engine(step_s=0)}, output=reader) as serving:
         wait_until(lambda: "-> ready" in reader.text, what="lines on the screen")
         serving.modelctl("log-level", "supervisor", "debug")  # then each request that ends is a line
         reader.stop()
@@ -76,7 +76,7 @@ def test_lost_lines_are_counted_and_told() -> None:
 
 
 def test_a_reader_that_has_left_is_no_trouble() -> None:
-    with StoppableReader("pipe") as reader, Serving({"a": engine()}, output=reader.descriptor) as serving:
+    with StoppableReader("pipe") as reader, Serving({"a": engine()}, output=reader) as serving:
         reader.leave()
         serving.order("restart", model="a")
         wait_until(lambda: serving.status("a")["generation"] == 2, what="another worker")
