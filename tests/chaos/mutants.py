@@ -258,7 +258,7 @@ CAUGHT_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "give up soon": ("kill", ("a model fails for the stated reason",)),
     "keep lost machines": ("stop agent", ("everything comes to rest",)),
     "leave agents": ("stop agent", ("everything comes to rest",)),
-    "wait for readers": ("reader stops", ("the supervisor goes on and answers",)),
+    "wait for readers": ("reader stops,kill", ("every request ends", "the supervisor goes on and answers")),
 }
 """For each mutant the faults that show it, and the invariants of which at least one is then broken. The client library
 itself ends a stream with an error if an event is missing or follows the end."""
