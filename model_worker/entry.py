@@ -24,7 +24,7 @@ from protocol.process.log_output import LogOutput, begin_log
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 from protocol.process.progress_lease import ProgressLease
-from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from protocol.process.worker_exit import EXIT_ASKED, EXIT_AWAY, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec, unpack_spec
 
 _PR_SET_NO_NEW_PRIVS = 38
@@ -177,6 +177,7 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     from model_worker.answer_format import AnswerFormat
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
+    from model_worker.engines.vetting import is_away
     from model_worker.intake import check_defaults
     from model_worker.link import SupervisorLink
     from model_worker.loop import WorkerLoop
@@ -197,11 +198,14 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         gc.enable()  # a load may leave cycles that hold tensors
         engine.load(progress)
         check_defaults(spec.sampling, engine.capabilities.offered)
-    except LoadError as e:
+    except (LoadError, OSError) as e:
+        away = is_away(e, spec.engine)
+        if not away and not isinstance(e, LoadError):
+            raise
         # One write: print() makes two, and a line of the supervisor could come between the text and its end.
         sys.stderr.write(f"{LOAD_ERROR_PREFIX}{' '.join(str(e).split())}\n")
         link.close()
-        return EXIT_CONFIG
+        return EXIT_AWAY if away else EXIT_CONFIG
     if engine.constraints is not None and spec.engine.device != "cpu":
         engine.constraints.begin()  # on the CPU the first requests need that second of processor themselves
     lease.loading()

@@ -11,7 +11,8 @@ It reads a JSON list of questions from stdin: {"spec": fields of EngineSpec, "sa
 JSON for each question, in the order of the questions:
 
     {"faults": [{"key", "message", "machine"}, ...]} for a model that cannot be loaded as configured: the key of the
-        model in models.yaml, a line for people, and whether only this machine lacks something
+        model in models.yaml, a line for people, and whether only this machine lacks something. With "away": true the
+        model's files cannot be read now, and may be there later
     {"needs": {count: {"weights", "cache", "draft", "workspace", "per_gpu"}}} in bytes, by number of GPUs
     {"unknown": text} for a model without a fault, whose needs cannot be estimated
 
@@ -60,6 +61,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     """Return the facts from the model's directory: the faults, the needs, or the reason why the needs are unknown."""
     from model_worker.engine import LoadError
+    from model_worker.engines.vetting import is_away
 
     try:
         if spec.engine == "exllamav2":
@@ -68,7 +70,12 @@ def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
             return _of_transformers(spec, question)
         return {"unknown": f"there is no estimate for engine {spec.engine}"}
     except LoadError as e:
-        return {"faults": [_fault(str(fault), fault.key) for fault in (e, *e.also)]}
+        faults = [_fault(str(fault), fault.key) for fault in (e, *e.also)]
+        return {"faults": faults, "away": is_away(e, spec)}
+    except OSError as e:
+        if not is_away(e, spec):
+            raise
+        return {"faults": [_fault(str(e))], "away": True}
     except MemoryError:
         message = f"{spec.model_dir}: reading it takes more than {MEMORY_LIMIT >> 30} GiB of memory"
         return {"faults": [_fault(message)]}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol import limits
+from protocol.process.absent_directories import is_unmounted
 from protocol.process.worker_spec import EngineSpec
 from supervisor.config_environment import overlay
 from supervisor.config_gateway import GatewayConfig, gateway_problems
@@ -370,7 +371,11 @@ def demo_models() -> dict[str, Path]:
 
 
 def _resolve(model_dir: str, base: Path) -> Path:
-    """Return the directory of a model or adapter. Raises ValueError if there is none."""
+    """Return the directory of a model or adapter. Raises ValueError if there is none.
+
+    A directory on a file system that is not mounted passes. Its worker finds that, and is started again until the
+    directory is there. Otherwise a supervisor that starts before a share of the network would end for good.
+    """
     if model_dir.startswith(DEMO_PREFIX):
         # The name is looked up and never joined into a path, so that demo:../../x cannot leave the package.
         shipped = demo_models()
@@ -378,6 +383,6 @@ def _resolve(model_dir: str, base: Path) -> Path:
             raise ValueError(f"{model_dir!r} is no demo model; shipped are {', '.join(shipped)}")
         return shipped[name]
     path = (base / Path(model_dir).expanduser()).resolve()
-    if not path.is_dir():
+    if not path.is_dir() and not is_unmounted(path):
         raise ValueError(f"{model_dir!r} is no directory (looked for {path}); give the directory with config.json")
     return path

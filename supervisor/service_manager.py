@@ -122,7 +122,7 @@ class ServiceManager:
 
     def _view(self) -> View:
         workers = [
-            WorkerView(replica.shown, replica.state, replica.spec.autostart)
+            WorkerView(replica.shown, replica.state, replica.spec.autostart and not replica.is_away)
             for replica in self._fleet.registry.replicas.values()
         ]
         gateway, listen = self._gateway_trouble(), self._clients.problem or ""

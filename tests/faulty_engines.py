@@ -1,8 +1,10 @@
 """Engines that fail in load or in a step as torch and CUDA do, without torch. models.yaml has their import strings."""
 
+import errno
 import os
+from pathlib import Path
 
-from model_worker.engine import EngineEvent, Finished, Job, NewTokens, ProgressCallback
+from model_worker.engine import EngineEvent, Finished, Job, LoadError, NewTokens, ProgressCallback
 from tests.deterministic_engine import DeterministicEngine
 
 CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"
@@ -49,6 +51,18 @@ class RunsOutInLoad(DeterministicEngine):
 
     def load(self, progress: ProgressCallback) -> None:
         raise FAULTS["vram"]
+
+
+class ReadsItsDirectory(DeterministicEngine):
+    """An engine that reads ``state`` in its model's directory: "fine", or the name of an error that reading gives."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        file = Path(self.spec.model_dir) / "state"
+        if not file.exists():
+            raise LoadError(f"{file.parent} has no file state")
+        if (state := file.read_text()) != "fine":
+            raise OSError(getattr(errno, state), os.strerror(getattr(errno, state)), str(file))
+        super().load(progress)
 
 
 class LeavesInLoad(DeterministicEngine):

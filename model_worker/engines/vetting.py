@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model_worker.engine import LoadError
+from model_worker.engines import BUILT_IN
 from model_worker.engines.links import Bounds, open_file, open_place
+from protocol.process.absent_directories import AWAY_ERRORS, is_absent
+from protocol.process.worker_spec import EngineSpec
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -57,6 +60,36 @@ _WIDEST = 1 << 64
 _LFS = b"version https://git-lfs"
 _PARTS = ("", "additional_chat_templates")
 """The directory itself, and the subdirectories that are read."""
+
+
+def is_away(error: BaseException, spec: EngineSpec) -> bool:
+    """Return whether a model could not be read because its files are away, so that another try may help.
+
+    A file system that is away answers with certain errors. If it is not mounted, its directory is missing or empty.
+    What is there and wrong is not away.
+    """
+    key = error.key if isinstance(error, LoadError) else None
+    if key is not None and key.partition(".")[0] not in ("model_dir", "draft_model", "lora"):
+        return False  # an option is wrong
+    directories = [spec.model_dir]
+    if spec.engine in BUILT_IN:  # the options of another engine may mean anything
+        directories += filter(None, [spec.options.get("draft_model")])
+        directories += [entry["dir"] for entry in spec.options.get("lora") or ()]
+    return any(map(is_absent, directories)) or any(
+        isinstance(cause, OSError) and cause.errno in AWAY_ERRORS for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and the errors that led to it."""
+    rest, seen = [error], set()
+    while rest:
+        one = rest.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            also = one.also if isinstance(one, LoadError) else ()
+            rest += [e for e in (one.__cause__, one.__context__, *also) if e is not None]
 
 
 def vet(directory: Path, bounds: Bounds | None = None) -> None:

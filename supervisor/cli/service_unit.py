@@ -61,7 +61,7 @@ class Unit:
             [
                 MARK,
                 *_HEAD.format(
-                    after="After=network.target nvidia-persistenced.service\n" if system else ""
+                    after="After=network.target remote-fs.target nvidia-persistenced.service\n" if system else ""
                 ).splitlines(),
                 *(_PLACES.format(user=self.run_as, runtime=RUNTIME_DIR, cache=_CACHE).splitlines() if system else []),
                 f"ExecStart={command} serve {quoted(str(self.config))}",

@@ -115,9 +115,14 @@ def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
     wanted  the ordered generation. An older generation that goes down only makes room for it. If the ordered generation
             goes down, or if the model is at rest, somebody has given another order meanwhile
     """
-    if model["state"] in (*AT_REST, WorkerState.ASLEEP):
+    if model["state"] in (*AT_REST, WorkerState.ASLEEP) or is_away(model):
         return True
     return model["generation"] >= wanted and (model["state"] == "ready" or model["state"] in GOING_DOWN)
+
+
+def is_away(model: ModelStatus) -> bool:
+    """Return whether a model's files cannot be read. The supervisor tries again for as long as that lasts."""
+    return model["state"] == WorkerState.BACKOFF and (model.get("last_exit") or {}).get("reason") == "away"
 
 
 def settled_down(model: ModelStatus, stopped: int) -> bool:
@@ -153,4 +158,5 @@ def why_not_ready(model: ModelStatus) -> str:
         return f"{name}: it sleeps ({model['unloaded']}); the next request wakes it"
     if state == WorkerState.UNLOADED:
         return f"{name}: it was unloaded before it was ready ({model['unloaded']}); the next request starts it"
-    return f"{name}: {model.get('reason') or 'is ' + state} (log: {model['log']})"
+    again = "; it is tried again by itself" if is_away(model) else ""
+    return f"{name}: {model.get('reason') or 'is ' + state}{again} (log: {model['log']})"

@@ -97,8 +97,7 @@ class AgentGpus:
             return None
         self._again_at = now + RETRY_S
         if estimated.error is not None:
-            reason = "unreadable" if estimated.retry else "config"
-            return Refused(reason, LOAD_ERROR_PREFIX + estimated.error, estimated.retry)
+            return Refused(estimated.reason, LOAD_ERROR_PREFIX + estimated.error, estimated.retry)
         if self._reader is None:
             return Fits(Admitted([], {}, None, None, None))
         reading: Sequence[Gpu] | None = None

@@ -216,7 +216,7 @@ class Leave:
     """The end is known: the agent may leave."""
 
 
-REASONS: Final = ("config", "no room", "unreadable", "spawn")
+REASONS: Final = ("config", "no room", "unreadable", "away", "spawn")
 FromAgent = Copying | Admitted | Gpus | Up | Beat | Log | Ended | Refused
 ToAgent = Heard | Signal | Stacks | Leave
 _FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in get_args(FromAgent)}

@@ -185,6 +185,12 @@ class Replica:
         return self.spec.config.lazy and self.last_exit is not None and self.last_exit.reason == "no room"
 
     @property
+    def is_away(self) -> bool:
+        """Whether the model's files could not be read at the last start. It is tried again, perhaps for days."""
+        away = self.last_exit is not None and self.last_exit.reason == "away"
+        return away and self.state is WorkerState.BACKOFF
+
+    @property
     def chat(self) -> bool | None:
         """Whether the model has a chat template. None until a worker has loaded it."""
         return self.info.get("chat")

@@ -92,8 +92,7 @@ class Start(Admission):
             self._gpu_request = None
             self._starts.advance()
         elif estimated.error is not None:
-            reason = "unreadable" if estimated.retry else "config"
-            self._refuse(not_admitted(reason, LOAD_ERROR_PREFIX + estimated.error, retry=estimated.retry))
+            self._refuse(not_admitted(estimated.reason, LOAD_ERROR_PREFIX + estimated.error, retry=estimated.retry))
         else:
             self._starts.advance()
 

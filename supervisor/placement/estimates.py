@@ -70,6 +70,7 @@ class Estimated:
     unknown    why the memory cannot be estimated
     faults     why the model cannot be loaded
     retry      with ``faults``: whether another try may help
+    away       with ``faults``: whether the model's files cannot be read now, and may be there later
     unchecked  the parts of the model that cannot be checked here, because a package is not installed, with the remedy
     template   the file of the directory that holds the chat template; "" without one, None if that is not known
     understood  how the model calls tools, and what its chat template makes of conversations, for people; None if it was
@@ -82,6 +83,7 @@ class Estimated:
     unknown: str | None = None
     faults: tuple[Fault, ...] = ()
     retry: bool = False
+    away: bool = False
     unchecked: str | None = None
     sleep_bytes: int | None = None
     template: str | None = None
@@ -89,16 +91,21 @@ class Estimated:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def reason(self) -> str:
+        """Return the reason of an ``ExitReport`` about the faults."""
+        return "away" if self.away else "unreadable" if self.retry else "config"
+
+    @property
     def error(self) -> str | None:
         """Return the first fault's message, in the words that a worker would use. None without a fault."""
         return self.faults[0].message if self.faults else None
 
 
-def _not_read(message: str) -> Estimated:
-    return Estimated(faults=(Fault("model_dir", message),), retry=True)
+def _not_read(message: str, *, away: bool = False) -> Estimated:
+    return Estimated(faults=(Fault("model_dir", message),), retry=True, away=away)
 
 
-_LATE = _not_read(f"its files could not be read within {ESTIMATE_S:.0f} s: is its file system there?")
+_LATE = _not_read(f"its files could not be read within {ESTIMATE_S:.0f} s: is its file system there?", away=True)
 
 
 def _lost(code: int) -> Estimated:
@@ -260,5 +267,5 @@ def _read(line: bytes) -> Estimated:
     always["sampling"] = reply.get("sampling", {})
     if "needs" in reply:
         return Estimated(needs={int(count): Needs(**parts) for count, parts in reply["needs"].items()}, **always)
-    faults = tuple(Fault(**fault) for fault in reply.get("faults", ()))
-    return Estimated(unknown=reply.get("unknown"), faults=faults, **always)
+    faults, away = tuple(Fault(**fault) for fault in reply.get("faults", ())), bool(reply.get("away"))
+    return Estimated(unknown=reply.get("unknown"), faults=faults, retry=away, away=away, **always)

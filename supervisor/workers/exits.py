@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from protocol.process.worker_exit import EXIT_ASKED, EXIT_AWAY, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 
 MAX_MESSAGE = 300
 """The most characters of a message. Tables show messages, and clients get them."""
@@ -43,7 +43,7 @@ _FREE = re.compile(r"of which ([\d.]+ (?:[KMGT]i)?B(?:ytes)?|0 bytes) is free|([
 class ExitReport:
     """The report of a process that has ended, or that was not started.
 
-    reason   "asked", "config", "no room", "unreadable", "out of VRAM", "out of memory", "CUDA error",
+    reason   "asked", "config", "no room", "unreadable", "away", "out of VRAM", "out of memory", "CUDA error",
              "engine fault", "hung", "killed", "lost", "signal", "spawn" or "exit"
     message  one line for a person, at most MAX_MESSAGE characters
     retry    whether another try may help
@@ -85,10 +85,11 @@ def classify(code: int, *, asked: bool, log_tail: list[str], killed: tuple[str, 
 
 
 def _unasked(code: int, log_tail: list[str], killed: tuple[str, str] | None) -> ExitReport:
-    if code == EXIT_CONFIG:
+    if code in (EXIT_CONFIG, EXIT_AWAY):
         load_errors = [line for line in log_tail if line.startswith(LOAD_ERROR_PREFIX)]
         message = _printable(load_errors[-1]) if load_errors else "cannot load the model as configured"
-        return ExitReport(code, "config", message, retry=False)
+        away = code == EXIT_AWAY
+        return ExitReport(code, "away" if away else "config", message, retry=away)
     last = _printable(next((line.strip() for line in reversed(log_tail) if line.strip()), ""))
     fault = engine_fault(log_tail) if code == EXIT_ENGINE_FAULT else None
     if code == -signal.SIGABRT:

@@ -5,7 +5,8 @@ Orders (``start``, ``stop``, ...) set the desired state. The last order counts. 
 
 A worker whose process ends although nobody asked for that is started again after a pause. The restart limit counts such
 ends in a sliding window, whatever the uptime: a model that crashes 1.5 s after each start must not be restarted for
-ever. An end that a poisoned request has caused does not count. The limit ends in ``failed`` for this worker alone.
+ever. An end that a poisoned request has caused does not count, and neither does one because the model's files are away
+with their file system. The limit ends in ``failed`` for this worker alone.
 Models are independent, so the supervisor itself does not give up, unlike an OTP supervisor.
 """
 
@@ -26,6 +27,10 @@ from supervisor.workers.lifecycle import (
 
 if TYPE_CHECKING:  # the configuration imports this module, also for commands that start nothing
     from supervisor.workers.exits import ExitReport
+
+
+AWAY_S, AWAY_MAX_S = 5.0, 300.0
+"""Least and greatest pause in seconds before a model whose files could not be read is tried again. It doubles."""
 
 
 class Desired(StrEnum):
@@ -63,6 +68,8 @@ class RestartHistory:
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self._failures: deque[float] = deque()
+        self._away = 0
+        """How often in a row the model's files could not be read."""
 
     def failed(self, now: float, chance: float) -> float | None:
         """Record a failure. Return the seconds to wait before the next try, or None to give up.
@@ -81,9 +88,23 @@ class RestartHistory:
         pause = min(policy.max_s, policy.initial_s * 2.0 ** (count - 2))
         return pause * (1.0 + policy.jitter * chance)
 
+    def away(self, chance: float) -> float:
+        """Record that the model's files could not be read. Return the seconds to wait before the next try.
+
+        Such ends are no failures of the model. They never lead to giving up: a share may be away for days.
+        """
+        pause = AWAY_S * 2.0 ** min(self._away, 10)
+        self._away += 1
+        return min(AWAY_MAX_S, pause * (1.0 + self.policy.jitter * chance))
+
+    def loaded(self) -> None:
+        """Note that the model's files were read."""
+        self._away = 0
+
     def forgive(self) -> None:
         """Forget all failures, because somebody has started or stopped the model."""
         self._failures.clear()
+        self._away = 0
 
     @property
     def recent(self) -> int:
@@ -203,6 +224,8 @@ class WorkerLife:
         pause, why = None, ""
         if report.retry and blames_request:
             pause, why = 0.0, ", a request is to blame"
+        elif report.reason == "away":
+            pause = self.history.away(chance)
         elif report.retry:
             pause = self.history.failed(now, chance)
         what_next = f"next try in {pause:.1f} s{why}" if pause is not None else "not tried again"
@@ -234,6 +257,8 @@ class WorkerLife:
         before, (self.state, actions) = self.state, row
         if self.state is not before:
             self.since = now
+        if event is Event.LOADED:
+            self.history.loaded()
         if LifecycleAction.FORGIVE in actions:
             self.history.forgive()
         if self.comes_again:  # new requests wait for the next process

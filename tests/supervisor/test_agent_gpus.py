@@ -180,8 +180,11 @@ def test_the_estimate_is_made_there(far: Host, box: Box) -> None:
 def test_a_model_that_cannot_be_read_is_refused(far: Host, tmp_path: Path) -> None:
     engine = EngineSpec("m", "exllamav2", str(tmp_path / "none"), device="cuda")
     reason, why, retry = refused(far, start(far, None, engine=engine))
-    assert (reason, retry) == ("config", False)
+    assert (reason, retry) == ("away", True)
     assert why == f"far: cannot load: model_dir {tmp_path / 'none'} is no directory"
+    (tmp_path / "notes.txt").write_text("no model")
+    engine = EngineSpec("m", "exllamav2", str(tmp_path), device="cuda")
+    assert refused(far, start(far, None, engine=engine))[0::2] == ("config", False)
 
 
 def test_the_agent_is_heard_while_a_directory_is_read(far: Host, tmp_path: Path) -> None:

@@ -213,6 +213,16 @@ gateway: {{certificate: ~nosuch/c, private_key: ~nosuch/p}}
     assert {line.split(": ", 1)[1] for line in problems(tmp_path, text)} == wanted
 
 
+def test_a_directory_on_a_file_system_that_is_not_mounted_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    share.mkdir()
+    text = model(model_dir=str(share / "models" / "m"))
+    assert load(tmp_path, text).models["a"].model_dir == (share / "models" / "m").resolve()
+    (share / "other").mkdir()
+    (problem,) = problems(tmp_path, text)
+    assert "is no directory (looked for " in problem
+
+
 def test_keys_that_begin_with_x_hold_what_models_share(tmp_path: Path) -> None:
     text = f"x-common: &common {{model_dir: ., engine: '{CUSTOM}', max_queue: 7}}\nx-2: 1\nmodels: {{a: *common, b: "
     found = load(tmp_path, text + "{<<: *common, max_queue: 8}}\n").models

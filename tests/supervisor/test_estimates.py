@@ -1,5 +1,6 @@
 """A real process reads models' directories and estimates their memory correctly."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.vram import estimate
+from model_worker.engines.vetting import is_away
 from protocol.process.worker_spec import EngineSpec
 from supervisor.config import load_config
 from supervisor.placement import estimates
@@ -47,7 +50,8 @@ def test_answers_are_the_engines_own_and_errors_are_lines(tmp_path: Path) -> Non
             theirs.weights, theirs.cache, theirs.draft, theirs.workspace, theirs.per_gpu
         )  # fmt: skip
         assert good.needs[count].total(count) == theirs.total + count * (612 << 20)
-    assert none == Estimated(faults=(Fault("model_dir", f"model_dir {tmp_path / 'none'} is no directory"),))
+    missing = Fault("model_dir", f"model_dir {tmp_path / 'none'} is no directory")
+    assert none == Estimated(faults=(missing,), retry=True, away=True)
     assert none.error == f"model_dir {tmp_path / 'none'} is no directory"
     assert deep.error is not None
     assert "\n" not in deep.error
@@ -106,6 +110,40 @@ def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monk
     asking.estimator._epoll.close()
     assert set(os.listdir("/proc/self/fd")) == before
     assert len(asking.message) == 1
+
+
+def test_files_that_are_away_may_be_tried_again_and_wrong_ones_may_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "notes.txt").write_text("no model")
+    lora = EngineSpec("m", "exllamav2", str(DEMO), device="cuda", options={"lora": [{"dir": str(tmp_path / "gone")}]})
+    specs = [spec(tmp_path / "gone"), spec(tmp_path / "gone", "transformers"), spec(tmp_path / "empty"), lora]
+    for answer in ask_now([Question(one) for one in specs]):
+        assert (answer.reason, answer.retry, bool(answer.error)) == ("away", True, True), answer
+    (answer,) = ask_now([Question(spec(tmp_path / "wrong"))])
+    assert (answer.reason, answer.retry) == ("config", False)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT])
+def test_what_a_file_system_that_is_away_answers_is_told_apart(number: int) -> None:
+    def wrapped(number: int) -> LoadError:
+        try:
+            try:
+                raise OSError(number, os.strerror(number))
+            except OSError as e:
+                raise ValueError(e.strerror) from None
+        except ValueError as e:
+            try:
+                raise LoadError(f"config.json cannot be read: {e}") from None
+            except LoadError as error:
+                return error
+
+    there = spec(DEMO)
+    assert is_away(wrapped(number), there)
+    assert is_away(LoadError("one fault", also=[wrapped(number)]), there)
+    assert not is_away(wrapped(errno.EACCES), there)
+    assert not is_away(LoadError("config.json is no JSON"), there)
+    assert not is_away(LoadError("unknown engine", key="engine"), spec("/nowhere"))
 
 
 def test_a_question_that_is_forgotten_is_not_answered(hanging: Path) -> None:

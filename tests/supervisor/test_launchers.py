@@ -186,6 +186,7 @@ def test_a_worker_starts_shows_its_lease_and_leaves_when_asked(host: Host) -> No
 
 def test_the_exit_code_and_the_log_come_back(host: Host) -> None:
     spec = host.spec("CannotLoad")
+    (host.directory / "config.json").write_text("{}")  # a model whose directory is empty may be there later
     worker = host.launcher.start(spec)
     assert host.end(worker) == EXIT_CONFIG
     assert "made of cheese" in log_of(spec)

@@ -38,6 +38,18 @@ def test_an_operator_forgives() -> None:
     assert history.failed(5.0, 0.0) == 0.0
 
 
+def test_files_that_are_away_are_tried_again_for_ever_and_count_as_no_failure() -> None:
+    history = RestartHistory(RestartPolicy(limit=2))
+    assert [history.away(0.0) for _ in range(9)] == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert history.away(0.999) == 300
+    assert [history.away(0.0) for _ in range(2000)][-1] == 300
+    assert history.failed(0.0, 0.0) == 0.0
+    history.loaded()
+    assert history.away(0.5) == 5 * 1.1
+    history.forgive()
+    assert history.away(0.0) == 5
+
+
 def test_a_limit_of_one_allows_no_retry() -> None:
     assert RestartHistory(RestartPolicy(limit=1)).failed(0.0, 0.0) is None
 

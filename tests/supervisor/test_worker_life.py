@@ -10,6 +10,7 @@ from supervisor.workers.worker_life import Desired, RestartPolicy, Transition, W
 
 ASKED = ExitReport(0, "asked", "stopped", retry=False)
 CRASH = ExitReport(-11, "signal", "ended by SIGSEGV", retry=True)
+AWAY = ExitReport(74, "away", "cannot load: model_dir /mnt/m is no directory", retry=True)
 FINAL = ExitReport(-1, "config", "no such directory", retry=False)
 
 
@@ -102,6 +103,18 @@ def test_an_end_that_nobody_asked_for_is_tried_again_unless_another_try_cannot_h
     assert ended(worker, FINAL) == "not tried again"
     assert (worker.state, worker.desired, worker.comes_again) == (WorkerState.FAILED, Desired.UP, False)
     assert worker.settle(113.0) is None
+
+
+def test_a_model_whose_files_are_away_never_fails_and_begins_anew_when_it_was_loaded() -> None:
+    worker = life()
+    for pause in (5, 10, 20, 40, 80, 160, 300, 300):
+        worker.start(104.0, "start ordered") if worker.state is WorkerState.STOPPED else None
+        assert ended(worker, AWAY) == f"next try in {pause}.0 s"
+        assert worker.state is WorkerState.BACKOFF
+        worker.apply(Event.BACKOFF_OVER, 120.0)
+    worker.apply(Event.HELLO, 121.0)
+    worker.apply(Event.LOADED, 122.0)
+    assert ended(worker, AWAY) == "next try in 5.0 s"
 
 
 def test_ends_that_a_request_is_to_blame_for_do_not_count() -> None:

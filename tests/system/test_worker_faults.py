@@ -1,5 +1,6 @@
 """After faults like those of torch and CUDA in real workers, `status` names the fault and the remedy."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from protocol.errors import ErrorCode, WireError
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.serving import Serving, engine, wait_until
+from tests.system.test_service_manager import Manager, managed
 
 
 def faulty(kind: str, **keys: Any) -> dict[str, Any]:
@@ -60,3 +62,33 @@ def test_what_does_not_fit_says_so_to_whoever_starts_it(serve: Serve) -> None:
     with serving.client() as client, pytest.raises(WireError, match="memory is used up") as caught:
         client.complete("a", "x", max_tokens=1)
     assert caught.value.code is ErrorCode.MODEL_FAILED
+
+
+def test_files_that_are_away_are_tried_again_until_they_are_there(tmp_path: Path) -> None:
+    """The share of the model is not mounted when the supervisor starts, and later does not answer for a while."""
+    (mount := tmp_path / "share").mkdir()
+    models = {"a": faulty("ReadsItsDirectory", model_dir=str(mount / "m")), "b": engine()}
+    manager = Manager(str(tmp_path / "notify"))
+    with managed(manager, models) as serving:
+        status = serving.wait_state("a", "backoff")
+        assert (status["last_exit"]["reason"], status["last_exit"]["retry"]) == ("away", True)
+        assert f"cannot load: {mount}/m has no file state; next try in 5" in serving.log()
+        manager.wait_for("READY=1")
+        done = serving.modelctl("start", "a")
+        assert done.returncode == 1
+        assert f"{mount}/m has no file state; it is tried again by itself" in done.stderr
+        (mount / "m").mkdir()
+        (mount / "m" / "state").write_text("fine")
+        serving.wait_state("a", "ready")
+        (mount / "m" / "state").write_text("ESTALE")
+        serving.order("restart", model="a")
+        assert "Stale file handle" in serving.wait_state("a", "backoff")["reason"]
+        (mount / "m" / "state").write_text("fine")
+        serving.wait_state("a", "ready")
+
+
+def test_a_directory_that_is_there_and_wrong_is_not_tried_again(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    serving = serve({"a": faulty("ReadsItsDirectory", model_dir=str(tmp_path))}, wait=False)
+    status = serving.wait_state("a", "failed")
+    assert (status["last_exit"]["reason"], status["restarts"]) == ("config", 0)
