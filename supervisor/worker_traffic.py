@@ -46,6 +46,7 @@ class WorkerTraffic:
         if self._cluster is not None and (remote := self._ports.remote) is not None:
             cluster = self._cluster
             reactor.watch(remote.socket, partial(self._on_machines, cluster, remote), busy=True)
+            reactor.watch(remote.monitor, remote.read_monitor)
             reactor.watch(cluster.launcher.starter_descriptor, cluster.launcher.agents_ended)
             reactor.every(cluster.check_s, lambda: cluster.check(time.monotonic()))
 

@@ -20,9 +20,8 @@ from supervisor.placement.policy import limits_elsewhere
 from supervisor.placement.sizes import Limit
 from supervisor.placement.vram import described_gpu
 from supervisor.ports.client_port import ClientPort
-from supervisor.ports.remote_port import remote_port
+from supervisor.ports.remote_port import RemotePort, remote_port
 from supervisor.ports.sockets import Context, try_bind
-from supervisor.ports.worker_port import WorkerPort
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.workers.launcher import Launcher
 
@@ -39,7 +38,7 @@ class Cluster:
         assert config.advertise is not None  # config_rules.cluster_problems
         self._config, self._log = config, log
         self._public, self._secret = zmq.curve_keypair()
-        self._port: WorkerPort | None = None
+        self._port: RemotePort | None = None
         self._attempts = ListenAttempts(config.advertise, "cluster.advertise")
         self._bound = False
         self._starter = RayStarter(config.ray, log)
@@ -53,7 +52,7 @@ class Cluster:
         """Return one launcher for the workers of this machine and of others."""
         return Launchers(local, self.launcher)
 
-    def open(self, context: Context, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]) -> WorkerPort:
+    def open(self, context: Context, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]) -> RemotePort:
         """Make the port, bind it if that is possible now, and return it. Arguments as for ``WorkerPort``.
 
         Raises ListenError if it can never be bound.

@@ -3,18 +3,67 @@
 Each process gets a key pair of its own when it is started. The key is taken off the list when the process has ended, so
 an older process that comes back from a cut network is refused. Frames of a connection that it still has are dropped,
 because no living worker has its routing id any more.
+
+Every machine that reaches the address can connect. Without a key its connection lasts three seconds, and takes a
+descriptor. libzmq aborts the process if it finds no descriptor for a connection over ipc. So at most MAX_STRANGERS
+connections may exist that have not proved their key. If there are more, the oldest one is ended.
 """
 
 from collections.abc import Callable
+from typing import Final
 
 import zmq
 
 from protocol.process.silent_links import end_when_silent
+from protocol.process.socket_calls import has_input, monitor_event
+from supervisor.ports.accepted import AcceptedDescriptors
 from supervisor.ports.client_port import ClientPort
+from supervisor.ports.monitors import open_monitor
 from supervisor.ports.sockets import Context
+from supervisor.ports.tcp_listener import MAX_STRANGERS, bytes_both_ways
 from supervisor.ports.worker_port import WorkerPort, worker_router
 from supervisor.ports.zap import REMOTE_DOMAIN
 from supervisor.requests.worker_slots import WorkerSlot
+
+PROVEN: Final = 270
+"""A peer that has received more bytes than this has proved its key. libzmq sends 234 bytes, and then waits for the
+proof. It sends some 70 further bytes if it accepts the key, and some ten if it refuses the key."""
+
+
+class RemotePort(WorkerPort):
+    """The port, which also watches its connections.
+
+    monitor   socket with the events of connections, for ``read_monitor``
+    accepted  connections that were taken so far
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        socket: zmq.Socket[bytes],
+        clients: ClientPort,
+        slot_of: Callable[[bytes], WorkerSlot | None],
+    ) -> None:
+        super().__init__(socket, clients, slot_of)
+        self.monitor = open_monitor(context, socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.accepted = 0
+        self._accepted = AcceptedDescriptors()
+
+    def read_monitor(self) -> None:
+        """Note new and ended connections, and end the oldest one without a key if there are too many of them."""
+        while has_input(self.monitor):
+            kind, fd = monitor_event(self.monitor)
+            if kind == zmq.EVENT_DISCONNECTED:
+                self._accepted.note_end(fd, heard=True)
+                continue
+            self.accepted += 1
+            oldest = self._accepted.accept(fd, MAX_STRANGERS)
+            if oldest is not None and bytes_both_ways(oldest)[0] <= PROVEN:
+                self._accepted.end(oldest)
+
+    def close(self) -> None:
+        self.monitor.close(linger=0)
+        super().close()
 
 
 def remote_port(
@@ -24,7 +73,7 @@ def remote_port(
     clients: ClientPort,
     slot_of: Callable[[bytes], WorkerSlot | None],
     lease_s: float,
-) -> WorkerPort:
+) -> RemotePort:
     """Return the port, which is not bound yet.
 
     endpoint    tcp://IP:PORT, an address of this machine that the other machines can reach
@@ -40,4 +89,4 @@ def remote_port(
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
     end_when_silent(socket, lease_s)
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-    return WorkerPort(socket, clients, slot_of)
+    return RemotePort(context, socket, clients, slot_of)

@@ -1,12 +1,17 @@
 """The ports for workers together: the one of this machine, and in a cluster the one for other machines."""
 
+from typing import TYPE_CHECKING
+
 from supervisor.ports.worker_port import WorkerPort
+
+if TYPE_CHECKING:  # without a cluster nothing of it is imported
+    from supervisor.ports.remote_port import RemotePort
 
 
 class WorkerPorts:
     """The ports for workers. ``remote`` is None without a cluster."""
 
-    def __init__(self, local: WorkerPort, remote: WorkerPort | None = None) -> None:
+    def __init__(self, local: WorkerPort, remote: "RemotePort | None" = None) -> None:
         self.local = local
         self.remote = remote
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -28,6 +29,7 @@ from supervisor.keys.store import KeyStore
 from supervisor.ports.arrivals import ArrivalLimits
 from supervisor.ports.connections import ClientConnection
 from supervisor.ports.ipc_listener import open_ipc_port
+from supervisor.ports.remote_port import remote_port
 from supervisor.ports.tcp_listener import (
     MAX_CONNECTIONS_OF_KEY,
     TcpListener,
@@ -405,6 +407,55 @@ def test_connections_that_show_no_key_keep_nobody_out(host: TcpHost, monkeypatch
 
 
 # ipc
+
+
+def test_connections_without_a_key_keep_no_worker_of_another_machine_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take all descriptors, and libzmq would abort the supervisor."""
+    most, endpoint = 16, f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setattr("supervisor.ports.remote_port.MAX_STRANGERS", most)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    public, secret = zmq.curve_keypair()
+    own_public, own_secret = zmq.curve_keypair()
+    zap = ZapHandler(context, os.getuid(), worker_keys={own_public.decode()})
+    clients: Any = SimpleNamespace(socket=context.socket(zmq.ROUTER), connections_by_channel={})
+    port = remote_port(context, endpoint, secret, clients, lambda routing_id: None, 60.0)
+    port.socket.bind(endpoint)
+    heard: list[bytes] = []
+    most_seen = 0
+
+    def turn() -> bool:
+        nonlocal most_seen
+        zap.handle()
+        port.read_monitor()
+        most_seen = max(most_seen, len(port._accepted.wires))
+        heard.extend(routing_id for routing_id, _ in port.receive())
+        return True
+
+    def worker(name: bytes) -> "zmq.Socket[bytes]":
+        dealer = context.socket(zmq.DEALER)
+        dealer.routing_id, dealer.linger, dealer.reconnect_ivl = name, 0, -1
+        dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = public, own_public, own_secret
+        dealer.connect(endpoint)
+        dealer.send(b"x")
+        wait_until(lambda: turn() and name in heard, what=f"{name!r} to be heard")
+        heard.clear()
+        return dealer
+
+    with ExitStack() as stack:
+        first = stack.enter_context(worker(b"first"))
+        for number in range(8 * most):
+            stack.enter_context(socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), WITHIN))
+            before = port.accepted  # it grows in ``turn`` only
+            wait_until(lambda before=before: turn() and port.accepted > before, what="the connection to be taken")
+            if number == 4 * most:
+                stack.enter_context(worker(b"second"))
+        first.send(b"y")
+        wait_until(lambda: turn() and heard == [b"first"], what="the first worker to be heard again")
+        assert most_seen <= 2 * most
+    port.close()
+    clients.socket.close(linger=0)
+    zap.socket.close(linger=0)
+    context.term()
 
 
 def test_another_user_is_not_admitted_over_ipc(runtime_dir: Path) -> None:
