@@ -62,6 +62,10 @@ SOCKET_MARK = 1000
 HOLD_S = 120.0
 """Seconds for which a refused lease is held at most. Ray leases the free GPUs with the lowest indices, so another lease
 gets other GPUs only while this one is held. There is no worker, so a lost supervisor does no harm meanwhile."""
+MOST_LOGGED = 8 << 20
+"""Bytes of the worker's log on this machine beyond which it is emptied. The supervisor keeps what was sent."""
+LAST_WORDS = 1 << 20
+"""Bytes of such a log that are kept if it grows faster than it can be sent."""
 PREFIX = "modelctl-agent-"
 """The name of an agent's directory begins so. The agent's pid follows."""
 
@@ -289,6 +293,7 @@ class Agent:
     def _send_log(self) -> bool:
         """Send the next bytes of the worker's log. Return whether there may be more."""
         try:
+            self._log_sent = keep_small(self._log_file, self._log_sent)
             with open(self._log_file, "rb") as log:
                 log.seek(self._log_sent)
                 text = log.read(MAX_LOG // 2)
@@ -314,6 +319,26 @@ class Agent:
             self._fetching.stop()
             self._fetching.join()
         self._link.close(linger=0)
+
+
+def keep_small(log: Path, sent: int) -> int:
+    """Keep the log of a running worker small. Return the position up to which it was sent.
+
+    The log is emptied when all of a large one was sent. If it grows faster than it can be sent, only its end is kept.
+    The file itself must stay, see ``logs.cut``. Raises OSError.
+    """
+    size = log.stat().st_size
+    unsent = size - sent
+    if unsent <= 2 * MOST_LOGGED and (unsent or size <= MOST_LOGGED):
+        return sent
+    with open(log, "a+b") as file:
+        file.seek(max(sent, size - LAST_WORDS))
+        end = file.read(LAST_WORDS)
+        file.truncate(0)
+        if end:
+            left_out = unsent - len(end)
+            file.write(f"{left_out} bytes are left out here: the log grew too fast\n".encode() + end)
+    return 0
 
 
 def clear_directories() -> None:

@@ -23,6 +23,7 @@ from protocol.process.progress_lease import Leases, WorkerPhase
 from protocol.process.socket_calls import monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
 from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
+from supervisor.cluster.agent import MOST_LOGGED, keep_small
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.cluster.store_keeper import ModelStore
@@ -328,6 +329,28 @@ def test_what_has_left_the_workers_session_ends_with_it(far: Host, whose: str) -
     (psutil.Process(worker.pid) if whose == "worker" else agent_of(far)).kill()
     assert far.end(worker) == -signal.SIGKILL
     gone(far, *processes)
+
+
+def test_a_log_that_grows_faster_than_it_is_sent_fills_no_disk(far: Host) -> None:
+    spec = far.spec("Floods")
+    worker = far.ready(spec)
+    far.until(lambda: "bytes are left out here: the log grew too fast" in log_of(spec), "the note of what is missing")
+    worker.signal(signal.SIGKILL)
+    assert far.end(worker) == -signal.SIGKILL
+
+
+def test_a_log_that_was_sent_is_emptied(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    with open(log, "ab") as worker:
+        worker.write(bytes(MOST_LOGGED))
+        worker.flush()
+        assert keep_small(log, MOST_LOGGED) == MOST_LOGGED
+        worker.write(b"1")
+        worker.flush()
+        assert keep_small(log, MOST_LOGGED) == MOST_LOGGED
+        assert keep_small(log, MOST_LOGGED + 1) == 0
+        worker.write(b"2")  # the worker goes on in the same file
+    assert log.read_bytes() == b"2"
 
 
 def test_an_agent_that_is_stopped_is_lost(far: Host) -> None:
