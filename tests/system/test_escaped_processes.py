@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -97,6 +98,9 @@ def test_it_lives_as_long_as_its_worker(serve: Serve, escaped: Find) -> None:
     assert all(map(is_alive, kept))
     with serving.client() as client:
         assert client.complete("a", "x", max_tokens=3).token_ids
+    adopted = next(process for process in kept if process.ppid() == serving.pid)
+    adopted.kill()
+    wait_until(lambda: not psutil.pid_exists(adopted.pid), what="the supervisor to collect it")
 
 
 def test_an_unmarked_one_waits_for_all_workers_that_may_have_started_it(serve: Serve, escaped: Find) -> None:
@@ -110,6 +114,30 @@ def test_an_unmarked_one_waits_for_all_workers_that_may_have_started_it(serve: S
     assert re.search(line, serving.log())
     serving.order("stop", model="b")
     wait_gone([left])
+
+
+HAD_A_CHILD = """
+import runpy, subprocess
+if __name__ == "__main__":
+    child = subprocess.Popen(["sleep", "3600"], env={}, start_new_session=True)
+    print(f"daemon pid {child.pid}.", flush=True)
+    runpy.run_module("supervisor", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_child_from_before_the_supervisor_is_left_alone(serve: Serve, tmp_path: Path) -> None:
+    """A shell may start something in the background, and then become the supervisor (exec)."""
+    script = tmp_path / "had_a_child.py"
+    script.write_text(HAD_A_CHILD)
+    serving = serve({"a": engine()}, script=script)
+    child = psutil.Process(int(serving.stderr().partition("daemon pid ")[2].partition(".")[0]))
+    try:
+        assert child.ppid() == serving.pid
+        serving.order("shutdown")
+        serving.process.wait()
+        assert is_alive(child)
+    finally:
+        child.kill()
 
 
 def test_helpers_of_the_supervisor_are_left_alone(serve: Serve, escaped: Find) -> None:
