@@ -42,9 +42,9 @@ SETTLED_S = 0.5
 program until its own program begins."""
 SOON_S = 0.01
 """Seconds until the next look after one that has killed something, doubled while the same processes do not die."""
-FORGOTTEN_S = 60.0
-"""Seconds after which a child that has ended and that nobody has collected is collected here. The parts of the
-supervisor collect their own children within seconds."""
+FORGOTTEN_S = 10.0
+"""Seconds after which a child that has ended and that nobody has collected is collected here, if it may be the
+supervisor's own. The parts of the supervisor collect their own children within seconds."""
 END_S = 2.0
 """Seconds that ``end_all`` waits for the end of what it has killed."""
 _NAMED = 5
@@ -186,7 +186,9 @@ class Descendants:
             return None
         child = self._children.get(pid)
         if child is None or child.started != stat.started:
-            child = self._children[pid] = _Child(stat.started, now, None if not stat.is_zombie else "")
+            # What the supervisor starts itself is in its session, or leads one. A zombie in another session is adopted.
+            own = stat.is_zombie and stat.session in (os.getsid(0), pid)
+            child = self._children[pid] = _Child(stat.started, now, "" if own else None)
             child.suspects = frozenset(self._living)
         if stat.is_zombie:
             child.ended_at = now if child.ended_at is None else child.ended_at

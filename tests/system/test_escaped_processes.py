@@ -87,6 +87,20 @@ def test_it_ends_with_the_supervisor_that_is_killed(serve: Serve, escaped: Find,
     wait_gone(left)
 
 
+def test_what_ended_with_its_worker_is_collected(serve: Serve) -> None:
+    """The supervisor sees these children for the first time when they are zombies. They stayed for a minute."""
+    serving = serve({"a": engine() | {"engine": "tests.orphan_engines:ForksFamily"}})
+    worker = psutil.Process(serving.status("a")["pid"])
+    family = wait_until(lambda: found if len(found := worker.children(recursive=True)) == 2 else None, what="a family")
+    os.kill(serving.pid, signal.SIGSTOP)
+    try:
+        os.killpg(worker.pid, signal.SIGKILL)
+        wait_until(lambda: all(p.status() == psutil.STATUS_ZOMBIE for p in family if p.is_running()), what="their end")
+    finally:
+        os.kill(serving.pid, signal.SIGCONT)
+    wait_until(lambda: not any(psutil.pid_exists(p.pid) for p in family), what="the supervisor to collect them")
+
+
 def test_it_lives_as_long_as_its_worker(serve: Serve, escaped: Find) -> None:
     """The end of another worker, with its own children, leaves it alone."""
     serving = serve({"a": escaping("EscapesBySession"), "b": escaping("EscapesBySession")})
