@@ -185,6 +185,7 @@ def test_a_running_request_is_cancelled(page: Page, serving: Serving) -> None:
     row = page.locator("#requests tbody tr")
     expect(row).to_contain_text("running")
     expect(row).to_contain_text("ops")
+    expect(page.locator("#turns li.assistant")).to_be_visible()  # before that, the answer would be an error, 503
     row.get_by_role("button", name="Cancel").click()
     expect(page.locator("#requests-none")).to_be_visible()
     expect(page.locator("#turns li.error")).to_contain_text("cancelled")

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import HTTPConnection
 
-from gateway.http.sessions import COOKIE, page_token, sign, verify
+from gateway.http.sessions import COOKIE, Sessions, page_token, sign, verify
 from protocol.process.ended_sessions import LASTS_S, MOST_ENDED, EndedSessions, Session
+from protocol.process.gateway_settings import GatewaySettings
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.gateway.asking import described
@@ -275,6 +277,12 @@ def test_gateways_of_one_host_do_not_sign_each_other_out(page: Page) -> None:
     assert page.ask("GET", "/page/logs", host="127.0.0.1:9", **elsewhere | {"cookie": both})[0] == 200
     assert page.sign_in("ops", host="localhost")["cookie"].startswith(f"{COOKIE}=")
     assert page.sign_in("ops", host="[::1]:7")["cookie"].startswith(f"{COOKIE}_7=")
+
+
+def test_a_gateway_with_a_certificate_sets_its_cookie_for_tls_only() -> None:
+    asked = HTTPConnection({"type": "http", "headers": [(b"host", b"box:8443")]})
+    _, cookie = Sessions(GatewaySettings(certificate="certificate.pem")).begin(asked, "a" * 64)
+    assert (cookie["key"], cookie["secure"], cookie["path"]) == (f"__Host-{COOKIE}_8443", True, "/")
 
 
 def test_over_tls_the_cookie_belongs_to_this_host_and_to_tls_only(page: Page) -> None:

@@ -30,6 +30,7 @@ NAME_NO_MODEL = {"models", "requests", "story", "events", "metrics", "shutdown",
 POSTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": MESSAGES},
+    "/chat/completions": {"messages": MESSAGES, "keep_alive": "5m", "thinking_token_budget": 5, "unknown": 1},
     "/v1/responses": {"input": "x"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
