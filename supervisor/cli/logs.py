@@ -74,7 +74,7 @@ def logs(
     if begin is None:
         position = path.stat().st_size
         count = most or 0
-        for line in tail(path, max(8192, count * BYTES_PER_LINE))[-count:] if count else []:
+        for line in tail(path, max(8192, count * BYTES_PER_LINE), since=None)[-count:] if count else []:
             _print(line, as_json)
     else:
         last = _show_since(partial(read_log, path), begin, most, as_json)

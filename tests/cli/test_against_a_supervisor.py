@@ -237,6 +237,7 @@ def test_logs_follow(serving: Serving) -> None:
             f.write("fifth\n")
         assert follower.stdout.readline() == "x" * (8 << 20) + "\n"
         assert [follower.stdout.readline() for _ in range(2)] == ["fourth\n", "fifth\n"]
+        assert serving.modelctl("logs", "a", "-n", "2").stdout == "fourth\nfifth\n"
         follower.send_signal(2)
         assert follower.wait(60) == 130
 
