@@ -128,7 +128,7 @@ def test_a_model_goes_on_when_nobody_waits_for_its_place_any_more(serve: Serve, 
     models = {name: lazy() for name in "ab"}
     serving = serve(models, wait=False, groups=group(models), script=quick)
     with RawClient(serving.runtime_dir) as client:
-        client.generate(1, "a", "long", max_tokens=3000)
+        client.generate(1, "a", "long", max_tokens=3000, route={"keep_alive": -1})
         serving.wait_state("a", "ready")
         client.generate(2, "b", "waits", max_tokens=3)
         wait_until(lambda: serving.status("a")["reason"], 30, "it to yield")
