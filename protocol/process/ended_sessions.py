@@ -56,8 +56,13 @@ class EndedSessions:
             self._until[session.key_id, session.id] = session.until
 
     def add(self, session: Session, now: float) -> None:
-        """End a session."""
-        self._until = {entry: until for entry, until in self._until.items() if until > now}
+        """End a session.
+
+        Sessions whose time is over are forgotten only if there are too many: a clock that jumps ahead, and back, must
+        not make ended sessions valid again.
+        """
+        if len(self._until) >= MOST_ENDED:
+            self._until = {entry: until for entry, until in self._until.items() if until > now}
         if len(self._until) >= MOST_ENDED:
             key_id, count = Counter(key_id for key_id, _ in self._until).most_common(1)[0]
             if count == 1:  # nothing is won by that, so end the sessions of all keys
