@@ -31,6 +31,8 @@ TICK_S = 0.02
 POLL_S = 0.04
 """Seconds between two status queries. Each query costs the supervisor and the test a few milliseconds."""
 LEAVES_S = 20.0
+REFUSED_S = 240.0
+"""Seconds for bodies that are refused. Alone, 12 of them take 2 s; beside other programs on two cores, some 40 s."""
 SHOWN_S = 1.5
 """Seconds after which the status surely shows that a worker on another machine is silent. The supervisor shows the last
 figures for a second."""
@@ -204,6 +206,9 @@ class Episode:
 
         if not self._turn_until(over, self._patience_s):
             self._tell_unended()
+            return
+        if not self._turn_until(lambda: not self._faults.is_refusing, max(self._patience_s, REFUSED_S)):
+            self._broken("every request ends", "a gateway has not answered")
             return
         self._faults.undo()
         if any(fault.kind in MAY_BE_SILENT for fault in self._plan.faults):
@@ -409,6 +414,8 @@ class Episode:
                 ends, model = invariants.ends_of(log, name, RESTART_WINDOW_S), name.partition(":")[0]
                 if ends and ends[-1].verdict == "not tried again" and not self._happened.wounds[model].refused:
                     self._see_why(name, model)
+        for problem in self._faults.problems_of_gateways():
+            self._broken("a gateway keeps no refused bodies", problem)
         self._outcome.answers = [answer for each in self._parties for answer in each.answers.values()]
         for answer in self._outcome.answers:
             self._outcome.violations += invariants.check(answer, self._happened, self._block)

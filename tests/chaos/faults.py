@@ -1,19 +1,23 @@
 """Inflict each fault of a plan on a running supervisor and its workers, and undo it."""
 
 import contextlib
+import json
 import os
 import resource
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.load import ChaosClient
-from tests.chaos.plan import EpisodePlan, FaultPlan
-from tests.serving import Serving, wait_until
+from tests.chaos.plan import SECRET, EpisodePlan, FaultPlan
+from tests.chaos.refused_bodies import Refused
+from tests.serving import ROOT, Serving, wait_until
 
 FLOOD_PACE = 16
 TURNS_WITHIN_S = 1.0
@@ -82,6 +86,8 @@ class Faults:
         self.paused_s = 0.0
         """Seconds for which the supervisor was paused, in all."""
         self._paused = False
+        self._refusing: list[tuple[subprocess.Popen[bytes], Path]] = []
+        """The processes that send bodies which are refused, and the files with their output."""
         self.calls: dict[int, str] = {}
         """The orders that were sent, by call number."""
 
@@ -108,6 +114,27 @@ class Faults:
                 self._at_end.pop()()
         for target in self._targets:
             target.close()
+        for process, _ in self._refusing:
+            process.kill()  # its gateway dies with it
+            process.wait()
+
+    @property
+    def is_refusing(self) -> bool:
+        """True while bodies are sent that are refused."""
+        return any(process.poll() is None for process, _ in self._refusing)
+
+    def problems_of_gateways(self) -> Iterator[str]:
+        """Yield what is wrong with each gateway that has refused bodies. One that was ended early is not judged."""
+        for process, output in self._refusing:
+            lines = output.read_text(errors="replace").splitlines()
+            if SECRET in str(lines):
+                yield f"its log holds a prompt: {lines}"
+            if process.returncode == -signal.SIGKILL:
+                continue
+            if process.returncode:
+                yield "\n".join(lines[-20:])
+            elif problem := Refused(**json.loads(lines[-1])).problem:
+                yield problem
 
     def turns_away(self) -> bool:
         """Return whether the supervisor still turns clients away after a flood or a shortage of descriptors."""
@@ -215,7 +242,7 @@ class Faults:
         """
         states = set() if self._paused else {m["state"] for m in self._serving.overview()["models"]}
         at_rest = bool(states) and states <= {"ready", "asleep", "unloaded", "stopped", "failed"}
-        if self._connecting() or self.may_turn_away or not at_rest:
+        if self._connecting() or self.is_refusing or self.may_turn_away or not at_rest:
             self._log("  not now: somebody is about to connect")
             return
         self.closed = self.may_turn_away = True
@@ -265,6 +292,20 @@ class Faults:
         except OSError:
             self._log(f"  refused after {len(flood)}")
         self._later(fault.lasts_s, self.undo)
+
+    def _refused_bodies(self, fault: FaultPlan) -> None:
+        """Start a gateway, and a process that sends it bodies which are refused."""
+        if self.closed or self.may_turn_away:
+            self._later(AGAIN_S, lambda: self._refused_bodies(fault))
+            return
+        output = self._serving.directory / f"refused-bodies-{len(self._refusing)}"
+        command = [sys.executable, "-m", "tests.chaos.refused_bodies"]
+        with open(output, "wb") as f:
+            process = subprocess.Popen(
+                [*command, str(self._serving.runtime_dir), fault.model, SECRET],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=f, stderr=f,
+            )  # fmt: skip
+        self._refusing.append((process, output))
 
     def _turns(self) -> bool:
         """Wait until the supervisor's event loop has turned, unless the supervisor is paused. Return False if it takes

@@ -50,7 +50,7 @@ DETAILS = {
 FAULTS = {
     "kill": 4, "stop": 1, "pause worker": 8, "kill guard": 3, "trouble": 6, "load trouble": 1, "full disk": 1,
     "descriptors": 2, "pause": 8, "flood": 1, "order": 3, "sleep": 3, "rival": 2,
-    "reader stops": 2,
+    "reader stops": 2, "refused bodies": 1,
 }  # fmt: skip
 """Weights of the faults that an episode may have besides its card. The module ``faults`` describes them."""
 ON_TOP = 0.15
@@ -62,8 +62,8 @@ CARDS: tuple[Card, ...] = (
     *(("trouble", what) for what in (*TROUBLES, *engines.HARMLESS, *engines.HARMLESS)),
     *(("load trouble", what) for what in engines.LOAD_TROUBLES),
     *(("order", what) for what in (*ORDERS, "start", "reload", "reload invalid", "nonsense")),
-    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 9, *[("kill guard", "")] * 5, *[("pause", "")] * 8,
-    *[("full disk", "")] * 2, *[("descriptors", "")] * 3, *[("flood", "")] * 4,
+    *[("kill", "")] * 5, ("stop", ""), *[("pause worker", "")] * 8, *[("kill guard", "")] * 5, *[("pause", "")] * 7,
+    *[("full disk", "")] * 2, *[("refused bodies", "")] * 2, *[("descriptors", "")] * 3, *[("flood", "")] * 4,
     *[("client", "slow")] * 6, *[("client", "deaf")] * 4, *[("client", "leaving")] * 10, *[("client", "killed")] * 6,
     *[("client", "far")] * 8, *[("client", "cut")] * 8, *(("sleep", what) for what in (*SLEEPS, *SLEEPS)),
     *(("rival", what) for what in WANTS),

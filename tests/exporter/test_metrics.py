@@ -90,7 +90,11 @@ def test_the_command_prints_and_serves_metrics() -> None:
             try:
                 assert served.stderr is not None
                 assert f"127.0.0.1:{port}/metrics" in served.stderr.readline()
-                assert fetch(port, "/metrics")[0] == 200
+                text, encoding = scrape(port, "")
+                assert encoding is None
+                packed, encoding = scrape(port, "gzip")
+                assert encoding == "gzip"
+                assert parsed(gzip.decompress(packed).decode()).keys() == parsed(text.decode()).keys()
                 assert fetch(port, "/other")[0] == 404
                 serving.kill()
                 wait_until(lambda: fetch(port, "/metrics")[0] == 503)
