@@ -18,7 +18,6 @@ from gateway.conversation import OMITTED_IMAGE
 from tests.agents.harness import PROGRAMS, Place, environment, real_template
 from tests.agents.python_programs import HELLO
 from tests.claude_code import order
-from tests.keyed import free_port
 from tests.replaying_engine import CITY
 from tests.serving import Serving, wait_until
 
@@ -26,11 +25,6 @@ pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="Node and np
 REPLAYING = {"model_dir": ".", "engine": "tests.replaying_engine:ReplayingEngine"}
 SLOW = {**REPLAYING, "options": {"step_s": 0.2, "answers": {"talk": "And so I say it. " * 500}, "context": 65536}}
 SAYS = "Hello from the local model."
-
-
-@pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +37,6 @@ def serving(port: int) -> Iterator[Serving]:
     }
     with Serving(models, gateway={"listen": port, "auth": "none"}) as serving:
         yield serving
-
-
-@pytest.fixture
-def place(serving: Serving, port: int, tmp_path: Path) -> Place:
-    return Place(tmp_path, port)
 
 
 def picture(path: Path) -> None:

@@ -7,13 +7,11 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.agents.harness import Place, real_template
-from tests.keyed import free_port
 from tests.replaying_engine import CITY
 from tests.serving import Serving, wait_until
 
@@ -39,11 +37,6 @@ metric_list: [{metric: acc}]
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
 def serving(port: int) -> Iterator[Serving]:
     models: dict[str, Any] = {
         "replaying": {**REPLAYING, "options": {"answers": {"edit": EDIT}, "template": real_template()}},
@@ -52,11 +45,6 @@ def serving(port: int) -> Iterator[Serving]:
     }
     with Serving(models, gateway={"listen": port, "auth": "none"}, default_model="letters") as serving:
         yield serving
-
-
-@pytest.fixture
-def place(serving: Serving, port: int, tmp_path: Path) -> Place:
-    return Place(tmp_path, port)
 
 
 @pytest.mark.parametrize(
