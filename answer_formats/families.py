@@ -210,6 +210,11 @@ def opening_of(format: str) -> str:
     return FAMILIES[format].opening
 
 
+def has_headers(name: str) -> bool:
+    """Return whether texts that are part of nothing stand between the parts of an answer in this format."""
+    return bool(FAMILIES[name].headers)
+
+
 def head_of(format: str) -> str:
     """Return the text that stands before the text that the user reads; "" if there is none."""
     return FAMILIES[format].head

@@ -39,7 +39,9 @@ def is_plain(format: dict[str, Any], tools: Sequence[Tool]) -> bool:
 
     format  ``StreamBase.format``
     """
-    return format.get("reasoning") is None and (not tools or format.get("tools") is None)
+    if format.get("reasoning") is not None or format.get("headers") is not None:
+        return False
+    return not tools or format.get("tools") is None
 
 
 class AnswerReader:
@@ -91,9 +93,10 @@ class AnswerReader:
         self._is_plain = is_plain(known, self._tools)
         if not self._is_plain:
             markers = known.get("reasoning")
+            calls = known.get("tools")
             self._parser = AnswerParser(
-                tool_format=known.get("tools"),
-                tools=self._tools,
+                tool_format=known.get("headers") if calls is None else calls,
+                tools=() if calls is None else self._tools,
                 reasoning=None if markers is None else ReasoningMarkers(*markers),
                 inside_reasoning=bool(known.get("inside")),
             )

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from answer_formats.families import beginnings_of, ends_of, head_of, markers_of, opening_of, reasoning_tokens, recognise
+from answer_formats.families import (
+    beginnings_of,
+    ends_of,
+    has_headers,
+    head_of,
+    markers_of,
+    opening_of,
+    reasoning_tokens,
+    recognise,
+)
 from answer_formats.parser import AnswerParser, ReasoningMarkers, Tool
 from answer_formats.parts import CallArguments, CallStart
 from model_worker.conversations import Form
@@ -35,6 +44,7 @@ class AnswerFormat:
     tried      whether the reader of the format of calls has read a call that the template wrote, or the format is the
                general one, or models.yaml names it
     forms      what the chat template can take: without tools, and with tools; empty without a template
+    headers    name of the format whose headers the model writes, although ``tool_format: off`` leaves its calls alone
     """
 
     tools: str | None = None
@@ -42,6 +52,7 @@ class AnswerFormat:
     parallel: bool = True
     tried: bool = True
     forms: tuple[Form, ...] = ()
+    headers: str | None = None
 
     @classmethod
     def of(cls, template: ChatTemplate | None, spec: WorkerSpec | None, forms: Sequence[Form] = ()) -> "AnswerFormat":
@@ -56,6 +67,9 @@ class AnswerFormat:
         if template is None:
             return cls()
         tools, reasoning = recognise(template.source, template.tool_source)
+        headers = None
+        if spec is not None and spec.tool_format == OFF and tools is not None and has_headers(tools):
+            headers = tools
         tried = True
         if forms and not forms[-1].error:
             form = forms[-1]
@@ -71,7 +85,12 @@ class AnswerFormat:
             tools, tried = None if spec.tool_format == OFF else spec.tool_format, True
         if spec is not None and spec.reasoning is not None:
             reasoning = None if spec.reasoning == OFF else spec.reasoning
-        return cls(tools, reasoning, all(form.parallel for form in forms[-1:]), tried, tuple(forms))
+        return cls(tools, reasoning, all(form.parallel for form in forms[-1:]), tried, tuple(forms), headers)
+
+    @property
+    def family(self) -> str | None:
+        """The name of the format in which the model writes its answers, with calls or without; None if not known."""
+        return self.tools or self.headers
 
     @property
     def template_error(self) -> str:
@@ -88,12 +107,12 @@ class AnswerFormat:
     @property
     def has_head(self) -> bool:
         """Return whether something stands before the text of an answer, also before one that has a shape."""
-        return self.tools is not None and bool(head_of(self.tools))
+        return self.family is not None and bool(head_of(self.family))
 
     @property
     def ends(self) -> tuple[str, ...]:
         """Return the special tokens that end an answer, besides the model's own."""
-        return () if self.tools is None else ends_of(self.tools)
+        return () if self.family is None else ends_of(self.family)
 
     def layout(self, request: GenerateRequest, place: Place) -> Layout:
         """Return how the answer to a request is written. ``place``: where its prompt ends."""
@@ -101,8 +120,8 @@ class AnswerFormat:
         tools = self.tools if request.tools else None
         if request.with_format:
             markers = frozenset(reasoning_tokens(self.reasoning) if self.reasoning is not None else ())
-            if self.tools is not None and (tools is not None or self.has_head):
-                markers = markers.union(markers_of(self.tools))
+            if self.family is not None and (tools is not None or self.has_head):
+                markers = markers.union(markers_of(self.family))
         return Layout(
             visible=markers,
             reasoning=self.reasoning,
@@ -132,7 +151,9 @@ class AnswerFormat:
 
     def to_wire(self, *, inside: bool) -> dict[str, Any]:
         """Return protocol.bodies.AnswerFormat. ``inside``: whether the prompt ended within the reasoning."""
-        return {"tools": self.tools, "reasoning": list(self.reasoning) if self.reasoning else None, "inside": inside}
+        headers = {} if self.headers is None else {"headers": self.headers}
+        reasoning = list(self.reasoning) if self.reasoning else None
+        return {"tools": self.tools, "reasoning": reasoning, "inside": inside, **headers}
 
 
 def reads_back(format: str, call: str, reasoning: tuple[str, str] | None = None) -> bool:

@@ -107,12 +107,15 @@ class Intake:
         """
         is_headed = self._format.has_head and request.with_format and request.constraint is not None
         is_headed = is_headed and not request.continue_final_message  # the prompt holds the header then
-        if self._format.tools is None or (request.tool_choice is None and not is_headed):
+        family = self._format.family
+        if family is None or not (is_headed or (request.tool_choice is not None and self._format.tools is not None)):
             return request.constraint
+        if self._format.tools is None:  # only the head of the answer is written
+            request = request.model_copy(update={"tools": None, "allowed_tools": None, "tool_choice": None})
         is_free = request.tool_choice == "auto" and request.constraint is None
         if is_free and "tools" not in self._capabilities.offered:
             return None
-        return "tools", calls_text(request, self._format.tools, self._format.parallel)
+        return "tools", calls_text(request, family, self._format.parallel)
 
     def layout(self, request: GenerateRequest, rendered: str | None) -> Layout:
         """Return how the answer to a request is written. ``rendered`` is as for ``job``."""

@@ -199,6 +199,8 @@ class AnswerFormat(TypedDict):
 
     tools: str | None
     """The name of the format of calls, such as `hermes`. Null if it is not known."""
+    headers: NotRequired[str]
+    """The name of the format whose headers stand in the answer, if `tools` is null because of `tool_format: off`."""
     reasoning: list[str] | None
     """The markers before and behind the reasoning. Null if the model does not reason, or its markers are not known."""
     inside: bool

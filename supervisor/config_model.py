@@ -308,7 +308,8 @@ class ModelConfig:
     Example: {precise: {sampling: {temperature: 0.2}}}
     """
     tool_format: ToolFormat = None
-    """The format in which the model writes calls of tools. ``off``: the model does not call tools.
+    """The format in which the model writes calls of tools. ``off``: the model does not call tools. Its reasoning and
+    its text are told apart all the same.
 
     [Formats of calls](http-api.md#formats-of-calls) names them all, such as ``hermes``, ``llama3`` and ``json``.
     ``status`` shows the format of a loaded model.

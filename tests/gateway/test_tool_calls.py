@@ -12,6 +12,7 @@ from langchain_openai import ChatOpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamEvent
 from pydantic import BaseModel, Field, SecretStr
 
+from tests.gateway.test_forced_calls import HARMONY
 from tests.keyed import free_port
 from tests.replaying_engine import ANSWERS, CITY, TOOLS
 from tests.serving import WITHIN, Serving
@@ -247,6 +248,32 @@ def test_status_shows_the_format_and_the_markers(serving: Serving, client: opena
     assert shown.pop("told") == (None, None)
     assert set(shown) == {f"size-{size}" for size in SIZES}
     assert all(each == ("hermes", {"start": "<think>", "end": "</think>"}) for each in shown.values())
+
+
+HARMONY_ANSWERS = {
+    "harmony": "<|channel|>analysis<|message|>I think.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Hello there.<|return|>",
+    "call": "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo", "days": 1}<|call|>',
+}
+
+
+def test_without_calls_the_channels_of_harmony_are_told_apart() -> None:
+    port = free_port()
+    options: dict[str, Any] = {"size": 3, "template": HARMONY, "answers": HARMONY_ANSWERS}
+    models = {"off": {**replaying(**options), "tool_format": "off"}}
+    with (
+        Serving(models, gateway={"listen": port, "auth": "none"}),
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WITHIN) as client,
+    ):
+        for more in ({}, {"tools": TOOLS}):
+            message: Any = (
+                client.chat.completions.create(model="off", messages=say("harmony"), **more).choices[0].message
+            )
+            assert (message.reasoning_content, message.content) == ("I think.", "Hello there.")
+        message = client.chat.completions.create(model="off", messages=say("call"), tools=TOOLS).choices[0].message
+        assert (message.reasoning_content, message.tool_calls) == ("I think.", None)
+        assert "Oslo" in message.content
 
 
 @pytest.mark.long
