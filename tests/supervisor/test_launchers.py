@@ -143,7 +143,8 @@ class Host:
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # else it lives as long as the tests
         if self.remote is not None:
             self.local.close()
-        for socket in (self._clients, self.port.socket, self.zap.socket):
+        self.port.close()
+        for socket in (self._clients, self.zap.socket):
             socket.close(linger=0)
         self.context.term()
 
