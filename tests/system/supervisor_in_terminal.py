@@ -11,6 +11,8 @@ from supervisor.cli.root import run
 def main() -> int:
     child, terminal = pty.fork()
     if child == 0:
+        # The former ones remember that they were files, in which one may seek.
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         return run()
     signal.signal(signal.SIGUSR1, lambda *_: os.close(terminal))
     try:
