@@ -391,6 +391,11 @@ VERBS: Final[dict[str, Verb]] = {
     "chat_template": Verb("Return the model's chat template.", ChatTemplateResult, ModelParams),
     "start": Verb("Start the workers of a model.", OrderResult, ModelParams),
     "stop": Verb("Stop the workers of a model.", OrderResult, StopParams),
+    "unload": Verb(
+        "Stop the workers of a model as `stop` does, but let its next request start them again.",
+        OrderResult,
+        ModelParams,
+    ),
     "sleep": Verb(
         "Put the workers of a lazy model to sleep in host memory, as soon as they have no request.",
         OrderResult,

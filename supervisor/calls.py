@@ -197,6 +197,17 @@ def _stop(context: AdminContext, params: Params, identity: Identity) -> Result:
     return _ordered(replicas)
 
 
+def _unload(context: AdminContext, params: Params, identity: Identity) -> Result:
+    replicas = _replicas(context, _take(params, model=str).get("model"), identity)
+    cause = f"unload {_by(identity)}"
+    for replica in replicas:
+        if replica.current:
+            context.fleet.let_go_of(replica.name, cause)
+        else:  # a reload brings it, or lets it leave: no request shall start it beside the other one
+            context.fleet.stop(replica.name, cause)
+    return _ordered(replicas)
+
+
 def _sleep(context: AdminContext, params: Params, identity: Identity) -> Result:
     replicas = _current(context, _take(params, model=str).get("model"), identity)
     for replica in replicas:
@@ -350,6 +361,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "events": (_events, False),
     "start": (_start, True),
     "stop": (_stop, True),
+    "unload": (_unload, True),
     "sleep": (_sleep, True),
     "wake": (_wake, True),
     "restart": (_restart, True),

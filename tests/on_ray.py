@@ -333,7 +333,7 @@ def test_an_idle_model_leaves_for_another_one(serve: Serve) -> None:
         assert "".join(delta.text for delta in busy).endswith(answer("x 1", 600)[-20:]), "a busy model stays"
         assert "".join(delta.text for delta in waiting) == answer("x 2", 5)
         assert serving.status("a")["unloaded"] == "evicted for b"
-        with pytest.raises(WireError, match="would keep its lease of the GPU: `modelctl stop b` frees it"):
+        with pytest.raises(WireError, match="would keep its lease of the GPU: `modelctl unload b` frees it"):
             serving.order("sleep", model="b")
         # a reload finds no GPU for a second worker, and exchanges the one that there is
         serving.write_models({"a": entry, "b": entry | {"max_batch_size": 3}})

@@ -125,8 +125,26 @@ def test_a_model_is_stopped_and_started(page: Page) -> None:
     expect(state(page, "endless")).to_have_text("ready")
 
 
+def test_an_unloaded_model_has_no_stop_and_a_busy_one_asks_first(page: Page, serving: Serving) -> None:
+    stop = page.get_by_role("button", name="Stop endless")
+    page.get_by_role("button", name="Unload endless").click()
+    expect(state(page, "endless")).to_have_text("unloaded")
+    expect(stop).to_be_disabled()
+    expect(page.get_by_role("button", name="Unload endless")).to_be_disabled()
+    asked: list[str] = []
+    with serving.client() as client, closing(client.generate("endless", "runs", max_tokens=90_000)) as stream:
+        next(stream)  # the request has started the model
+        expect(model(page, "endless").locator(".facts")).to_contain_text("running 1")
+        page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+        stop.click()
+        assert asked
+        assert "1 running and 0 queued" in asked[0]
+    wait_until(lambda: serving.status("endless")["active"] == 0)
+    assert serving.status("endless")["state"] == "ready", "the stop was not ordered"
+
+
 def test_a_model_is_put_to_sleep_and_woken(page: Page, serving: Serving) -> None:
-    button = model(page, "sleeper").get_by_role("button").nth(2)
+    button = model(page, "sleeper").get_by_role("button").nth(3)
     button.focus()
     for _ in range(2):
         expect(button).to_have_accessible_name("Sleep sleeper")

@@ -38,8 +38,8 @@ HEADERS: Final = {
     "cache-control": "no-cache",
 }
 ORDERS: Final = {
-    "start": "model", "stop": "model", "sleep": "model", "wake": "model", "restart": "model", "reload": None,
-    "cancel_request": "id",
+    "start": "model", "stop": "model", "unload": "model", "sleep": "model", "wake": "model", "restart": "model",
+    "reload": None, "cancel_request": "id",
 }  # fmt: skip
 """The orders that the page may give, each with its parameter."""
 MOST_ORDER_BYTES: Final = 4096
@@ -105,7 +105,7 @@ async def events(request: Request) -> StreamedAnswer:
 
 
 async def order(request: Request) -> Response:
-    """Give an order: start, stop, restart or reload a model, put it to sleep or wake it, or cancel a request."""
+    """Give an order: start, stop, unload, restart or reload a model, let it sleep or wake it, or cancel a request."""
     check_own_script(request)
     caller = caller_of(request)
     verb = request.path_params["verb"]

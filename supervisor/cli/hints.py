@@ -15,9 +15,9 @@ _HERE = frozenset({"serve", "plan", "doctor"})
 """Commands that take --runtime-dir only."""
 _ANYWHERE = frozenset(
     {
-        "start", "stop", "restart", "sleep", "wake", "reload", "shutdown", "ps", "status", "top", "cluster", "usage",
-        "metrics", "run", "requests", "cancel", "story", "events", "logs", "log-level", "bench", "gateway",
-        "load", "unload", "ls",
+        "start", "stop", "unload", "restart", "sleep", "wake", "reload", "shutdown", "ps", "status", "top", "cluster",
+        "usage", "metrics", "run", "requests", "cancel", "story", "events", "logs", "log-level", "bench", "gateway",
+        "load", "ls",
     }
 )  # fmt: skip
 """Commands that take --runtime-dir, or --connect and --key-file."""

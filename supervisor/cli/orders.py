@@ -1,4 +1,4 @@
-"""The commands start, stop, restart and shutdown."""
+"""The commands start, stop, unload, restart and shutdown."""
 
 import json
 import os
@@ -81,14 +81,30 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
         names = chosen_models.ordered(client, models, every=every)
         faster = "" if now else ", `modelctl stop --now` ends its requests"
         with goes_on(f"the stop of {words_for(names)} goes on: `modelctl ps` shows it{faster}"):
-            workers = give_order(client, "stop", names, now=now)
-            stopped = {name: worker["generation"] for name, worker in workers.items()}
-            ended = watch(client, list(stopped), lambda m: settled_down(m, stopped[m["name"]]), no_wait, as_json)
-    for model in ended:
-        if model["state"] not in AT_REST and not (no_wait or as_json):
-            click.echo(f"modelctl: {model['name']} was stopped, and started again meanwhile", err=True)
-        if model.get("vram_return") == "not back" and not (no_wait or as_json):
-            click.echo(f"modelctl: {model['name']} is stopped, but its VRAM is not back yet", err=True)
+            _see_down(client, give_order(client, "stop", names, now=now), "stopped", no_wait, as_json)
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl unload llama-8b": "End the process of a model; its next request starts it again",
+        "modelctl unload --all": "Give the memory of all models back until somebody asks for them",
+    },
+)
+@chosen_models.or_all
+@_no_wait
+@as_json
+@supervisor_options
+def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
+    """Stop each MODEL once its requests are finished; its next request starts it again.
+
+    MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files. Requests
+    that wait for a model bring it back at once: `modelctl stop` ends them.
+    """
+    with connect(runtime_dir, admin=True) as client:
+        names = chosen_models.ordered(client, models, every=every)
+        with goes_on(f"the unloading of {words_for(names)} goes on: `modelctl ps` shows it"):
+            _see_down(client, give_order(client, "unload", names), "unloaded", no_wait, as_json)
 
 
 @click.command(
@@ -156,6 +172,19 @@ def give_order(client: Client, verb: str, names: Sequence[str], **params: Any) -
     """
     replies = [client.call(verb, model=name, **params) for name in names]
     return {name: worker for reply in replies for name, worker in reply["workers"].items()}
+
+
+def _see_down(client: Client, workers: dict[str, dict[str, Any]], what: str, no_wait: bool, as_json: bool) -> None:
+    """Wait until the processes are gone that these workers had when an order to end them was given.
+
+    what  the state that the order leads to
+    """
+    had = {name: worker["generation"] for name, worker in workers.items()}
+    for model in watch(client, list(had), lambda m: settled_down(m, had[m["name"]]), no_wait, as_json):
+        if model["state"] not in AT_REST and not (no_wait or as_json):
+            click.echo(f"modelctl: {model['name']} was {what}, and started again meanwhile", err=True)
+        if model.get("vram_return") == "not back" and not (no_wait or as_json):
+            click.echo(f"modelctl: {model['name']} is {what}, but its VRAM is not back yet", err=True)
 
 
 def watch(

@@ -18,6 +18,7 @@ _COMMANDS = {
     "serve": "supervisor.cli.serve:serve",
     "start": "supervisor.cli.orders:start",
     "stop": "supervisor.cli.orders:stop",
+    "unload": "supervisor.cli.orders:unload",
     "restart": "supervisor.cli.orders:restart",
     "sleep": "supervisor.cli.sleep:sleep",
     "wake": "supervisor.cli.sleep:wake",
@@ -47,7 +48,7 @@ _COMMANDS = {
     "completion": "supervisor.cli.completion:completion",
     "gateway": "supervisor.cli.gateway:gateway",
 }
-ALIASES = {"load": "start", "unload": "stop", "ls": "ps"}
+ALIASES = {"load": "start", "ls": "ps"}
 
 
 class _LazyGroup(CommandGroup):

@@ -99,6 +99,15 @@ class Fleet:
         replica.stay_s = None
         self.carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
+    def let_go_of(self, worker: str, cause: str) -> None:
+        """End the process of a worker, whatever it does now, when its requests have finished. Its next request starts
+        it again, also if models.yaml does not make it lazy."""
+        replica = self.registry.replicas[worker]
+        replica.stay_s = replica.sleep_wanted = None
+        if (transition := replica.life.let_go_of(time.monotonic(), cause)) is not None:
+            self.carry_out(replica, transition)
+            self._settle(replica)  # one in backoff has no process whose end would do this
+
     def stop(self, worker: str, cause: str, *, now: bool = False) -> None:
         """Stop a worker.
 
@@ -135,7 +144,7 @@ class Fleet:
     def _follow_lazy(self, replica: Replica, was_lazy: bool) -> None:
         """Let requests start a stopped worker that has become lazy, and stop an unloaded one that is lazy no more."""
         lazy = replica.spec.config.lazy
-        if replica.state in ON_DEMAND and not lazy:
+        if replica.state in ON_DEMAND and was_lazy and not lazy:
             self.stop(replica.name, "it is not lazy any more")
         elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and replica.desired is not Desired.UP:
             self.rest(replica.name, "lazy")
@@ -297,12 +306,17 @@ class Fleet:
                 extra=noted(EventKind.REFUSAL if pid is None else EventKind.DEATH, replica.log_name),
             )  # fmt: skip
         self.carry_out(replica, transition)
-        if (next_transition := replica.life.settle(time.monotonic())) is not None:
-            self.carry_out(replica, next_transition)
-        elif replica.state is WorkerState.FAILED and replica.lacks_room:
+        if not self._settle(replica) and replica.state is WorkerState.FAILED and replica.lacks_room:
             replica.backoff_timer = self._timers.at(
                 time.monotonic() + ROOM_RETRY_S, lambda: self._try_room_again(replica)
             )
+
+    def _settle(self, replica: Replica) -> bool:
+        """Let a worker without a process go on towards the state that is desired. Return whether it did."""
+        if (transition := replica.life.settle(time.monotonic())) is None:
+            return False
+        self.carry_out(replica, transition)
+        return True
 
     def _try_room_again(self, replica: Replica) -> None:
         if replica.state is WorkerState.FAILED and replica.lacks_room:  # a reload may have changed it

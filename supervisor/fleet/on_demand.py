@@ -86,7 +86,7 @@ class OnDemandLoader:
         elif config.sleep != "ram":
             why = "models.yaml says sleep: off"
         elif replica.process is not None and replica.process.node:
-            why = f"{NO_SLEEP}: `modelctl stop {replica.model}` frees it, and ttl does"
+            why = f"{NO_SLEEP}: `modelctl unload {replica.model}` frees it, and ttl does"
         elif replica.state is not WorkerState.READY:
             message = f"model {name!r} is {replica.state}: only a model that is ready can be put to sleep"
             raise WireError(ErrorCode.MODEL_NOT_RUNNING, message)

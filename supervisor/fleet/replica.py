@@ -181,8 +181,10 @@ class Replica:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the last start found no room for a lazy model. Others may make room, so it is tried again later."""
-        return self.spec.config.lazy and self.last_exit is not None and self.last_exit.reason == "no room"
+        """Whether the last start found no room for a lazy model, or for one that was unloaded by an order. Others may
+        make room, so it is tried again later."""
+        comes_with_requests = self.spec.config.lazy or self.life.let_go
+        return comes_with_requests and self.last_exit is not None and self.last_exit.reason == "no room"
 
     @property
     def is_away(self) -> bool:

@@ -259,7 +259,7 @@ class Rollouts:
         """Return whether the step is over."""
         match step.kind:
             case "retire":
-                if step.old is not None and step.old.desired is Desired.UP:  # started meanwhile: end it all the same
+                if step.old is not None and step.old.desired is not Desired.DOWN:  # another order came meanwhile
                     self._fleet.stop(step.old.name, cause)
                 return self._is_gone(step.old)
             case "add" | "keep":

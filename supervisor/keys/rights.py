@@ -59,6 +59,7 @@ _OF_VERB = {
     "chat_template": _INFER,
     "start": _ADMIN,
     "stop": _ADMIN,
+    "unload": _ADMIN,
     "sleep": _ADMIN,
     "wake": _ADMIN,
     "restart": _ADMIN,

@@ -151,6 +151,8 @@ class WorkerLife:
         self.desired = Desired.DOWN
         self.unload_cause: str | None = None
         """The reason for which the worker was unloaded. None if another order came later."""
+        self.let_go = False
+        """Whether an order has unloaded the worker, and it has neither been ready nor stopped since."""
         self.impatient = False
         """Whether the last order that ended a process was to stop it as fast as possible."""
         self.pause_s = 0.0
@@ -190,6 +192,18 @@ class WorkerLife:
         self.impatient = False
         return self.apply(Event.UNLOAD, now, cause)
 
+    def let_go_of(self, now: float, cause: str) -> Transition | None:
+        """Order the worker down until a request needs it, whatever it does now. Its requests finish first.
+
+        Return None if it is unloaded already.
+        """
+        if self.state is WorkerState.UNLOADED:
+            return None
+        self._want(Desired.ON_DEMAND, cause)
+        self.let_go, self.impatient = True, False
+        at_rest = self.state in AT_REST
+        return self.apply(Event.ON_DEMAND if at_rest else Event.STOP, now, cause)
+
     def sleep(self, now: float, cause: str) -> Transition:
         """Order a ready worker to sleep until a request needs it."""
         self._want(Desired.ON_DEMAND, cause)
@@ -207,6 +221,8 @@ class WorkerLife:
 
     def _want(self, desired: Desired, unload_cause: str | None = None) -> None:
         self.desired, self.unload_cause = desired, unload_cause
+        if desired is Desired.DOWN:
+            self.let_go = False
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -259,6 +275,7 @@ class WorkerLife:
             self.since = now
         if event is Event.LOADED:
             self.history.loaded()
+            self.let_go = False
         if LifecycleAction.FORGIVE in actions:
             self.history.forgive()
         if self.comes_again:  # new requests wait for the next process

@@ -167,6 +167,8 @@ def test_start_and_stop(serving: Serving) -> None:
     assert serving.modelctl("load", "b", "--no-wait").returncode == 0
     serving.wait_state("b", "ready")
     assert serving.modelctl("unload", "b").returncode == 0
+    assert serving.status("b")["state"] == "unloaded"
+    assert json.loads(serving.modelctl("stop", "b", "--json").stdout)[0]["state"] == "stopped"
 
 
 def test_a_model_that_cannot_be_loaded(serving: Serving) -> None:

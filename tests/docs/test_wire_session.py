@@ -149,6 +149,7 @@ def test_every_verb(serving: Serving) -> None:
         "chat_template": {"model": "a"},
         "start": {"model": "stopped"},
         "stop": {"model": "stopped", "now": True},
+        "unload": {"model": "stopped"},
         "sleep": {"model": "sleeper"},
         "wake": {"model": "sleeper"},
         "restart": {"model": "stopped"},

@@ -20,7 +20,10 @@ FORMS = ("{}", "{}:covert", "{}:1", "{}-alias", "{}-alias:covert", "op-{}", "op-
 """Names of the hidden model, and names that nothing has. The key may use models named ``op*``."""
 MESSAGES = [{"role": "user", "content": "x"}]
 VERBS: dict[str, dict[str, Any]] = {
-    **{verb: {} for verb in ("status", "usage", "start", "stop", "sleep", "wake", "restart", "reload", "logs")},
+    **{
+        verb: {}
+        for verb in ("status", "usage", "start", "stop", "unload", "sleep", "wake", "restart", "reload", "logs")
+    },
     "log_level": {"level": "info"},
     "tokenize": {"prompt": "x"},
     "detokenize": {"token_ids": b"\0\0\0\0"},
@@ -39,7 +42,7 @@ POSTS: dict[str, dict[str, Any]] = {
     "/apply-template": {"messages": MESSAGES},
     "/v1/token/encode": {"text": "x"},
     "/v1/token/decode": {"tokens": [1]},
-    **{f"/page/orders/{verb}": {} for verb in ("start", "stop", "sleep", "wake", "restart")},
+    **{f"/page/orders/{verb}": {} for verb in ("start", "stop", "unload", "sleep", "wake", "restart")},
 }
 GETS = (
     "/v1/models/{}", "/v1/model?model={}", "/props?model={}", "/tokenizer_info?model={}", "/v1/usage?model={}",

@@ -43,6 +43,7 @@ VERBS = {
     "chat_template": INFER,
     "start": ADMIN,
     "stop": ADMIN,
+    "unload": ADMIN,
     "sleep": ADMIN,
     "wake": ADMIN,
     "restart": ADMIN,

@@ -239,7 +239,7 @@ function modelCard() {
   line.setAttribute("preserveAspectRatio", "none");
   line.setAttribute("aria-hidden", "true");
   line.append(document.createElementNS("http://www.w3.org/2000/svg", "path"));
-  const buttons = ["Start", "Stop", "Sleep", "Reload"].map((name) =>
+  const buttons = ["Start", "Stop", "Unload", "Sleep", "Reload"].map((name) =>
     make("button", { type: "button", className: name === "Stop" ? "danger" : "quiet", textContent: name }));
   card.append(
     make("header", {}, make("h3"), make("span", { className: "state" })),
@@ -249,8 +249,10 @@ function modelCard() {
     make("p", { className: "facts" }),
     make("div", { className: "row" }, ...buttons),
   );
-  buttons.forEach((button) => button.addEventListener("click", () =>
-    order(button.textContent.toLowerCase(), { model: card.dataset.model }, `${button.textContent} ${card.dataset.model}`)));
+  buttons.forEach((button) => button.addEventListener("click", () => {
+    const [verb, model] = [button.textContent.toLowerCase(), card.dataset.model];
+    if (verb !== "stop" || mayStop(model)) order(verb, { model }, `${button.textContent} ${model}`);
+  }));
   return card;
 }
 
@@ -282,9 +284,10 @@ function drawModel(card, worker) {
   drawMemory(memory, worker);
   drawFacts(facts, worker);
   row.hidden = !picture.admin;
-  const [start, stop, sleep, reload] = row.children;
+  const [start, stop, unload, sleep, reload] = row.children;
   start.disabled = !["stopped", "failed", "unloaded"].includes(worker.state);
-  stop.disabled = ["stopped", "stopping"].includes(worker.state);
+  stop.disabled = ["stopped", "stopping", "unloaded"].includes(worker.state);
+  unload.disabled = ["stopped", "failed", "draining", "stopping", "unloaded"].includes(worker.state);
   // One button for both orders, so that the focus stays on it when the model has fallen asleep.
   const sleeping = SLEEPING.includes(worker.state);
   put(sleep, sleeping ? "Wake" : "Sleep");
@@ -375,6 +378,16 @@ setInterval(() => {
 }, 1000);
 
 // --- orders and logs ------------------------------------------------------------------------------------------------
+
+// A stop ends the requests that wait at once, and those that run when their time is over. So the page asks first.
+function mayStop(model) {
+  const count = (name) => workers().filter((worker) => worker.model === model)
+    .reduce((most, worker) => name === "queued" ? Math.max(most, worker.queued || 0) : most + (worker.active || 0), 0);
+  const [active, queued] = [count("active"), count("queued")];
+  if (!active && !queued) return true;
+  return confirm(`${model} has ${active} running and ${queued} queued requests. Stop it? Queued requests end with an error, `
+    + "and running ones have a short time to finish.");
+}
 
 async function order(verb, parameters, said) {
   const response = await fetch(`/page/orders/${verb}`, { method: "POST", headers: own(), body: JSON.stringify(parameters) })
