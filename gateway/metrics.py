@@ -57,8 +57,8 @@ async def _make(link: SupervisorLink, caller: Caller, packed: bool) -> bytes:
     from exporter.families import families
     from exporter.text import compressed, pieces
 
+    found: dict[str, Any] = await link.call(caller, "metrics")  # first, as a refusal names what it refuses
     status: dict[str, Any] = await link.call(caller, "status")
-    found: dict[str, Any] = await link.call(caller, "metrics")
     text: Iterator[bytes] = pieces(families(status, found))
     made = []
     for piece in compressed(text) if packed else text:

@@ -413,9 +413,7 @@ def _replicas(context: AdminContext, name: str | None, identity: Identity) -> li
 
 def _unknown(context: AdminContext, name: str, identity: Identity) -> WireError:
     """Return the error for a name that no model has, with the models that ``identity`` may use."""
-    known = ", ".join(sorted(model["name"] for model in models(context, identity))) or "none"
-    message = f"no model {name[:64]!r} is configured: there is {known}"
-    return WireError(ErrorCode.MODEL_NOT_FOUND, message, field="model")
+    return context.fleet.registry.config.names.unknown(name, identity.may_use)
 
 
 def _current(context: AdminContext, name: str | None, identity: Identity) -> list[Replica]:

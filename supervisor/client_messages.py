@@ -115,7 +115,9 @@ class ClientMessages:
             if named.model != message.model:
                 message = replace(message, model=named.model)
             if caller is not OWNER:
-                party = self._authorizer.check_request(caller, message, now)
+                party = self._authorizer.check_request(caller, message, now, self._names.nearest)
+            if not self._scheduler.knows(message.model):
+                raise self._names.unknown(message.model, caller.may_use)
             if (stay := stay_of(message.route)) is not None:
                 self._context.on_demand.check_stay(message.model, *stay)
         except WireError as e:
@@ -136,7 +138,7 @@ class ClientMessages:
                 caller = self._authorizer.caller(caller, params.pop(ON_BEHALF_OF), ON_BEHALF_OF)
             variables = self._resolve(message.verb, params, caller)
             if caller is not OWNER:
-                self._authorizer.check_call(caller, message, params)
+                self._authorizer.check_call(caller, message, params, self._names.nearest)
             if message.verb == calls.USAGE:
                 self._ask_usage(connection.channel, message, params, caller)
                 return

@@ -8,11 +8,13 @@ answer is the one for a name that does not exist.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from protocol.codec import pack_body
-from protocol.errors import ErrorCode, RequestError
+from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
+from protocol.unknown_models import nearest, unknown_model
 from supervisor.config_model import ModelConfig, VariantConfig
 
 _ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
@@ -68,6 +70,23 @@ class ModelNames:
             "variants": [] if config is None else list(config.variants),
             "default": self.default if self.default and self.find(self.default).model == model else None,
         }
+
+    def unknown(self, name: str, may_use: Callable[[str], bool]) -> WireError:
+        """Return the error for a name that nothing has. It names only what the sender may use.
+
+        may_use  tells whether the sender may use a model
+        """
+        usable = [model for model in self._models if may_use(model)]
+        return unknown_model(name, usable, self._others(may_use))
+
+    def nearest(self, name: str, may_use: Callable[[str], bool]) -> str | None:
+        """Return the name that is most like a wrong one, among those that the sender may use. None if none is like
+        it."""
+        return nearest(name, chain(filter(may_use, self._models), self._others(may_use)))
+
+    def _others(self, may_use: Callable[[str], bool]) -> Iterator[str]:
+        """Yield the aliases and variants of the models that the sender may use."""
+        return (name for name, named in self._named.items() if name not in self._models and may_use(named.model))
 
     def find(self, name: str) -> Named:
         """Return what a name means. A name that nothing has is returned as it is, and the caller refuses it."""

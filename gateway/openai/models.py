@@ -16,8 +16,7 @@ from gateway.anthropic.models import anthropic_keys, capabilities, page
 from gateway.http.callers import caller_of
 from gateway.http.dialect import VERSION_HEADER
 from gateway.http.errors import ApiError
-from protocol.client.model_names import means, names_of
-from protocol.errors import ErrorCode, WireError
+from protocol.client.model_names import means, names_of, unknown_among
 
 STATUS: Final = {
     "ready": "loaded", "loading": "loading", "starting": "loading", "backoff": "loading", "waking": "loading",
@@ -40,11 +39,11 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{id}."""
-    name = request.path_params["name"]
-    for one in await _listed(request):
+    name, listed = request.path_params["name"], await _listed(request)
+    for one in listed:
         if means(one, name):
             return Response(orjson.dumps(_described(one, name, request)), media_type="application/json")
-    raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured", field="model")
+    raise unknown_among(listed, name)
 
 
 async def current_model(request: Request) -> Response:
@@ -83,7 +82,7 @@ async def shown_model(request: Request) -> tuple[str, dict[str, Any]]:
     else:
         found = sorted(listed, key=lambda one: (one.get("default") is None, one["state"] != "ready"))
     if not found:
-        raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {name[:64]!r} is configured", field="model")
+        raise unknown_among(listed, name)
     return name or found[0].get("default") or found[0]["name"], found[0]
 
 

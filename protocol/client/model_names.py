@@ -1,7 +1,10 @@
 """The names under which clients reach a model of the reply to the verb "models"."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from protocol.errors import WireError
+from protocol.unknown_models import unknown_model
 
 
 def names_of(model: Mapping[str, Any]) -> list[str]:
@@ -18,3 +21,12 @@ def means(model: Mapping[str, Any], name: str) -> bool:
     known = (model["name"], *model.get("aliases", ()))
     base, _, variant = name.rpartition(":")  # an alias may have a colon of its own
     return name in known or (base in known and variant in model.get("variants", ()))
+
+
+def unknown_among(models: Sequence[Mapping[str, Any]], name: str) -> WireError:
+    """Return the error for a name that none of these models has. The supervisor lists only models that the key may use.
+
+    models  ``models`` in the reply
+    """
+    others = (other for model in models for other in names_of(model)[1:])
+    return unknown_model(name, (model["name"] for model in models), others)

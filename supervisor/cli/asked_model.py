@@ -6,10 +6,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from protocol.client.model_names import means, names_of
+from protocol.client.model_names import means, names_of, unknown_among
 from protocol.client.sync_client import Client
 from protocol.errors import ErrorCode, WireError
 from protocol.limits import MODEL_NAME_PATTERN
+from protocol.unknown_models import nearest
 from supervisor.cli.live_lines import LiveLines
 from supervisor.cli.waiting import goes_on, shown
 
@@ -24,10 +25,8 @@ def check_name(client: Client, model: str) -> None:
     if any(means(each, model) for each in listed):
         return
     names = [name for each in listed for name in names_of(each)]
-    from difflib import get_close_matches  # only after a mistake
-
-    if near := get_close_matches(model, names, n=1):
-        _refuse(f"no model {model!r} is configured; did you mean {near[0]!r}?")
+    if nearest(model, names) is not None:
+        raise unknown_among(listed, model)
     if re.fullmatch(MODEL_NAME_PATTERN, model):
         wrong, prompt = f"no model {model!r} is configured", shlex.quote(model)
     else:
@@ -35,10 +34,7 @@ def check_name(client: Client, model: str) -> None:
     there = f"there is {', '.join(sorted(names)) or 'none'}"
     one = names[0] if len(names) == 1 else "MODEL"
     way = f"`modelctl run {one} {prompt}`"
-    _refuse(f"{wrong}: {there}; the first argument is the model, and a prompt comes after it: {way}")
-
-
-def _refuse(message: str) -> None:
+    message = f"{wrong}: {there}; the first argument is the model, and a prompt comes after it: {way}"
     raise WireError(ErrorCode.MODEL_NOT_FOUND, message, field="model")
 
 
@@ -71,7 +67,8 @@ def _seen(client: Client, model: str) -> dict[str, Any]:
     except WireError as e:
         if e.code is not ErrorCode.FORBIDDEN:
             raise
-    for listed in client.models()["models"]:  # for a key with only the right infer
-        if means(listed, model):
-            return {**listed, "progress": None}
-    raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")
+    listed = client.models()["models"]  # for a key with only the right infer
+    for each in listed:
+        if means(each, model):
+            return {**each, "progress": None}
+    raise unknown_among(listed, model)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from protocol.client.async_client import AsyncClient
-from protocol.client.model_names import means
+from protocol.client.model_names import means, unknown_among
 from protocol.errors import ErrorCode, WireError
 from supervisor.cli import bench_figures, chosen_models, exit_codes
 from supervisor.cli.bench_load import prompts, run_once, usable_ids
@@ -222,10 +222,11 @@ async def _workers(client: AsyncClient, model: str) -> list[dict[str, Any]]:
     except WireError as e:
         if e.code is not ErrorCode.FORBIDDEN:
             raise
-    listed = [each for each in (await client.models())["models"] if means(each, model)]
-    if not listed:
-        raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {model!r} is configured", field="model")
-    return [{**each, "device": None, "max_batch_size": max(USUAL_STREAMS)} for each in listed]
+    listed = (await client.models())["models"]
+    found = [each for each in listed if means(each, model)]
+    if not found:
+        raise unknown_among(listed, model)
+    return [{**each, "device": None, "max_batch_size": max(USUAL_STREAMS)} for each in found]
 
 
 def _check_context(load: _Load, model: str, workers: list[dict[str, Any]]) -> None:

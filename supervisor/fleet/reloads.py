@@ -71,8 +71,7 @@ class Reloads:
             raise self._refusal(cause, message)
         self.refused = None
         if only is not None and only not in config.models and not self._registry.of_model(only):
-            known = ", ".join(config.models)
-            raise WireError(ErrorCode.MODEL_NOT_FOUND, f"no model {only[:64]!r} is configured: there is {known}")
+            raise config.names.unknown(only, lambda _: True)
         return self.reload(config, cause, how, only)
 
     def _refusal(self, cause: str, message: str) -> WireError:

@@ -7,7 +7,7 @@ A connection may send a request or a call for an HTTP key (``on_behalf_of``), if
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -82,6 +82,7 @@ _OF_KIND = {
     Credit.kind: _STREAMS,
 }
 """Kind of any other message → the rights, one of which is enough."""
+Nearest = Callable[[str, Callable[[str], bool]], str | None]
 _OF_ALL_MODELS = frozenset({"reload", "shutdown", "logs", "log_level"})
 """Verbs that concern all models if they name none, or if they name the supervisor or the gateway."""
 
@@ -148,11 +149,15 @@ def check_right(identity: Identity, message: Message) -> None:
         raise _forbidden(identity, what, enough)
 
 
-def check_model(identity: Identity, model: str) -> None:
-    """Raise WireError (FORBIDDEN) unless this identity may use this model. Whether the model exists does not matter."""
+def check_model(identity: Identity, model: str, nearest: Nearest) -> None:
+    """Raise WireError (FORBIDDEN) unless this identity may use this model. Whether the model exists does not matter.
+
+    nearest  finds the name that was probably meant, see ``ModelNames.nearest``
+    """
     if not identity.may_use(model):
-        may = ", ".join(identity.models or ())
-        message = f"key {identity.name!r} may not use model {model[:64]!r}: it may use {may}"
+        may, meant = ", ".join(identity.models or ()), nearest(model, identity.may_use)
+        hint = "" if meant is None else f"; did you mean {meant!r}?"
+        message = f"key {identity.name!r} may not use model {model[:64]!r}: it may use {may}{hint}"
         raise WireError(ErrorCode.FORBIDDEN, message, field="model")
 
 
@@ -171,14 +176,14 @@ def check_stay(identity: Identity, seconds: float, field: str) -> None:
     raise WireError(ErrorCode.FORBIDDEN, f"{message}{may}: {remedy}", field=f"route.{field}")
 
 
-def check_models_of_call(identity: Identity, verb: str, params: Mapping[str, Any]) -> None:
-    """Raise WireError (FORBIDDEN) if a call concerns a model that this identity may not use."""
+def check_models_of_call(identity: Identity, verb: str, params: Mapping[str, Any], nearest: Nearest) -> None:
+    """Raise WireError (FORBIDDEN) if a call concerns a model that this identity may not use, see ``check_model``."""
     if identity.models is None:
         return
     model = params.get("model")
     is_of_all = verb in _OF_ALL_MODELS and model in (None, SUPERVISOR_NAME, GATEWAY_NAME)
     if isinstance(model, str) and not is_of_all:
-        check_model(identity, model.partition(":")[0])  # "letters:2" is a worker of the model "letters"
+        check_model(identity, model.partition(":")[0], nearest)  # "letters:2" is a worker of the model "letters"
     elif is_of_all:
         message = f"{verb!r} concerns all models, and key {identity.name!r} may use {', '.join(identity.models)} only"
         raise WireError(ErrorCode.FORBIDDEN, message, field="model")
@@ -200,7 +205,7 @@ def _forbidden(identity: Identity, what: str, enough: frozenset[Right], field: s
     needed = " or ".join(right for right in Right if right in enough)
     has = ", ".join(right for right in Right if right in identity.rights)
     text = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
-    remedy = "ask for another key (`modelctl keys new NAME --rights ...`)"
+    remedy = f"ask for another key (`modelctl keys new NAME --rights {needed.partition(' ')[0]}`)"
     return WireError(ErrorCode.FORBIDDEN, f"{text}: {remedy}", field=field)
 
 

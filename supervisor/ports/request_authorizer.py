@@ -16,6 +16,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Generate, Message
 from supervisor.keys.rights import (
     Identity,
+    Nearest,
     check_model,
     check_models_of_call,
     check_on_behalf_of,
@@ -92,16 +93,16 @@ class RequestAuthorizer:
             self.forbidden += 1
             raise
 
-    def check_call(self, caller: Identity, message: Call, params: dict[str, Any]) -> None:
+    def check_call(self, caller: Identity, message: Call, params: dict[str, Any], nearest: Nearest) -> None:
         """Raise WireError if a key may not send this call, or not about its model."""
         self.check(caller, message)
-        check_models_of_call(caller, message.verb, params)
+        check_models_of_call(caller, message.verb, params, nearest)
 
-    def check_request(self, caller: Identity, message: Generate, now: float) -> int:
+    def check_request(self, caller: Identity, message: Generate, now: float, nearest: Nearest) -> int:
         """Return the number by which queues and workers know a key. Raises WireError if the key may not send this
         request now."""
         self.check(caller, message)
-        check_model(caller, message.model)
+        check_model(caller, message.model, nearest)
         if (stay := stay_of(message.route)) is not None:
             check_stay(caller, *stay)
         unfinished = self._unfinished.get(caller.key_id)

@@ -18,6 +18,7 @@ from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Generate
+from protocol.unknown_models import unknown_model
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.requests import reports
 from supervisor.requests.credit_control import CreditControl, SendBufferLimits
@@ -136,6 +137,11 @@ class Scheduler:
     def find(self, channel: int, request: int) -> InFlight | None:
         """Return a request that is unfinished, or that its worker has yet to let go; None if there is none."""
         return self._table.live.get((channel, request))
+
+    def knows(self, model: str) -> bool:
+        """Return whether a model of this name is configured."""
+        queue = self._table.queues.get(model)
+        return queue is not None and not queue.removed
 
     # --- models and their workers ---------------------------------------------------------------------------------
 
@@ -291,9 +297,8 @@ class Scheduler:
         queues = self._table.queues
         queue = queues.get(message.model)
         if queue is None or queue.removed:
-            known = sorted(name for name, queue in queues.items() if not queue.removed and owner.may_use(name))
-            text = f"no model {message.model!r} is configured: there is {', '.join(known) or 'none'}"
-            raise WireError(ErrorCode.MODEL_NOT_FOUND, text, field="model")
+            known = (name for name, queue in queues.items() if not queue.removed and owner.may_use(name))
+            raise unknown_model(message.model, known)
         if self._table.leaving is not None:
             raise self._table.leaving.again()
         if not queue.accepts:

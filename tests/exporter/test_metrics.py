@@ -67,7 +67,7 @@ def test_histograms_are_cumulative_and_complete(scraped: Scraped) -> None:
 def test_metrics_take_the_right_status(scraped: Scraped) -> None:
     status, text = scraped.scrape(scraped.web)
     assert status == 403
-    assert "status" in text
+    assert "verb 'metrics' takes the right status or admin" in text
     assert scraped.scrape("mctl_unknown")[0] == 401
 
 

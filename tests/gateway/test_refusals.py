@@ -153,6 +153,7 @@ def test_what_clients_always_send_is_accepted(port: int, more: dict[str, Any]) -
         ("GET", "/v1/chat/completions", 405, "use POST"),
         ("DELETE", "/v1/models/m", 405, "use GET"),
         ("GET", "/v1/models/none", 404, "no model 'none'"),
+        ("GET", "/v1/models/stoped", 404, "no model 'stoped' is configured; did you mean 'stopped'?"),
     ],
 )
 def test_a_path_or_method_that_is_not_offered_is_refused_by_name(

@@ -24,6 +24,7 @@ from supervisor.keys.records import (
 from supervisor.keys.rights import OWNER, Identity, Right, check_models_of_call, check_right
 from supervisor.keys.store import KeyStore
 from supervisor.keys.unfinished import CLEAR_AT, Unfinished
+from supervisor.model_names import ModelNames
 
 PUBLIC = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 """The public key of the example in ZeroMQ's RFC 26."""
@@ -254,13 +255,14 @@ def test_patterns_are_written_as_names() -> None:
 
 def test_a_call_about_all_models_is_refused_to_a_key_for_some() -> None:
     some = Identity("k", PUBLIC, frozenset({Right.ADMIN}), models=("let*",))
+    nearest = ModelNames({}).nearest
     for verb, params in (("reload", {}), ("shutdown", {}), ("stop", {"model": "m"}), ("stop", {"model": "m:2"})):
         with pytest.raises(WireError) as raised:
-            check_models_of_call(some, verb, params)
+            check_models_of_call(some, verb, params, nearest)
         assert raised.value.code is ErrorCode.FORBIDDEN
     for verb, params in (("reload", {"model": "letters"}), ("stop", {"model": "letters:2"}), ("models", {})):
-        check_models_of_call(some, verb, params)
-        check_models_of_call(Identity("k", PUBLIC, INFER), verb, params)
+        check_models_of_call(some, verb, params, nearest)
+        check_models_of_call(Identity("k", PUBLIC, INFER), verb, params, nearest)
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,19 @@ def test_clients_reach_a_model_by_every_name(keyed: Keyed) -> None:
         assert len(client.tokenize("letters", messages=CHAT)) == len("hello")
         assert len(client.tokenize(None, "hello")) == 5
         assert client.detokenize("claude-local", [104, 105]) == "hi"
-        for unknown in ("gpt-4", "letters:none", "stories:short", "letters:1"):
+        for unknown, hint in (
+            ("nosuch", ": there is letters, stories"),
+            ("gpt-4o-mni", "; did you mean 'gpt-4o-mini'?"),
+            ("letters:none", "; did you mean 'letters:long'?"),
+            ("stories:short", "; did you mean 'stories'?"),
+            ("lettres", "; did you mean 'letters'?"),
+        ):
             error = refused(client, unknown)
             assert (error.code, error.field) == (ErrorCode.MODEL_NOT_FOUND, "model")
-            assert error.message == f"no model {unknown!r} is configured: there is letters, stories"
+            assert error.message == f"no model {unknown!r} is configured{hint}"
+            with pytest.raises(WireError) as of_call:
+                client.status(unknown)
+            assert of_call.value.message == error.message
     assert keyed.serving.order("restart", model="gpt-4o-mini")["state"]
 
 
@@ -72,6 +81,8 @@ def test_the_rights_of_a_key_are_those_for_the_model_itself(keyed: Keyed) -> Non
         for name in ("gpt-4o-mini", "letters:short"):
             assert refused(guest, name).code is ErrorCode.FORBIDDEN
             assert friend.complete(name, "hello").text
+        assert "did you mean 'stories'?" in refused(guest, "storys").message
+        assert "did you mean" not in refused(guest, "lettrs").message, "the key must not learn of hidden names"
         assert "no default_model for it" in refused(guest, None).message
         assert friend.complete(None, "hello").text
         with pytest.raises(WireError, match="may not use model 'gpt-4o-mini'"):
