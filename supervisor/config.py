@@ -14,6 +14,7 @@ from typing import Any
 from protocol import limits
 from protocol.process.absent_directories import is_unmounted
 from protocol.process.worker_spec import EngineSpec
+from supervisor.config_defaults import lay_defaults
 from supervisor.config_environment import overlay
 from supervisor.config_gateway import GatewayConfig, gateway_problems
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
@@ -227,6 +228,7 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
     if isinstance(source.data, dict):
         source.data = {key: value for key, value in source.data.items() if not key.startswith(NOTE_PREFIX)}
     overlay(source, environment)
+    lay_defaults(source)
     path_of_file = absolute(file)
     base = path_of_file.parent
     notes = lay_beneath(source, lambda model_dir: _resolve(model_dir, base))

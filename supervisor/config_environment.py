@@ -16,7 +16,9 @@ import yaml
 from supervisor.yaml_source import KeyPath, Problem, YamlSource
 
 PREFIX: Final = "MODELCTL_"
-SECTIONS: Final = {"SUPERVISOR": "supervisor", "GATEWAY": "gateway", "CLUSTER": "cluster", "MODELS": "models"}
+SECTIONS: Final = {
+    "SUPERVISOR": "supervisor", "GATEWAY": "gateway", "CLUSTER": "cluster", "DEFAULTS": "defaults", "MODELS": "models",
+}  # fmt: skip
 DEFAULT_MODEL: Final = "MODELCTL_DEFAULT_MODEL"
 MOST_CHARS: Final = 65_536
 """The longest value."""
@@ -56,7 +58,7 @@ def _path_of(name: str, data: Mapping[str, Any]) -> KeyPath:
     head, *rest = name.removeprefix(PREFIX).split("__")
     if head not in SECTIONS or not all(rest):
         near = difflib.get_close_matches(head, SECTIONS, n=1)
-        forms = ", ".join(f"{PREFIX}{section}__KEY" for section in ("SUPERVISOR", "GATEWAY", "CLUSTER", "MODELS__NAME"))
+        forms = ", ".join(f"{PREFIX}{section}__KEY" for section in (*list(SECTIONS)[:-1], "MODELS__NAME"))
         hint = f"did you mean {PREFIX}{near[0]}__…?" if near else f"there are {forms}"
         raise ValueError(f"sets no key of models.yaml: {hint}; correct it, or unset it")
     section = SECTIONS[head]

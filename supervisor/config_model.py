@@ -37,6 +37,9 @@ ENGINE_KEYS: dict[str, frozenset[str]] = {
 }  # fmt: skip
 """Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
 
+LAZY_KEYS = ("ttl", "pinned", "priority", "sleep_after", "sleep", "sleep_cache")
+"""Keys that only lazy models may have."""
+
 _QUEUE = QueueLimits()
 
 

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from protocol.process.log_style import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
@@ -377,6 +377,17 @@ class FileConfig:
     """Keys of the whole file, beside ``models`` and the sections."""
 
     models: dict[str, ModelConfig]
+    defaults: dict[str, Any] | None = None
+    """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir and aliases.
+
+    A model's own key wins, also with the value ``null``. The maps ``sampling``, ``limits``, ``variants`` and
+    ``options`` are merged by their keys, so a model replaces single options. A key that a model's engine does not know
+    does not apply to that model. A key that is for lazy models applies to lazy models only. A default wins over the
+    model's ``tabby_config.yml``. `modelctl config` shows what each model gets, and from which line.
+
+    Default: none
+    Example: {gpu: auto, lazy: true, ttl: 10m, sampling: {temperature: 0.7}}
+    """
     default_model: str | None = None
     """Name of the model for requests that name none: a model, an alias, or a variant. A request that names an unknown
     model is refused all the same.

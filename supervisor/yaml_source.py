@@ -79,6 +79,8 @@ class YamlSource:
         self._lines: dict[KeyPath, int] = {}
         self.variables: dict[KeyPath, str] = {}
         """The values that an environment variable has set, and its name."""
+        self.moved: dict[KeyPath, KeyPath] = {}
+        """The values that stand elsewhere in this file, and their path there."""
         self.defaults: dict[KeyPath, tuple[str, int]] = {}
         """The values that another file has, because this one leaves them out: the file and the line."""
         self.problems: list[Problem] = []
@@ -114,6 +116,8 @@ class YamlSource:
         Return (variable, 0) or (file, line); None if the file is empty.
         """
         prefixes = [path[:n] for n in range(len(path), -1, -1)]
+        if (place := next((prefix for prefix in prefixes if prefix in self.moved), None)) is not None:
+            return self.origin((*self.moved[place], *path[len(place) :]))
         # A variable replaces the whole value of its key, so lines of the file below that key count no more.
         name = next((self.variables[prefix] for prefix in prefixes if prefix in self.variables), None)
         if name is not None:

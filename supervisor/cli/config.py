@@ -134,11 +134,20 @@ def _section(examined: "Examined", kind: type, given: Any, path: "KeyPath") -> I
         if is_dataclass(hints[field.name]):
             yield from _section(examined, hints[field.name], values.get(field.name), place)
         elif field.name in values:
-            yield _given(examined, place, values[field.name])
+            yield from _key(examined, place, values[field.name])
         elif field.default is not MISSING:
             yield Setting(".".join(map(str, place)), _as_in_file(field.default, hints[field.name]), "default")
     for name in values.keys() - hints.keys():
         yield _given(examined, (*path, name), values[name])
+
+
+def _key(examined: "Examined", path: "KeyPath", value: Any) -> Iterator[Setting]:
+    """Yield a key with its value, or the parts of its map if some of them stand elsewhere in the file."""
+    if isinstance(value, dict) and any((*path, part) in examined.source.moved for part in value):
+        for part, what in value.items():
+            yield _given(examined, (*path, part), what)
+    else:
+        yield _given(examined, path, value)
 
 
 def _given(examined: "Examined", path: "KeyPath", value: Any) -> Setting:

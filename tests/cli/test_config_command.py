@@ -57,6 +57,32 @@ def test_what_is_wrong_is_shown_beside_what_is_set(tmp_path: Path) -> None:
     assert "MODELCTL_SUPERVISR__STALL: sets no key of models.yaml: did you mean MODELCTL_SUPERVISOR__…?" in done.stderr
 
 
+DEFAULTS = """\
+defaults:
+  engine: transformers
+  lazy: true
+  sampling: {temperature: 0.7, max_tokens: 100}
+models:
+  b:
+    model_dir: demo:letters
+    ttl: 5m
+    sampling:
+      max_tokens: 50
+"""
+
+
+def test_what_the_defaults_give_a_model_has_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(DEFAULTS)
+    done = modelctl("config", "-c", file, "b", "--json")
+    assert done.returncode == 0, done.stderr
+    found = {row["key"]: (row["value"], row["line"]) for row in json.loads(done.stdout)["settings"]}
+    assert found["models.b.ttl"] == ("5m", 8)
+    assert found["models.b.lazy"] == (True, 3)
+    assert found["models.b.sampling.temperature"] == (0.7, 4)
+    assert found["models.b.sampling.max_tokens"] == (50, 10)
+
+
 CHANGES_AT_ITS_START = """\
 import runpy, yaml
 from pathlib import Path

@@ -22,7 +22,7 @@ def file_with(key: Key) -> dict[str, Any]:
         value = {section: value}
     if key.path == "groups.NAME.loaded":
         value["groups"]["NAME"]["models"] = ["m"]
-    if sections[:1] in (["supervisor"], ["gateway"], ["cluster"], ["groups"]) or key.path == "groups":
+    if sections[:1] in (["supervisor"], ["gateway"], ["cluster"], ["groups"]) or key.path in ("groups", "defaults"):
         return {"models": {"m": {"model_dir": "."}}, **value}
     if sections == ["lora"]:
         value = {"lora": [{"dir": "."} | value["lora"]]}

@@ -47,7 +47,7 @@ def file_with(key: Key) -> dict[str, Any]:
         value = {section: value}
     if key.path == "groups.NAME.loaded":
         value["groups"]["NAME"]["models"] = ["m"]
-    if sections[:1] in (["supervisor"], ["gateway"], ["cluster"], ["groups"]) or key.path == "groups":
+    if sections[:1] in (["supervisor"], ["gateway"], ["cluster"], ["groups"]) or key.path in ("groups", "defaults"):
         return {"models": {"m": DEMO}, **value}
     if key.path == "default_model":
         return {"models": {"qwen": DEMO}, **value}
@@ -65,6 +65,12 @@ def test_the_schema_is_one() -> None:
 @pytest.mark.parametrize("text", [*documented()])
 def test_every_documented_file_is_accepted(tmp_path: Path, text: str) -> None:
     assert faults(tmp_path, text) == []
+
+
+def test_what_the_defaults_have_a_model_need_not_have(tmp_path: Path) -> None:
+    file = {"defaults": {"gpu": "auto", "cache_mode": "Q8"}, "models": {"m": {"model_dir": "demo:letters"}}}
+    assert faults(tmp_path, yaml.safe_dump(file)) == []
+    assert faults(tmp_path, yaml.safe_dump({**file, "defaults": {"engine": "transformers"}})) == []
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
@@ -135,6 +141,10 @@ def model(**keys: Any) -> dict[str, Any]:
         {**model(), "supervisor": {"listen": "192.168.1.5:5570"}},
         {**model(), "supervisor": {"vram_limit": {"first": "20GiB"}}},
         {**model(), "supervisor": None},
+        {**model(), "defaults": {"cache_mod": "Q8"}},
+        {**model(), "defaults": {"model_dir": "demo:stories"}},
+        {**model(), "defaults": {"ttl": 0}},
+        {**model(cache_mode="Q8"), "defaults": {"lazy": True}},
         {**model(), "gateway": {"auth": "nobody"}},
         {**model(), "gateway": {"listen": 70000}},
         {**model(), "gateway": {"cors_origins": ["chat.example.org"]}},

@@ -43,8 +43,9 @@ A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size**
 from the directory of models.yaml. If models.yaml is a link, that is the directory of the link, and each reading follows
 the link anew.
 
-Keys at the top level that begin with `x-` mean nothing to modelctl. They may hold what several models share: write
-`x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each of the models. Words such as `no` and `on` are
+[`defaults`](#defaults) holds keys for all models. Keys at the top level that begin with `x-` mean nothing to modelctl.
+They may hold what only some models share: write `x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each
+of these models. Words such as `no` and `on` are
 true or false in YAML; in quotes they are text.
 
 `modelctl check --json-schema` prints a JSON schema of the file. Editors with the YAML language server then complete and
@@ -63,13 +64,15 @@ change a value without another file:
 | `MODELCTL_GATEWAY__LISTEN=0.0.0.0:8000` | `gateway.listen`, also where the file has no section `gateway` |
 | `MODELCTL_CLUSTER__ADVERTISE=tcp://10.0.0.7:5571` | `cluster.advertise`, where the start tells the address |
 | `MODELCTL_MODELS__LLAMA_3_1_8B__CACHE_MODE=Q8` | `cache_mode` of the model `llama-3.1-8b` |
+| `MODELCTL_DEFAULTS__CACHE_MODE=Q8` | `cache_mode` of all models without a `cache_mode` of their own |
 | `MODELCTL_DEFAULT_MODEL=llama-3.1-8b` | `default_model` |
 
 A value is YAML, so `MODELCTL_MODELS__B__ALIASES='[x, y]'` is a list. A value that is a mapping replaces the whole
 mapping of the file. In a model's name, every character that a variable cannot have is one underscore. A variable
 changes models of the file and adds none. One that sets no key is an error, and so is a value that does not fit.
 
-The last of these wins: the default, the model's own `tabby_config.yml`, models.yaml, the environment, a flag of the
+The last of these wins: the default, the model's own `tabby_config.yml`, `defaults` of models.yaml, the model's keys
+in models.yaml, the environment, a flag of the
 command line. `modelctl config` shows the value of each key and where it comes from. A reload reads the environment of
 the running supervisor: the one that it was started with.
 

@@ -17,6 +17,7 @@ from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, LIMITS
 from supervisor.config import NOTE_PREFIX
+from supervisor.config_defaults import NO_DEFAULTS
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig
@@ -105,6 +106,14 @@ def models_schema() -> str:
     made = _mapping(FileConfig)
     name: Schema = {"pattern": MODEL_NAME_PATTERN, "not": {"enum": [SUPERVISOR_NAME, GATEWAY_NAME]}}
     made["properties"]["models"] |= {"minProperties": 1, "propertyNames": name}
+    model = made["properties"]["models"]["additionalProperties"]
+    keys = {key: value for key, value in model["properties"].items() if key not in NO_DEFAULTS}
+    made["properties"]["defaults"] |= {"additionalProperties": False, "properties": keys}
+    made |= {
+        "if": {"required": ["defaults"]},
+        "then": _each_model({"allOf": _engine_rules(alone=False)}),
+        "else": _each_model({"allOf": _engine_rules(alone=True)}),
+    }
     made["patternProperties"] = {f"^{NOTE_PREFIX}": True}
     head = {"$schema": DRAFT, "title": "models.yaml of modelctl"}
     return json.dumps(head | made, indent=1, ensure_ascii=False) + "\n"
@@ -127,7 +136,6 @@ def _mapping(kind: type) -> Schema:
     if kind is ModelConfig:
         made["properties"]["limits"] |= {"additionalProperties": False, "properties": _limits()}
         made["properties"]["engine"] |= {"anyOf": [{"enum": [*ENGINE_KEYS]}, {"pattern": ":"}]}
-        made["allOf"] = _engine_rules()
     return made
 
 
@@ -181,17 +189,23 @@ def _limits() -> Schema:
     return {name: {"type": "integer" if kind is int else "number", "minimum": 0} for name, kind in LIMITS.items()}
 
 
-def _engine_rules() -> list[Schema]:
-    """Return, for each engine, which keys it does not take, and which it needs."""
+def _each_model(rule: Schema) -> Schema:
+    return {"properties": {"models": {"additionalProperties": rule}}}
+
+
+def _engine_rules(alone: bool) -> list[Schema]:
+    """Return, for each engine, which keys it does not take, and which it needs.
+
+    alone  the model's entry has all its keys, because the file has no defaults
+    """
     every = frozenset[str]().union(*ENGINE_KEYS.values())
     rules: list[Schema] = [
-        {"if": _engine({"const": name}, name == "exllamav2"), "then": _without(*(every - keys), "options")}
+        {"if": _engine({"const": name}, alone and name == "exllamav2"), "then": _without(*(every - keys), "options")}
         for name, keys in ENGINE_KEYS.items()
     ]
     rules.append({"if": _engine({"type": "string", "pattern": ":"}, False), "then": _without(*every)})
     needs_gpu: Schema = {"required": ["gpu"], "properties": {"gpu": {"not": {"const": "cpu"}}}}
-    rules.append({"if": _engine({"const": "exllamav2"}, True), "then": needs_gpu})
-    return rules
+    return [*rules, {"if": _engine({"const": "exllamav2"}, True), "then": needs_gpu}] if alone else rules
 
 
 def _engine(value: Schema, is_default: bool) -> Schema:
