@@ -56,6 +56,8 @@ class Model(TypedDict):
     default: str | None
     """The name for which a request without a model stands (`default_model` of models.yaml), if it is a name of this
     model; else null."""
+    description: str | None
+    """The model's `description` of models.yaml, in one line for people. Null if it has none."""
 
 
 class WelcomeBody(TypedDict):

@@ -48,6 +48,8 @@ class WorkerStatus(TypedDict):
     """The variants of the model."""
     default: str | None
     """The name for which a request without a model stands, if it is a name of this model."""
+    description: str | None
+    """The model's description of models.yaml."""
     engine: str
     """The engine of models.yaml."""
     gpu: str

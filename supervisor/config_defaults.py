@@ -14,6 +14,7 @@ SECTION: Final = "defaults"
 NO_DEFAULTS: Final = {
     "model_dir": "is the directory of one model; write it below the model",
     "aliases": "are names of one model; write them below the model",
+    "description": "is the description of one model; write it below the model",
 }
 """Keys of a model that would be wrong for several, and why."""
 MERGED: Final = ("sampling", "limits", "variants", "options")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from supervisor.config_values import (
     CacheMode,
+    Description,
     Factor,
     Gpu,
     HostMemory,
@@ -296,6 +297,13 @@ class ModelConfig:
 
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
+    """
+    description: Description = None
+    """What the model is for, in a line for people. `modelctl status`, the page and GET /v1/models show it. Line breaks
+    become spaces. A reload changes it without a restart of workers.
+
+    Default: none
+    Example: "for code: slow, and the best that we have"
     """
     aliases: list[str] = field(default_factory=list)
     """Further names of the model, for clients that ask for a fixed name. Letters, digits, ``.``, ``_``, ``-``, ``/``

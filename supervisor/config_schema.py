@@ -378,7 +378,7 @@ class FileConfig:
 
     models: dict[str, ModelConfig]
     defaults: dict[str, Any] | None = None
-    """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir and aliases.
+    """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir, aliases and description.
 
     A model's own key wins, also with the value ``null``. The maps ``sampling``, ``limits``, ``variants`` and
     ``options`` are merged by their keys, so a model replaces single options. A key that a model's engine does not know

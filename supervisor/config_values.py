@@ -19,6 +19,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 MIN_LEASE_S = 1.0
 MOST_MARKER = 64
 """Characters of a marker of reasoning."""
+MOST_DESCRIPTION = 300
+"""Characters of a model's description. Every answer of GET /v1/models has it, once for each name."""
 MAX_DURATION_S = 7 * 24 * 3600.0
 """The longest duration in seconds. No key needs a longer one, and no clock overflows."""
 
@@ -118,6 +120,16 @@ def parse_vram_limit(value: object) -> Limit | dict[str, Limit]:
     return limits
 
 
+def parse_description(value: object) -> str:
+    """Return a text for people in one line. Raises ValueError."""
+    text = " ".join(value.split()) if isinstance(value, str) else ""
+    if not 0 < len(text) <= MOST_DESCRIPTION or not text.isprintable():
+        raise ValueError(
+            f"must be text of 1 to {MOST_DESCRIPTION} characters, without control characters{quotes_for(value)}"
+        )
+    return text
+
+
 def parse_ttl(value: object) -> float | None:
     """Return seconds without a request, None for ``never``. Raises ValueError."""
     if value is None or value == "never":
@@ -171,6 +183,7 @@ def parse_sleep(value: object) -> Literal["ram", "off"]:
 
 
 UserPath = Annotated[str, Read(parse_path, "path")]
+Description = Annotated[str | None, Read(parse_description, "line of text")]
 Duration = Annotated[float, Read(parse_duration, "duration")]
 Days = Annotated[int, Read(parse_days, "days")]
 Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]

@@ -250,7 +250,6 @@ _TOP_NOTES: Final = {
 _MODEL_NOTES: Final = {
     "cmdStop": "nothing of your own is run: workers are stopped by the supervisor",
     "name": "models.yaml has no display names: use `aliases`",
-    "description": "models.yaml has no descriptions: write a comment",
     "metadata": "models.yaml has no metadata: write a comment",
     "unlisted": "each model is listed; a key made with `modelctl keys new --models` sees only its own",
     "concurrencyLimit": "`max_batch_size` says how many requests run together, `max_queue` how many may wait",
@@ -336,6 +335,8 @@ class _SwapModel:
         if isinstance(ttl, int) and ttl > 0:
             model.keys["ttl"] = f"{ttl}s"
         aliases = entry.get("aliases")
+        if isinstance(description := entry.get("description"), str) and description.strip():
+            model.keys["description"] = description
         named = [
             str(one.get("id") if isinstance(one, dict) else one)
             for one in (aliases if isinstance(aliases, list) else ())

@@ -63,12 +63,14 @@ class ModelNames:
         return name in self._named
 
     def describe(self, model: str) -> dict[str, Any]:
-        """Return the other names of a model, as clients see them. A model that is being removed has none any more."""
+        """Return the other names of a model, and its description, as clients see them. A model that is being removed
+        has none of these any more."""
         config = self._models.get(model)
         return {
             "aliases": [] if config is None else config.aliases,
             "variants": [] if config is None else list(config.variants),
             "default": self.default if self.default and self.find(self.default).model == model else None,
+            "description": None if config is None else config.description,
         }
 
     def unknown(self, name: str, may_use: Callable[[str], bool]) -> WireError:

@@ -149,6 +149,8 @@ def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, An
             "default": one.get("default"),
         },
     }
+    if one.get("description"):
+        described["description"] = one["description"]
     if context is not None:
         described |= {"max_model_len": context, "context_length": context, "max_context_length": context}
         described["meta"] = {"n_ctx": context}

@@ -48,6 +48,7 @@ def of_model(m: Values) -> Entries:
         {
             "state": _state(m),
             "reason": m.get("reason"),
+            "description": m.get("description"),
             "also called": figures.other_names(m),
             "last exit": _last_exit(m),
             "engine": f"{m['engine']} on {_place(m)}",

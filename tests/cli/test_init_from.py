@@ -186,7 +186,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
     commented = yaml.safe_load(re.sub(r"^  # (?!.* is left out: )", "  ", text, flags=re.MULTILINE))["models"]
     assert commented["Big Model:70B"] == {
         "model_dir": "DIRECTORY", "lazy": True, "max_seq_len": 1024, "sampling": {"temperature": 0.7}, "ttl": "60s",
-        "aliases": ["gpt-4o", "gpt-4o-mini"],
+        "description": "a big one", "aliases": ["gpt-4o", "gpt-4o-mini"],
     }  # fmt: skip
     assert commented["in-docker"] == {
         "model_dir": "DIRECTORY", "lazy": True, "max_batch_size": 2, "max_seq_len": 2048, "cache_size": 4096,
@@ -197,7 +197,6 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
         "left out: in-docker: /mnt/models/z.gguf is GGUF",
         "no counterpart: sendLoadingState: ",
         "no counterpart: apiKeys: admit each token with `modelctl keys new NAME --token-file FILE`",
-        "no counterpart: description of Big Model:70B: ",
         "no counterpart: filters.stripParams of chat: ",
         "no counterpart: groups.g one.exclusive: ",
     ):

@@ -42,8 +42,9 @@ def test_a_name_means_a_model_an_alias_or_a_variant(tmp_path: Path) -> None:
         "aliases": ["gpt-4o-mini", "Org/Model-A"],
         "variants": ["short", "plain"],
         "default": "a:short",
+        "description": None,
     }
-    assert found.describe("gone") == {"aliases": [], "variants": [], "default": None}
+    assert found.describe("gone") == {"aliases": [], "variants": [], "default": None, "description": None}
 
 
 def test_an_alias_may_have_a_colon_as_names_of_ollama_have(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Every way to ask knows aliases, variants and the default model, and a reload changes them without new workers."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +18,13 @@ VARIANTS = {
     "short": {"sampling": {"max_tokens": 3}},
     "long": {"sampling": {"max_tokens": 7}, "template_kwargs": {"tail": " indeed"}},
 }
+FOR = "the letters: 日本"
 CHAT = [{"role": "user", "content": "hello"}]
 
 
 def models(**keys: Any) -> dict[str, dict[str, Any]]:
     own = {"sampling": {"max_tokens": 5}, "aliases": ["gpt-4o-mini", "claude-local"], "variants": VARIANTS} | keys
-    entry = engine(**own)
+    entry = engine(**{"description": FOR} | own)
     entry["options"]["template"] = TEMPLATE
     return {"letters": entry, "stories": engine()}
 
@@ -95,6 +97,8 @@ def test_the_gateway_lists_every_name_and_answers_to_it(keyed: Keyed) -> None:
     assert list(listed) == ["letters", "gpt-4o-mini", "claude-local", "letters:long", "letters:short", "stories"]
     assert {each["modelctl"]["model"] for each in listed.values() if each["id"] != "stories"} == {"letters"}
     assert listed["letters:short"]["modelctl"]["default"]
+    assert {name for name, each in listed.items() if each.get("description") == FOR} == {*listed} - {"stories"}
+    assert "description" not in listed["stories"]
     assert ask(port, "/v1/models/claude-local:long")["id"] == "claude-local:long"
     for name, tokens in {"claude-local": 5, "letters:long": 7}.items():
         reply = ask(port, "/v1/completions", {"model": name, "prompt": "hello"})
@@ -109,7 +113,9 @@ def test_the_commands_show_the_names_and_take_them(keyed: Keyed) -> None:
     serving = keyed.serving
     named = "gpt-4o-mini, claude-local, :long, :short, (default: letters:short)"
     assert named in serving.modelctl("ps").stdout
-    assert f"also called  {named}" in serving.modelctl("status", "claude-local").stdout
+    shown = serving.modelctl("status", "claude-local").stdout
+    assert re.search(f"also called +{re.escape(named)}", shown), shown
+    assert re.search(f"description +{FOR}", shown), shown
     for command in ("check", "plan"):
         shown = serving.modelctl(command, str(serving.config))
         assert f"letters is also called: {named}" in shown.stdout, shown.stderr
@@ -121,7 +127,9 @@ def test_the_commands_show_the_names_and_take_them(keyed: Keyed) -> None:
 def test_a_reload_changes_names_without_new_workers(keyed: Keyed) -> None:
     serving = keyed.serving
     before = serving.status("letters")
-    serving.write_models(models(aliases=["claude-local", "new"], variants={"short": {"sampling": {"max_tokens": 2}}}))
+    assert before["description"] == FOR
+    variants = {"short": {"sampling": {"max_tokens": 2}}}
+    serving.write_models(models(description="new", aliases=["claude-local", "new"], variants=variants))
     serving.order("reload")
     with serving.client() as client:
         assert client.complete("new:short", "hello").text == answer("hello", 2)
@@ -129,7 +137,7 @@ def test_a_reload_changes_names_without_new_workers(keyed: Keyed) -> None:
         assert refused(client, "letters:long").code is ErrorCode.MODEL_NOT_FOUND
     after = serving.status("letters")
     assert (after["pid"], after["generation"]) == (before["pid"], before["generation"])
-    assert after["aliases"] == ["claude-local", "new"]
+    assert (after["aliases"], after["description"]) == (["claude-local", "new"], "new")
 
 
 def test_a_reload_of_one_model_refuses_a_name_that_another_model_still_has(keyed: Keyed) -> None:

@@ -64,6 +64,7 @@ _READ: Mapping[str, Schema] = {
         ]
     },
     "path": {"type": "string"},
+    "line of text": {"type": ["string", "null"], "minLength": 1},
     "days": {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,5}d$"}, {"type": "integer", "minimum": 1}]},
     "size": _SIZE,
     "size or 0": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_BYTES}, _SIZE["anyOf"][1]]},

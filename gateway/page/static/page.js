@@ -275,7 +275,7 @@ function drawModel(card, worker) {
   const progress = worker.progress?.total ? ` ${Math.floor(100 * worker.progress.done / worker.progress.total)} %` : "";
   put(head.children[1], `${inWords(worker.state)}${progress}`);
   head.children[1].className = `state ${worker.state}`;
-  const why = worker.reason || (["unloaded", "asleep"].includes(worker.state) ? worker.unloaded : "") || "";
+  const why = worker.reason || (["unloaded", "asleep"].includes(worker.state) ? worker.unloaded : "") || worker.description || "";
   reason.hidden = !why;
   put(reason, why);
   rate.hidden = worker.tokens_per_s === undefined;
