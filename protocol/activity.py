@@ -51,7 +51,8 @@ class RequestsResult(TypedDict):
 
 class CancelRequestParams(TypedDict):
     id: str
-    """A request, as `requests` names it. Without the right `admin` it must be one of the client's own key."""
+    """A request, as `requests` names it, or one of its trace ids, which several requests may have. Without the right
+    `admin` only requests of the client's own key are cancelled."""
 
 
 class EventsParams(TypedDict):

@@ -289,9 +289,9 @@ def _requests(context: AdminContext, params: Params, identity: Identity) -> Resu
 def _cancel_request(context: AdminContext, params: Params, identity: Identity) -> Result:
     name = _take(params, id=str).get("id")
     if name is None:
-        raise RequestError("id is missing: name a request as `requests` shows it", field="id")
-    request = context.scheduler.unfinished.find(identity, name)
-    context.effects.add(context.scheduler.cancel(*request.key, time.monotonic()))
+        raise RequestError("id is missing: name a request as `requests` shows it, or by a trace id", field="id")
+    for request in context.scheduler.unfinished.find(identity, name):
+        context.effects.add(context.scheduler.cancel(*request.key, time.monotonic()))
     context.deadlines.set()
     return {}
 

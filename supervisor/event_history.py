@@ -67,7 +67,7 @@ def noted(kind: EventKind, worker: str | None = None, **facts: str) -> dict[str,
     """Return the ``extra`` of a log record that is an event.
 
     worker  the worker that the record is about, as in ``model_logs.about``; None if it is about no worker
-    facts   further keys of the event
+    facts   further keys of the event. ``message`` stands for the text of the record, which may be too long for people
     """
     return {"event": (kind, facts), **({} if worker is None else about(worker))}
 

@@ -113,12 +113,19 @@ def _mapping(hint: Any, value: Any, path: Path, flaws: list[Flaw]) -> Any:
         if key in known:
             found[key] = _fit(known[key], part, (*path, key), flaws)
         else:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            message = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            flaws.append(Flaw((*path, key), f"unknown key; {message}"))
+            flaws.append(Flaw((*path, key), f"unknown key; {_hint(str(key), known, flaws)}"))
     required = {field.name for field in fields(hint) if field.default is field.default_factory is MISSING}
     flaws += [Flaw((*path, name), "is missing; add it") for name in known if name in required - found.keys()]
     return hint(**found) if len(flaws) == before else None
+
+
+def _hint(key: str, known: Mapping[str, Any], flaws: list[Flaw]) -> str:
+    """Return the known key that was probably meant, else all known keys. Only one fault lists them."""
+    if near := difflib.get_close_matches(key, known, n=1):
+        return f"did you mean {near[0]!r}?"
+    listed = f"known are {', '.join(sorted(known))}"
+    place = next((flaw.path for flaw in flaws if flaw.message.endswith(listed)), None)
+    return listed if place is None else f"the known keys are listed at {'.'.join(map(str, place))}"
 
 
 def _plain(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within | None) -> Any:

@@ -211,7 +211,7 @@ class AsyncClient:
     async def cancel_request(self, request: str) -> None:
         """Cancel a request of any client: the verb "cancel_request". To end an own stream, use its ``cancel()``.
 
-        request  the ``id`` of a request, as ``requests()`` names it
+        request  the ``id`` of a request, as ``requests()`` names it, or one of its ``trace_ids``
 
         Locally this takes a client with ``admin=True``. Raises the errors of ``call``.
         """

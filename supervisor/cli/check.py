@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.process.engine_packages import missing_for_gateway
+from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import SCHEMA, find_config
@@ -60,7 +61,7 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     from supervisor.yaml_source import ConfigError
 
     try:
-        examined = examine_config(find_config(file))
+        examined = examine_config(find_config(file, default_runtime_dir()))
     except ConfigError as e:
         return _tell(e.problems, (), as_json)
     checked = check_all(examined, elsewhere=elsewhere)

@@ -1,16 +1,18 @@
 """The command completion, and the names of models for the shell's completion of other commands."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.cli.command import Command
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+ANSWER_S = 0.5
+"""Seconds that the supervisor has for its greeting, which names its models. A shell waits for that."""
 PROGRAM = "modelctl"
 VARIABLE = "_MODELCTL_COMPLETE"
 """The variable by which the shell asks the program for completions (``root``)."""
@@ -36,30 +38,61 @@ def completion(shell: str) -> None:
 
 
 def models(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
-    """Return the models and aliases of models.yaml that begin like this. Nothing if it cannot be read.
+    """Return the names of models that begin like this. Nothing if none are known.
 
-    A shell waits for this, so no supervisor is asked, and the file is not checked.
+    They are those of the running supervisor, in whatever directory. If none runs, or for a command about a file, they
+    are those of models.yaml.
     """
-    import yaml
     from click.shell_completion import CompletionItem
+
+    about_file = any(option.name in ("file", "config") for option in context.command.params)
+    names = _of_file(context) if about_file else _of_supervisor(context) or _of_file(context)
+    already = context.params.get("models") or ()
+    return [CompletionItem(name) for name in names if name.startswith(incomplete) and name not in already]
+
+
+def _of_supervisor(context: click.Context) -> list[str]:
+    """Return the models and other names that the command's supervisor offers; nothing if there is none that answers."""
+    from protocol.client.connection import CANNOT_CONNECT
+    from protocol.client.sync_client import Client
+    from supervisor.cli.options import way_to
+
+    try:
+        with (
+            context.scope(cleanup=False),
+            Client(**way_to(_runtime_dir(context)), timeout=ANSWER_S, reconnect=False) as client,
+        ):
+            return [name for model in client.server["models"] for name in (model["name"], *model.get("aliases", ()))]
+    except (*CANNOT_CONNECT, click.UsageError, TimeoutError, OSError, KeyError):
+        return []
+
+
+def _of_file(context: click.Context) -> list[str]:
+    """Return the models and aliases of the models.yaml that the command uses. It is not checked."""
+    import yaml
 
     from supervisor.cli.config_file import find_config
     from supervisor.yaml_source import ConfigError
 
     try:
-        given = context.params.get("file") or os.environ.get("MODELCTL_CONFIG")
-        entries = yaml.safe_load(find_config(Path(given) if given else None).read_text())["models"]
+        given = context.params.get("file") or context.params.get("config")
+        file = find_config(given, _runtime_dir(context))
+        entries = yaml.safe_load(file.read_text())["models"]
         names = [str(name) for name in entries]
         for entry in entries.values():
             names += map(str, (entry or {}).get("aliases") or ())
     except (ConfigError, OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         return []
-    already = context.params.get("models") or ()
-    return [CompletionItem(name) for name in names if name.startswith(incomplete) and name not in already]
+    return names
+
+
+def _runtime_dir(context: click.Context) -> Path:
+    given: Path | None = context.params.get("runtime_dir")
+    return default_runtime_dir() if given is None else given
 
 
 def models_and_directories(context: click.Context, option: click.Parameter, incomplete: str) -> "list[CompletionItem]":
-    """Return the models of models.yaml that begin like this, and have the shell complete directories."""
+    """Return the models that begin like this, and have the shell complete directories."""
     from click.shell_completion import CompletionItem
 
     return [*models(context, option, incomplete), CompletionItem(incomplete, type="dir")]

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import click
 from click.core import ParameterSource
 
+from protocol.unknown_models import nearest
 from supervisor.cli import completion, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.figures import duration
 from supervisor.cli.hints import say
-from supervisor.cli.options import as_json, runtime_dir_option
+from supervisor.cli.options import CONFIG_DEFAULT, as_json, runtime_dir_option
 from supervisor.cli.tables import table, terminal_width
-from supervisor.spelling import spelled
 
 if TYPE_CHECKING:
     from supervisor.config import Examined
@@ -56,12 +56,13 @@ class Setting:
     examples={
         "modelctl config": "Show what models.yaml and the environment set, and where",
         "modelctl config letters --all": "Show every key of one model, defaults too",
+        "modelctl config ./other.yaml letters": "Show the keys of a model of another file",
     },
 )
-@click.argument("models", nargs=-1, metavar="[MODEL]...", shell_complete=completion.models)
+@click.argument("models", nargs=-1, metavar="[FILE] [MODEL]...", shell_complete=completion.models)
 @click.option(
     "-c", "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
-    help="The models.yaml.  [default: $MODELCTL_CONFIG, ./models.yaml, ~/.config/modelctl/models.yaml]",
+    help=f"Another way to give FILE.  {CONFIG_DEFAULT}",
 )  # fmt: skip
 @click.option("-a", "--all", "every", is_flag=True, help="Show keys that have their defaults, too.")
 @as_json
@@ -70,25 +71,34 @@ class Setting:
 def config(
     context: click.Context, models: tuple[str, ...], file: Path | None, every: bool, as_json: bool, runtime_dir: Path
 ) -> int:
-    """Show the value of each key, and where it comes from.
+    """Show the value of each key, and where it comes from: of models.yaml (FILE), or of each MODEL in it.
 
+    FILE has a slash, or ends with .yaml or .yml. Values are written as YAML.
     The last of these wins: the default, the model's tabby_config.yml, models.yaml, the environment
     (MODELCTL_SECTION__KEY), a flag. Starts nothing.
     """
     from supervisor.config import examine_config
     from supervisor.yaml_source import ConfigError
 
+    if models and is_file(models[0]):
+        if file is not None:
+            raise click.UsageError(f"the models.yaml is given twice: {models[0]}, and --config {file}")
+        file, models = Path(models[0]), models[1:]
+    given = file is not None
     try:
-        examined = examine_config(find_config(file))
+        examined = examine_config(find_config(file, runtime_dir))
     except ConfigError as e:
         for problem in e.problems:
             say(str(problem))
         return exit_codes.CONFIG
     known = (examined.source.data or {}).get("models") or {}
     if unknown := [name for name in models if name not in known]:
-        message = f"the file has no model {unknown[0]!r}: there is {', '.join(map(str, known)) or 'none'}"
+        there = [str(name) for name in known]
+        near = nearest(unknown[0], there)
+        hint = f": there is {', '.join(there) or 'none'}" if near is None else f"; did you mean {near!r}?"
+        message = f"{examined.config.file} has no model {unknown[0]!r}{hint}"
         raise CommandFailure(exit_codes.USAGE, "model_not_found", message)
-    found = [] if models else _of_command(context, examined.config.file, runtime_dir)
+    found = [] if models else _of_command(context, examined.config.file, runtime_dir, given=given)
     found += [s for s in settings_of(examined, models) if every or s.origin != "default"]
     if as_json:
         problems = [str(problem) for problem in examined.problems]
@@ -109,7 +119,7 @@ def settings_of(examined: "Examined", models: Sequence[str] = ()) -> Iterator[Se
     """
     from supervisor.config_gateway import GatewayConfig
     from supervisor.config_model import ModelConfig
-    from supervisor.config_schema import SupervisorConfig
+    from supervisor.config_schema import ClusterConfig, GroupConfig, SupervisorConfig
 
     data = examined.source.data if isinstance(examined.source.data, dict) else {}
     entries = data.get("models")
@@ -121,8 +131,12 @@ def settings_of(examined: "Examined", models: Sequence[str] = ()) -> Iterator[Se
     if data.get("default_model") is not None:
         yield _given(examined, ("default_model",), data["default_model"])
     yield from _section(examined, SupervisorConfig, data.get("supervisor"), ("supervisor",))
-    if data.get("gateway") is not None:
-        yield from _section(examined, GatewayConfig, data["gateway"], ("gateway",))
+    for name, kind in (("gateway", GatewayConfig), ("cluster", ClusterConfig)):
+        if data.get(name) is not None:
+            yield from _section(examined, kind, data[name], (name,))
+    groups = data.get("groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        yield from _section(examined, GroupConfig, group, ("groups", name))
 
 
 def _section(examined: "Examined", kind: type, given: Any, path: "KeyPath") -> Iterator[Setting]:
@@ -163,23 +177,34 @@ def _as_in_file(default: Any, hint: Any) -> Any:
     return list(default) if isinstance(default, tuple) else default
 
 
-def _of_command(context: click.Context, file: Path, runtime_dir: Path) -> list[Setting]:
-    """Return the paths that a flag or the environment may give."""
+def is_file(name: str) -> bool:
+    """Return whether an argument is a file and not a model."""
+    return "/" in name or name.endswith((".yaml", ".yml"))
 
-    def of(parameter: str, key: str, value: Path, variable: str) -> Setting:
-        if context.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
+
+def _of_command(context: click.Context, file: Path, runtime_dir: Path, *, given: bool) -> list[Setting]:
+    """Return the paths that a flag or the environment may give.
+
+    given  whether the command line names the file
+    """
+
+    def of(key: str, value: Path, variable: str, *, given: bool) -> Setting:
+        if given:
             return Setting(key, str(value), "flag", key)
         if os.environ.get(variable):
             return Setting(key, str(value), "environment", variable)
         return Setting(key, str(value), "default")
 
+    of_line = context.get_parameter_source("runtime_dir") is ParameterSource.COMMANDLINE
     return [
-        of("file", "--config", file, "MODELCTL_CONFIG"),
-        of("runtime_dir", "--runtime-dir", runtime_dir, "MODELCTL_RUNTIME_DIR"),
+        of("--config", file, "MODELCTL_CONFIG", given=given),
+        of("--runtime-dir", runtime_dir, "MODELCTL_RUNTIME_DIR", given=of_line),
     ]
 
 
-def _shown(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return spelled(value)
+def _shown(value: Any) -> str:
+    """Return a value as a line of YAML, which may be copied into a file."""
+    import yaml
+
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
+    return text.removesuffix("...\n").rstrip("\n")

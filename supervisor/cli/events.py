@@ -3,7 +3,7 @@ too."""
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,11 +11,14 @@ from typing import Any
 
 import click
 
+from protocol.client.model_names import means, names_of
 from protocol.errors import ConnectionLost
-from supervisor.cli import chosen_models
+from protocol.unknown_models import unknown_model
+from supervisor.cli import chosen_models, exit_codes
 from supervisor.cli.colours import painted
 from supervisor.cli.command import Command
 from supervisor.cli.durations import Duration
+from supervisor.cli.errors import CommandFailure
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.tables import terminal_width
 from supervisor.cli.text_width import clean, wrapped
@@ -51,7 +54,7 @@ def events(
 ) -> None:
     """Show starts, deaths, reloads, evictions and other events, with their causes: all, or those of each MODEL.
 
-    MODEL may be a pattern in quotes, such as 'llama-*'.
+    MODEL may be a pattern in quotes, such as 'llama-*', or a model that only the events still know.
     Events are kept on disk. So those of a supervisor that has ended can be shown, too. With --json, each event is a
     line of JSON.
     """
@@ -61,7 +64,9 @@ def events(
     kept = [] if is_remote() else list(read_events(log_dir(runtime_dir)))
     if not (known := live.new()) and not live.connected:
         click.echo("modelctl: no supervisor is running: these are the events of the last ones", err=True)
-    shown = [event for event in _joined(kept, known) if event["time"] >= begin and _is_about(event, models)]
+    every = list(_joined(kept, known))
+    models = _meant(models, live.workers() if models else (), every)
+    shown = [event for event in every if event["time"] >= begin and _is_about(event, models)]
     for event in shown if most is None else shown[-most:] if most else []:
         _print(event, as_json)
     while follow:
@@ -101,6 +106,13 @@ class _Live:
         self._newest = max((event["time"] for event in fresh), default=self._newest)
         return fresh
 
+    def workers(self) -> Sequence[chosen_models.Worker]:
+        """Return the status of the workers of the supervisor that runs; nothing if none does."""
+        if self._client is None:
+            return ()
+        workers: Sequence[chosen_models.Worker] = self._client.status()["models"]
+        return workers
+
     def _read(self) -> Iterator[Event]:
         again = self._after is None  # a new supervisor also remembers the events of the one before
         more = True
@@ -118,9 +130,35 @@ def _joined(kept: Sequence[Event], known: Sequence[Event]) -> Iterator[Event]:
     yield from known
 
 
+def _meant(given: Sequence[str], workers: Sequence[chosen_models.Worker], events: Sequence[Event]) -> tuple[str, ...]:
+    """Return the names and patterns that select events: the given ones, and the models of which they are other names.
+
+    Raises WireError for a name, and CommandFailure for a pattern, that means no model of the supervisor and none of the
+    events.
+    """
+    about = {name for event in events for name in (event["model"], event["worker"]) if name is not None}
+    about |= {name for worker in workers for name in (worker["name"], worker["model"])}
+    models = [{**worker, "name": worker["model"]} for worker in workers]
+    found: list[str] = []
+    for name in given:
+        meant = [model["name"] for model in models if means(model, name) or _matches(names_of(model), name)]
+        if not meant and not _matches(about, name):
+            if chosen_models.is_pattern(name):
+                there = ", ".join(sorted(about)) or "none"
+                message = f"no model matches {name!r}, now or in the events: there is {there}"
+                raise CommandFailure(exit_codes.FAILED, "no_match", message)
+            raise unknown_model(name, about, (other for model in models for other in names_of(model)))
+        found += [name, *meant]
+    return tuple(dict.fromkeys(found))
+
+
+def _matches(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
 def _is_about(event: Event, models: tuple[str, ...]) -> bool:
     about = [name for name in (event["model"], event["worker"]) if name is not None]
-    return not models or any(fnmatchcase(name, given) for name in about for given in models)
+    return not models or any(_matches(about, given) for given in models)
 
 
 def _print(event: Event, as_json: bool) -> None:

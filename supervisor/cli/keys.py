@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.command_group import CommandGroup
@@ -28,9 +29,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _store(context: click.Context, option: click.Parameter, given: Path | None) -> "KeyStore":
-    """Return the store of --keys, else that of the models.yaml that ``serve`` would use, else the default store."""
+def _file(config: Path | None) -> Path:
+    """Return the models.yaml whose keys are meant: a supervisor that runs shall see the change. Raises ConfigError."""
     from supervisor.cli.config_file import find_config
+
+    return find_config(config, default_runtime_dir(), running_first=True)
+
+
+def _store(context: click.Context, option: click.Parameter, given: Path | None) -> "KeyStore":
+    """Return the store of --keys, else that of ``_file``, else the default store."""
     from supervisor.keys.store import KeyStore, default_keys_dir
     from supervisor.yaml_source import ConfigError
 
@@ -41,7 +48,7 @@ def _store(context: click.Context, option: click.Parameter, given: Path | None) 
     if config is not None:
         need("--config", config.absolute())
     try:
-        found = find_config(config)
+        found = _file(config)
         if config is None and not found.exists():
             return KeyStore(default_keys_dir())
     except ConfigError:  # there is none
@@ -57,7 +64,8 @@ def _store(context: click.Context, option: click.Parameter, given: Path | None) 
 
 _config_option = click.option(
     "-c", "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, default=None,
-    help="The models.yaml whose supervisor.keys is meant.  [default: as for `serve`]",
+    help="The models.yaml whose supervisor.keys is meant.  [default: $MODELCTL_CONFIG, that of the running supervisor, "
+    "else as for `serve`]",
 )  # fmt: skip
 _keys_option = click.option(
     "--keys", "store", type=click.Path(path_type=Path, file_okay=False), default=None, callback=_store,
@@ -215,13 +223,12 @@ def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
     text   what --models names
     store  the place of the key. Its models.yaml is not known if --keys names another place
     """
-    from supervisor.cli.config_file import find_config
     from supervisor.config import load_config
     from supervisor.keys.records import KeysProblem
     from supervisor.yaml_source import ConfigError
 
     try:
-        file = find_config(config)
+        file = _file(config)
         loaded = load_config(file)
     except ConfigError:
         return
@@ -240,14 +247,13 @@ def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
 
 
 def _gateway_url(config: Path | None) -> str | None:
-    """Return the address of HTTP in the models.yaml that ``serve`` would use; None if it opens no port."""
-    from supervisor.cli.config_file import find_config
+    """Return the address of HTTP in the models.yaml of ``_file``; None if it opens no port."""
     from supervisor.config import load_config
     from supervisor.how_to_ask import url_here
     from supervisor.yaml_source import ConfigError
 
     try:
-        gateway = load_config(find_config(config)).gateway
+        gateway = load_config(_file(config)).gateway
     except ConfigError:
         return None
     if gateway is None:

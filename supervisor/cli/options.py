@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 
+CONFIG_DEFAULT = (
+    "[default: $MODELCTL_CONFIG, ./models.yaml, that of the running supervisor, ~/.config/modelctl/models.yaml]"
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -35,7 +38,7 @@ def config_file(command: F) -> F:
     path = click.Path(path_type=Path)
     option = click.option(
         "-c", "--config", metavar="FILE", type=path, is_eager=True, expose_value=False, callback=keep,
-        help="Another way to give FILE.  [default: $MODELCTL_CONFIG, ./models.yaml, ~/.config/modelctl/models.yaml]",
+        help=f"Another way to give FILE.  {CONFIG_DEFAULT}",
     )  # fmt: skip
     return click.argument("file", required=False, type=path, callback=merge)(option(command))
 

@@ -160,8 +160,7 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
                 _wait_for_silence(client)
             else:
                 _wait_for_exit(pidfd)
-    if as_json:
-        click.echo(json.dumps({"pid": pid}))
+    click.echo(json.dumps({"pid": pid}) if as_json else f"the supervisor (pid {pid}) has ended")
 
 
 def give_order(client: Client, verb: str, names: Sequence[str], **params: Any) -> dict[str, dict[str, Any]]:

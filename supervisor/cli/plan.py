@@ -71,7 +71,7 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
     from supervisor.yaml_source import ConfigError
 
     try:
-        examined = examine_config(find_config(file))
+        examined = examine_config(find_config(file, runtime_dir))
     except ConfigError as e:
         raise CommandFailure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
     candidates = _candidates(examined, installed=gpus is None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.cli import completion, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
@@ -142,7 +143,7 @@ def _source(model: str, config: Path | None) -> Path:
 
     if "/" not in model:
         try:
-            models = examine_config(find_config(config)).config.models
+            models = examine_config(find_config(config, default_runtime_dir())).config.models
         except ConfigError as e:
             if config is not None:
                 raise CommandFailure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None

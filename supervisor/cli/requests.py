@@ -91,19 +91,23 @@ def text_of(reply: dict[str, Any], width: int | None) -> str:
     cls=Command,
     examples={
         "modelctl cancel 12-3": "End a request, which `modelctl requests` lists as 12-3",
+        "modelctl cancel req_0a1b2c": "End a request by the header x-request-id of its HTTP answer",
     },
 )
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @as_json
 @supervisor_options
 def cancel(ids: tuple[str, ...], as_json: bool, runtime_dir: Path) -> None:
-    """Cancel requests of any client. ID is the name of a request in `modelctl requests`.
+    """Cancel requests of any client.
 
-    The client gets what was computed until then, with the finish reason `cancelled`.
+    ID is the name of a request in `modelctl requests`, or the id of an HTTP request or of its answer, as for
+    `modelctl story`. The client gets what was computed until then, with the finish reason `cancelled`.
     """
     with connect(runtime_dir, admin=True) as client:
         for each in ids:
             client.cancel_request(each)
+            if not as_json:
+                click.echo(f"{each}: cancelled")
     if as_json:
         click.echo(json.dumps({"cancelled": list(dict.fromkeys(ids))}))
 

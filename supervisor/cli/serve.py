@@ -38,7 +38,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
     from supervisor.yaml_source import ConfigError
 
     try:
-        loaded = load_config(find_config(file))
+        loaded = load_config(find_config(file, runtime_dir))
         opening = opening_of(loaded)
     except ConfigError as e:
         for problem in e.problems:

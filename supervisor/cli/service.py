@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.command_group import CommandGroup
@@ -174,7 +175,7 @@ def _unit(file: Path | None, scope: Scope, run_as: str | None) -> Unit:
         user = run_as or default_user()
         os.environ["HOME"] = home_of(user)  # ~ in models.yaml is the home of the service's user
     try:
-        loaded = load_config(find_config(file))
+        loaded = load_config(find_config(file, default_runtime_dir()))
     except ConfigError as e:
         raise CommandFailure(exit_codes.CONFIG, "not_usable", *map(str, e.problems)) from None
     return Unit(scope, own_command(), loaded.file, loaded.supervisor.stop, user)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from protocol.client.model_names import means, unknown_among
+from protocol.errors import ErrorCode, WireError
+from protocol.unknown_models import nearest
 from supervisor.cli import exit_codes
 from supervisor.cli.chosen_models import is_pattern
 from supervisor.cli.command import Command
@@ -104,10 +107,14 @@ def usage(
 def _read(client: "Client", key: str | None, model: str | None, since: str | None) -> dict[str, Any]:
     """Return the reply to the verb "usage". If ``model`` is a pattern, return what it would be for the matching models.
 
-    Raises CommandFailure for a pattern that matches no row, or if the supervisor has more rows than a reply may hold.
+    Raises CommandFailure or WireError for a key or model that is neither known now nor in the records, CommandFailure
+    for a pattern that matches no row, or if the supervisor has more rows than a reply may hold.
     """
     if model is None or not is_pattern(model):
-        return client.usage(key, model, since)
+        answer = client.usage(key, model, since)
+        if not answer["rows"]:
+            _check_names(client, key, model)
+        return answer
     answer = client.usage(key, None, since)
     rows = [row for row in answer["rows"] if fnmatchcase(row["model"], model)]
     if answer["more"]:
@@ -116,6 +123,34 @@ def _read(client: "Client", key: str | None, model: str | None, since: str | Non
     if not rows:
         raise CommandFailure(exit_codes.FAILED, "no_match", f"no model with usage matches {model!r}")
     return answer | {"rows": rows, "total": {name: sum(row[name] for row in rows) for name in _COUNTS}}
+
+
+def _check_names(client: "Client", key: str | None, model: str | None) -> None:
+    """Raise CommandFailure or WireError for a key or model that is neither known now nor in the records."""
+    if model is not None and not client.usage(None, model)["rows"]:
+        listed = client.models()["models"]
+        if not any(means(each, model) for each in listed):
+            raise unknown_among(listed, model)
+    if key and not client.usage(key)["rows"]:
+        known = _keys_of(client)
+        if known is not None and key not in known:
+            near = nearest(key, known)
+            hint = f"there is {', '.join(sorted(known)) or 'none'}" if near is None else f"did you mean {near!r}?"
+            message = f"no key {key!r} is admitted, and none of that name has used anything: {hint}"
+            raise CommandFailure(exit_codes.FAILED, "no_match", message)
+
+
+def _keys_of(client: "Client") -> set[str] | None:
+    """Return the names of the keys that are admitted; None if the supervisor does not name all of them."""
+    try:
+        supervisor = client.status()["supervisor"]
+    except WireError as e:
+        if e.code is not ErrorCode.FORBIDDEN:
+            raise
+        return None  # a key that sees its own usage only
+    http = supervisor["http_keys"]
+    keys = [*http["keys"], *((supervisor["tcp"] or {}).get("keys") or ())]
+    return {each["name"] for each in keys} if http["listed"] == len(http["keys"]) else None
 
 
 def grouped(answer: dict[str, Any], by: Sequence[str]) -> dict[str, Any]:

@@ -352,7 +352,10 @@ class Fleet:
             before, after, cause = str(transition.before), str(transition.after), transition.cause
             self._log.info(
                 "%s: %s -> %s (%s)%s", replica.shown, before, after, cause, pid,
-                extra=noted(EventKind.STATE, replica.log_name, before=before, state=after, reason=cause),
+                extra=noted(
+                    EventKind.STATE, replica.log_name, before=before, state=after, reason=cause,
+                    **_short(replica, transition),
+                ),
             )  # fmt: skip
         for action in transition.actions:
             self._do(replica, action, transition.at)
@@ -436,3 +439,13 @@ class Fleet:
             self._effects.add([ToWorker(replica.name, replica.generation, encode(Shutdown()))])
         else:
             replica.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)
+
+
+def _short(replica: Replica, transition: Transition) -> dict[str, str]:
+    """Return a short message for the commonest event, that a worker became ready. Its reason has what else is known."""
+    if transition.after is not WorkerState.READY or transition.before not in (WorkerState.LOADING, WorkerState.WAKING):
+        return {}
+    took = (replica.wake_s or 0.0) if transition.before is WorkerState.WAKING else replica.info["load_seconds"]
+    return {
+        "message": f"{replica.shown}: ready, {took:.1f} s" if took < 10 else f"{replica.shown}: ready, {took:.0f} s"
+    }

@@ -1,6 +1,5 @@
 """Show unfinished requests to people, and find the request that a person names. Pure."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -14,7 +13,6 @@ from supervisor.requests.request_table import RequestTable
 
 MOST = 500
 """The most requests in one list. Counting a place in a queue of n requests takes n steps, so a list takes n² steps."""
-_ID = re.compile(r"([1-9][0-9]{0,19})-([1-9][0-9]{0,19})")
 
 
 class RequestList:
@@ -55,22 +53,20 @@ class RequestList:
             for story in told
         ]
 
-    def find(self, identity: Identity, name: str) -> InFlight:
-        """Return the unfinished request that a text such as ``12-3`` names.
+    def find(self, identity: Identity, name: str) -> list[InFlight]:
+        """Return the unfinished requests that a name means: ``12-3``, or a trace id, which several requests may have.
 
-        Raises RequestError if there is none that ``identity`` may see, and WireError if ``identity`` may not cancel it.
+        Raises RequestError if there is none that ``identity`` may see, and WireError if ``identity`` may cancel none.
         """
-        found = _ID.fullmatch(name)
-        if found is None:
-            text = "id must be the id of a request as `requests` shows it: CONNECTION-REQUEST, two numbers"
-            raise RequestError(text, field="id")
-        request = self._table.live.get((int(found[1]), int(found[2])))
-        if request is None or request.phase is RequestPhase.ENDED or not _is_visible(identity, request):
-            raise RequestError(f"no request {name} is unfinished: it has ended, or never was", field="id")
-        if not may_cancel(identity, request.owner):
-            text = f"request {name} is another key's: cancelling it takes the right admin"
+        named = [request for request in self._unfinished() if name == request.id or name in request.route.trace_ids]
+        visible = [request for request in named if _is_visible(identity, request)]
+        if not visible:
+            raise RequestError(f"no request {name[:128]!r} is unfinished: it has ended, or never was", field="id")
+        found = [request for request in visible if may_cancel(identity, request.owner)]
+        if not found:
+            text = f"request {name[:128]} is another key's: cancelling it takes the right admin"
             raise WireError(ErrorCode.FORBIDDEN, text, field="id")
-        return request
+        return found
 
     def count_by_party(self) -> Counter[int]:
         """Return how many unfinished requests each party has, see ``InFlight``."""

@@ -269,7 +269,8 @@ def test_detached_until_shutdown(serve: Serve) -> None:
     assert "modelctl shutdown" in started.stderr
     processes = serving.processes()
     assert serving.modelctl("run", "a", "--raw", "hi", "--max-tokens", "3").stdout == answer("hi", 3) + "\n"
-    assert serving.modelctl("shutdown").returncode == 0
+    ended = serving.modelctl("shutdown")
+    assert (ended.returncode, ended.stdout) == (0, f"the supervisor (pid {serving.pid}) has ended\n")
     wait_until(lambda: not any(map(is_alive, processes)))
 
 

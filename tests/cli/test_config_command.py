@@ -1,13 +1,15 @@
 """``modelctl config`` shows each value, and where it comes from. ``serve --watch`` follows the file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.programs import modelctl
 from tests.conftest import Serve
-from tests.serving import engine, wait_until
+from tests.serving import ROOT, engine, wait_until
 
 FILE = """\
 models:
@@ -45,6 +47,26 @@ def test_defaults_and_json_for_one_model(tmp_path: Path) -> None:
     assert not any(key.startswith("supervisor") for key in found)
     done = modelctl("config", "nobody", MODELCTL_CONFIG=str(file))
     assert (done.returncode, "there is a" in done.stderr) == (2, True)
+
+
+def test_values_are_yaml_and_the_file_may_be_an_argument(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    given = {
+        "aliases": ["gpt-4o", "8"], "variants": {"short": {"sampling": {"max_tokens": 3}}}, "model_dir": "demo:letters",
+        "engine": "transformers", "lazy": True, "options": None,
+    }  # fmt: skip
+    groups = {"g": {"models": ["a", "b"], "loaded": 1}}
+    file.write_text(yaml.safe_dump({"models": {"a": given, "b": given | {"aliases": []}}, "groups": groups}))
+    for arguments, cwd in ((("./models.yaml", "a"), tmp_path), ((file, "a"), ROOT), (("models.yaml", "a"), tmp_path)):
+        done = modelctl("config", *arguments, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        rows = [re.fullmatch(r"models\.a\.(\w+) +(.+?) +models\.yaml:\d+", line) for line in done.stdout.splitlines()]
+        shown = {row[1]: yaml.safe_load(row[2]) for row in rows if row is not None}
+        assert shown == given, done.stdout
+    assert re.search(r"groups\.g\.models +\[a, b\] ", modelctl("config", file).stdout)
+    twice = modelctl("config", file, "-c", file)
+    assert (twice.returncode, "the models.yaml is given twice" in twice.stderr) == (2, True)
+    assert "has no model 'aa'; did you mean 'a'?" in modelctl("config", file, "aa").stderr
 
 
 def test_what_is_wrong_is_shown_beside_what_is_set(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_user_without_a_home(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = modelctl("check", prelude=HOMELESS, cwd=tmp_path / "empty", **NO_HOME)
     assert done.returncode == 78
-    assert "not found (looked for models.yaml)" in only_line(done)
+    assert "not found (looked for models.yaml, and no supervisor runs here)" in only_line(done)
     done = modelctl("logs", "nosuch", prelude=HOMELESS, cwd=tmp_path, **NO_HOME)
     assert done.returncode == 1
     assert "no log at" in only_line(done)

@@ -65,6 +65,24 @@ def test_broken_lines_of_the_file_are_left_out(serving: Serving) -> None:
     assert told(serving) == before
 
 
+def test_names_that_nothing_has_are_refused() -> None:
+    with Serving({"a": engine(aliases=["gpt-4o"]), "gone": engine()}) as serving:
+        serving.order("stop", model="gone")
+        serving.wait_state("gone", "stopped")
+        serving.write_models({"a": engine(aliases=["gpt-4o"])})
+        serving.modelctl("reload")
+        assert told(serving, "gone"), "the events still know the model"
+        assert told(serving, "gpt-4o") == told(serving, "a"), "another name of the model"
+        assert told(serving, "gon*") == told(serving, "gone")
+        for name, says in (
+            ("nosuch", "no model 'nosuch' is configured: there is a, gone"),
+            ("gpt-4", "no model 'gpt-4' is configured; did you mean 'gpt-4o'?"),
+            ("x*", "no model matches 'x*', now or in the events: there is a, gone"),
+        ):
+            done = serving.modelctl("events", name, "a")
+            assert (done.returncode, done.stdout, says in done.stderr) == (1, "", True), done.stderr
+
+
 @pytest.mark.long
 def test_follow_goes_on_with_the_next_supervisor(serving: Serving) -> None:
     command = [*map(str, MODELCTL), "events", "--follow", "--json", "--runtime-dir", str(serving.runtime_dir)]
@@ -79,13 +97,13 @@ def test_follow_goes_on_with_the_next_supervisor(serving: Serving) -> None:
                     if text in seen[-1]:
                         return
 
-            read_until("loading -> ready")
+            read_until("a: ready, ")
             serving.order("start", model="b")
-            read_until("b: loading -> ready")
+            read_until("b: ready, ")
             serving.kill()
             serving.start_again({"a": engine(), "b": engine(autostart=False)})
             read_until("serving")
-            read_until("loading -> ready")
+            read_until("a: ready, ")
             assert len(seen) == len(told(serving)), "no event twice, none missing"
         finally:
             following.send_signal(signal.SIGINT)
@@ -111,13 +129,14 @@ def test_requests_are_listed_and_cancelled(serving: Serving) -> None:
         assert "xxx" not in row
         (shown,) = json.loads(serving.modelctl("requests", "--json").stdout)["requests"]
         assert shown["id"] == name
-        assert serving.modelctl("cancel", name).returncode == 0
+        done = serving.modelctl("cancel", name)
+        assert (done.returncode, done.stdout) == (0, f"{name}: cancelled\n")
         for _ in deltas:
             pass
         assert stream.finish_reason == "cancelled"
         done = serving.modelctl("cancel", name)
         assert done.returncode == 1
-        assert f"no request {name} is unfinished" in done.stderr
+        assert f"no request '{name}' is unfinished" in done.stderr
         wait_until(lambda: not json.loads(serving.modelctl("requests", "--json").stdout)["requests"])
 
 

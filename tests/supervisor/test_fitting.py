@@ -81,6 +81,16 @@ def test_what_does_not(key: str, value: object, path: tuple[str | int, ...], mes
     assert [(flaw.path, flaw.message) for flaw in caught.value.flaws] == [(path, message)]
 
 
+def test_known_keys_are_listed_once() -> None:
+    with pytest.raises(Unfit) as caught:
+        fit(Outer, {"name": "x", "inners": {"one": {"size": 1, "zzz": 1, "sise": 2}, "two": {"size": 1, "yyy": 1}}})
+    assert [flaw.message for flaw in caught.value.flaws] == [
+        "unknown key; known are size",
+        "unknown key; did you mean 'size'?",
+        "unknown key; the known keys are listed at inners.one.zzz",
+    ]
+
+
 _KEYS = sorted({f.name for kind in (FileConfig, ModelConfig, SupervisorConfig) for f in fields(kind)})
 _PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from(["1s", "cpu"])
 _DATA = st.recursive(

@@ -80,7 +80,7 @@ def test_the_end_that_waits_for_credit_is_shown_as_delivering(scheduler: Schedul
 def test_a_parked_request_is_cancelled(scheduler: Scheduler) -> None:
     ask(scheduler, 1)
     scheduler.parked("m", (5, 1), NOW)
-    request = scheduler.unfinished.find(ADMIN, "5-1")
+    (request,) = scheduler.unfinished.find(ADMIN, "5-1")
     effects = messages(scheduler.cancel(*request.key, NOW))
     assert [type(message) for _, message in effects] == [CancelJob, Events]
     assert listed(scheduler) == []
@@ -124,9 +124,26 @@ def test_rights_and_models_decide(
     assert [request["id"] for request in listed(scheduler, identity)] == sees
     for name in ("5-1", "5-2"):
         if name in cancels:
-            assert scheduler.unfinished.find(identity, name).key == (5, int(name[-1]))
+            assert [found.key for found in scheduler.unfinished.find(identity, name)] == [(5, int(name[-1]))]
             continue
         with pytest.raises(WireError) as caught:
             scheduler.unfinished.find(identity, name)
         hidden = name not in sees
         assert caught.value.code is (ErrorCode.INVALID_REQUEST if hidden else ErrorCode.FORBIDDEN)
+
+
+def test_a_trace_id_means_every_unfinished_request_of_it_that_may_be_cancelled(scheduler: Scheduler) -> None:
+    for request, owner in ((1, USER), (2, USER), (3, OWNER), (4, USER)):
+        ask(scheduler, request, owner, trace_ids=["req_a", f"chatcmpl-{request}"])
+    boss = Identity("boss", "key of boss", frozenset({Right.STATUS, Right.INFER}))
+
+    def found(identity: Identity, name: str) -> list[str]:
+        return [request.id for request in scheduler.unfinished.find(identity, name)]
+
+    assert found(ADMIN, "req_a") == ["5-1", "5-2", "5-3", "5-4"]
+    assert found(USER, "req_a") == ["5-1", "5-2", "5-4"], "those of its own key"
+    assert found(USER, "chatcmpl-2") == ["5-2"]
+    with pytest.raises(WireError, match="takes the right admin"):
+        found(boss, "req_a")
+    with pytest.raises(WireError, match="never was"):
+        found(USER, "chatcmpl-3")

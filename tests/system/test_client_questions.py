@@ -1,6 +1,7 @@
 """The clients' methods for what a supervisor does: requests, events, logs, and the order to cancel a request."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -40,7 +41,9 @@ def test_a_client_lists_requests_and_an_admin_cancels_one(serving: Serving) -> N
 def test_a_client_reads_events_and_logs_and_goes_on_behind_them(serving: Serving) -> None:
     with serving.client() as client:
         events = client.events()
-        assert any("loading -> ready" in event["message"] for event in events["events"])
+        (ready,) = (event for event in events["events"] if event.get("state") == "ready")
+        assert re.fullmatch(r"m: ready, \d\.\d s", ready["message"])
+        assert "context 100000 tokens" in ready["reason"]
         assert [event["number"] for event in client.events(limit=2)["events"]] == [events["last"] - 1, events["last"]]
         assert client.events(after=events["last"])["events"] == []
         logs = client.logs()

@@ -272,6 +272,27 @@ def test_keys_see_their_own_usage_and_operators_see_all() -> None:
             get("/v1/usage?days=3", ops)
 
 
+def test_a_key_or_model_that_nothing_knows_is_refused() -> None:
+    with Keyed({"letters": engine(), "unused": engine()}, {"laptop": "infer", "idle": "infer"}) as keyed:
+        serving = keyed.serving
+        with keyed.client("laptop") as laptop:
+            laptop.complete("letters", "hello", max_tokens=3)
+
+        def asked(*arguments: str) -> tuple[int, str]:
+            done = serving.modelctl("usage", *arguments)
+            return done.returncode, done.stderr
+
+        keyed.store.revoke("laptop")
+        wait_until(lambda: "laptop" not in str(serving.overview()["supervisor"]["tcp"]["keys"]), what="the revocation")
+        for known in (("--key", "laptop"), ("--key", "idle"), ("--key", ""), ("--model", "unused"), ("--since", "1d")):
+            assert asked(*known) == (0, ""), known
+        assert asked("--key", "idl") == (
+            1, "modelctl: no key 'idl' is admitted, and none of that name has used anything: did you mean 'idle'?\n",
+        )  # fmt: skip
+        assert asked("--model", "nosuch")[1].endswith("no model 'nosuch' is configured: there is letters, unused\n")
+        assert asked("--model", "lettres")[1].endswith("no model 'lettres' is configured; did you mean 'letters'?\n")
+
+
 def test_an_alias_and_a_variant_count_for_the_model_itself() -> None:
     names = {"aliases": ["gpt"], "variants": {"short": {"sampling": {"max_tokens": 2}}}}
     with Serving({"letters": engine(**names)}) as serving, serving.client() as client:

@@ -23,7 +23,8 @@ ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers"
 IMPORTED = "an import string"
 INTRODUCTION = """\
 One file, models.yaml, describes all models of a supervisor. Without `--config`, `modelctl` looks for
-`$MODELCTL_CONFIG`, then `./models.yaml`, then `~/.config/modelctl/models.yaml`. `modelctl check` checks the file and
+`$MODELCTL_CONFIG`, then `./models.yaml`, then the file of the supervisor that runs, then
+`~/.config/modelctl/models.yaml`. `modelctl check` checks the file and
 the models' directories, and starts nothing. An unknown key, a wrong type, a missing directory, or keys that contradict
 each other are errors with their line. No value is corrected silently. `modelctl reload` applies a changed file.
 

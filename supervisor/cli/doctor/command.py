@@ -54,7 +54,7 @@ def doctor(file: Path | None, as_json: bool, runtime_dir: Path) -> int:
 
 
 def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
-    examined, wrong = _examine(file)
+    examined, wrong = _examine(file, runtime_dir)
     engines = frozenset[str]()
     if examined is not None:
         engines = frozenset(spec.config.engine for spec in examined.config.models.values())
@@ -93,13 +93,13 @@ def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
     )
 
 
-def _examine(file: Path | None) -> "tuple[Examined | None, list[Finding]]":
+def _examine(file: Path | None, runtime_dir: Path) -> "tuple[Examined | None, list[Finding]]":
     """Return models.yaml as far as it can be read, and what is wrong if it cannot."""
     from supervisor.config import examine_config
     from supervisor.yaml_source import ConfigError
 
     try:
-        return examine_config(find_config(file)), []
+        return examine_config(find_config(file, runtime_dir)), []
     except ConfigError as e:
         if file is None and len(e.problems) == 1 and "not found" in str(e.problems[0]):
             return None, [warn("models.yaml", "there is none yet", "`modelctl init ~/models` writes one")]
