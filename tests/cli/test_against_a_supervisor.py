@@ -269,8 +269,9 @@ def test_detached_until_shutdown(serve: Serve) -> None:
     assert "modelctl shutdown" in started.stderr
     processes = serving.processes()
     assert serving.modelctl("run", "a", "--raw", "hi", "--max-tokens", "3").stdout == answer("hi", 3) + "\n"
+    pid = serving.overview()["supervisor"]["pid"]
     ended = serving.modelctl("shutdown")
-    assert (ended.returncode, ended.stdout) == (0, f"the supervisor (pid {serving.pid}) has ended\n")
+    assert (ended.returncode, ended.stdout) == (0, f"the supervisor (pid {pid}) has ended\n")
     wait_until(lambda: not any(map(is_alive, processes)))
 
 

@@ -33,8 +33,8 @@ def test_every_command_and_option_is_explained(name: str) -> None:
         if isinstance(parameter, click.Option) and not parameter.hidden:
             assert parameter.help, f"{name} {parameter.opts}"
         elif isinstance(parameter, click.Argument):
-            shown = (parameter.metavar or parameter.human_readable_name).strip("[].")
-            assert shown.lower() in command.help.lower(), f"{name} {shown}"
+            for shown in re.findall(r"[\w-]+", parameter.metavar or parameter.human_readable_name):
+                assert shown.lower() in command.help.lower(), f"{name} {shown}"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
