@@ -158,8 +158,8 @@ class ClientMessages:
     def _resolve(self, verb: str, params: dict[str, Any], caller: Identity) -> Mapping[str, Any]:
         """Put the model itself in the place of another name of it in the parameters of a call.
 
-        Return the template's variables of the variant that was named. Only a question to a worker may leave the model
-        to ``default_model``. An order that names no model must not stop one.
+        Return the template's variables of the model or variant that was named. Only a question to a worker may leave
+        the model to ``default_model``. An order that names no model must not stop one.
         """
         name = params.get("model", "")
         if not isinstance(name, str) or not (name or verb in QUESTION_VERBS):
@@ -189,7 +189,7 @@ class ClientMessages:
         number = self._queries.begin(replica.name, Asker(channel, message.call, party))
         replica.last_active = time.monotonic()
         # The body is passed on as it came. If it were packed again, its floats could take twice as many bytes, and
-        # exceed the limit. Only the template's variables of a variant have to be added.
+        # exceed the limit. Only the template's variables of models.yaml have to be added.
         body = message.body
         given = params.get("template_kwargs")
         if variables and params.get("messages") is not None and isinstance(given, dict | None):

@@ -249,7 +249,7 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
             wrong = sampling_problems(config)
             problems += [source.problem((*path, *key), message) for key, message in wrong]
             if wrong:
-                config = replace(config, sampling=None, limits=None, variants={})
+                config = replace(config, sampling=None, limits=None, variants={}, template_kwargs=None)
         spec, missing = _find(name, config, base, roots)
         problems += [source.problem((*path, *key), message) for key, message in missing]
         if spec is not None:

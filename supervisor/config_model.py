@@ -72,9 +72,10 @@ class VariantConfig:
     Example: {temperature: 0.2, max_tokens: 1024}
     """
     template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template, for conversations that do not set them.
+    """Variables of the chat template, for conversations that do not set them. They replace the values of the same names
+    in the model's own ``template_kwargs``.
 
-    Default: none
+    Default: the model's own
     Example: {enable_thinking: false}
     """
 
@@ -297,6 +298,13 @@ class ModelConfig:
 
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
+    """
+    template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, for conversations that do not set them. A request's own values win. A reload
+    changes them without a restart of workers.
+
+    Default: none
+    Example: {enable_thinking: false}
     """
     description: Description = None
     """What the model is for, in a line for people. `modelctl status`, the page and GET /v1/models show it. Line breaks

@@ -80,19 +80,22 @@ def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig |
 
 
 def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
-    """Return (path, message) for sampling defaults and limits with which every request would be refused.
+    """Return (path, message) for sampling defaults, limits and variables of the template with which every request would
+    be refused.
 
     Those of the variants are included.
     """
-    if config.sampling is None and config.limits is None and not config.variants:
+    if config.sampling is None and config.limits is None and not config.variants and not config.template_kwargs:
         return []
     sampling, limits = config.sampling or {}, config.limits or {}
     problems = _defaults_problems((), sampling, {}, limits)
+    beneath = config.template_kwargs or {}
+    problems += _template_problems(("template_kwargs",), beneath)
     for name, variant in config.variants.items() if not problems else ():
         path: KeyPath = ("variants", name)
         problems += _defaults_problems(path, variant.sampling or {}, sampling, limits)
-        if variant.template_kwargs is not None:
-            problems += _template_problems((*path, "template_kwargs"), variant.template_kwargs)
+        if variant.template_kwargs is not None:  # together with the model's own, which are valid alone
+            problems += _template_problems((*path, "template_kwargs"), {**beneath, **variant.template_kwargs})
     return problems
 
 

@@ -4,6 +4,7 @@ Each key of such a file either becomes keys of models.yaml, or a note that says 
 modelctl does anyway is left out without a note.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +101,7 @@ _TABBY_NOTES: Final = {
     "logging.log_chat_completion_requests": "prompts are never logged",
     "model.prompt_template": "add the template to the model's directory as chat_template.jinja",
     "model.vision": "images are not served",
-    "model.force_enable_thinking": "add a variant with `template_kwargs: {enable_thinking: true}`",
+    "model.force_enable_thinking": "`template_kwargs` sets it here for requests that leave it out",
     "model.num_experts_per_token": "the model's own number of experts is used",
     "draft_model.draft_gpu_split": "the draft model lies on the first GPU of its model",
     "embeddings.embedding_model_name": "embeddings are not served",
@@ -184,6 +185,8 @@ class _Tabby:
             keys = {key: value for key, value in keys.items() if not key.startswith("draft_")}
         if draft.get("draft_mode") == "ngram":
             keys["ngram_draft"] = True
+        if _map(self._data.get("model")).get("force_enable_thinking") is True:
+            keys["template_kwargs"] = {"enable_thinking": True}
         return keys
 
     def _adapters(self) -> dict[str, Any]:
@@ -235,6 +238,7 @@ _PATHS: Final = ("-m", "--model", "--model-path", "--model_path")
 _CONTEXTS: Final = ("-c", "--ctx-size", "--max-model-len", "--max-seq-len", "--context-length")
 _SLOTS: Final = ("-np", "--parallel", "--max-num-seqs", "--max-batch-size")
 _CACHE_TYPES: Final = ("-ctk", "--cache-type-k", "--cache-mode")
+_TEMPLATE_KWARGS: Final = ("--chat-template-kwargs", "--default-chat-template-kwargs")
 _SAMPLING: Final = {
     "--temp": "temperature", "--temperature": "temperature", "--top-p": "top_p", "--top-k": "top_k",
     "--min-p": "min_p", "--repeat-penalty": "repetition_penalty", "--presence-penalty": "presence_penalty",
@@ -409,6 +413,8 @@ class _SwapModel:
         given = {ours: _number(_value(words, (theirs,))) for theirs, ours in _SAMPLING.items()}
         if sampling := {name: value for name, value in given.items() if value is not None}:
             keys["sampling"] = sampling
+        if template_kwargs := _object(_value(words, _TEMPLATE_KWARGS)):
+            keys["template_kwargs"] = template_kwargs
         variables = self._entry.get("env")
         for variable in variables if isinstance(variables, list) else ():
             name, _, value = self._filled(str(variable)).partition("=")
@@ -422,6 +428,8 @@ class _SwapModel:
         options = _map(filters.get("setParams"))
         if sampling := {key: value for key, value in options.items() if key != "chat_template_kwargs"}:
             model.keys["sampling"] = model.keys.get("sampling", {}) | sampling
+        if variables := _map(options.get("chat_template_kwargs")):
+            model.keys["template_kwargs"] = model.keys.get("template_kwargs", {}) | variables
         variants = {}
         for name, entry in _map(filters.get("setParamsByID")).items():
             variant = self._filled(str(name)).rpartition(":")
@@ -446,6 +454,14 @@ def _value(words: Sequence[str], names: Sequence[str]) -> str | None:
         if equals and option in names:
             return value
     return None
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    """Return a JSON object in an option of a command; an empty one for anything else."""
+    try:
+        return _map(json.loads(text or ""))
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _number(text: str | None) -> Any:

@@ -21,6 +21,7 @@ _ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 _VARIANT: Final = re.compile(r"[a-z][a-z0-9._-]{0,63}")
 """A variant begins with a letter, because ``letters:2`` is the second worker of ``letters``."""
 _WORKER: Final = re.compile(r"[1-9][0-9]?")
+NO_VARIANT: Final = VariantConfig()
 MOST_NAMES: Final = 64
 """Most aliases, and most variants, of one model. Every answer of GET /v1/models lists all of them."""
 
@@ -30,8 +31,8 @@ class Named:
     """What a name means.
 
     model            the name of the model. For a name that nothing has, the name itself
-    defaults         a packed map with the settings of the variant, ``sampling`` and ``template_kwargs``, for what a
-                     request leaves out. It goes to the worker with the job. Empty for the model as it is
+    defaults         a packed map with the variant's ``sampling``, and the ``template_kwargs`` of the model and of the
+                     variant, for what a request leaves out. It goes to the worker with the job. Empty if none is set
     template_kwargs  the variables of the chat template among these settings
     """
 
@@ -52,9 +53,9 @@ class ModelNames:
         self._named: dict[str, Named] = {}
         for model, config in models.items():
             for name in (model, *config.aliases):
-                self._named[name] = Named(model)
+                self._named[name] = _named(model, config)
                 for variant, settings in config.variants.items():
-                    self._named[f"{name}:{variant}"] = _variant(model, settings)
+                    self._named[f"{name}:{variant}"] = _named(model, config, settings)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._named)
@@ -112,10 +113,11 @@ class ModelNames:
         return default
 
 
-def _variant(model: str, variant: VariantConfig) -> Named:
-    given = {"sampling": variant.sampling, "template_kwargs": variant.template_kwargs}
+def _named(model: str, config: ModelConfig, variant: VariantConfig = NO_VARIANT) -> Named:
+    variables = {**(config.template_kwargs or {}), **(variant.template_kwargs or {})}
+    given = {"sampling": variant.sampling, "template_kwargs": variables}
     settings = {key: value for key, value in given.items() if value}
-    return Named(model, pack_body(settings) if settings else b"", variant.template_kwargs or {})
+    return Named(model, pack_body(settings) if settings else b"", variables)
 
 
 def name_problems(

@@ -40,6 +40,7 @@ model:
   max_batch_size: 6
   prompt_template: chatml
   vision: true
+  force_enable_thinking: true
   reasoning: false
 draft_model: {draft_model_dir: models, draft_model_name: , draft_rope_scale: 1.0, draft_cache_mode: FP16}
 sampling: {override_preset: calm}
@@ -78,12 +79,14 @@ models:
     description: "a big one"
     aliases: [{id: gpt-4o, unlisted: false}, "gpt-4o-mini"]
   "chat":
-    cmd: $(touch RAN); `touch RAN`; vllm serve ${where} --max-model-len=512 -np 4
+    cmd: |
+      $(touch RAN); `touch RAN`; vllm serve ${where} --max-model-len=512 -np 4
+      --chat-template-kwargs '{"enable_thinking": false}'
     name: "Chat"
     env: ["CUDA_VISIBLE_DEVICES=0,1", "OTHER=x"]
     filters:
       stripParams: "temperature"
-      setParams: {top_p: 0.9}
+      setParams: {top_p: 0.9, chat_template_kwargs: {tail: "!"}}
       setParamsByID:
         "${MODEL_ID}:calm": {temperature: 0.1, chat_template_kwargs: {enable_thinking: false}}
   "in-docker":
@@ -129,7 +132,7 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
     assert written["models"]["main-exl2-4.0bpw"] == {
         "model_dir": str(tabby / "models" / "Main-exl2" / "4.0bpw"), "engine": "exllamav2", "gpu": "auto",
         "cache_mode": "Q8", "max_seq_len": 1024, "max_batch_size": 6, "sampling": calm,
-        "aliases": ["Main-exl2/4.0bpw", "gpt-3.5-turbo"],
+        "template_kwargs": {"enable_thinking": True}, "aliases": ["Main-exl2/4.0bpw", "gpt-3.5-turbo"],
     }, "it starts with the supervisor, as it did there"  # fmt: skip
     assert written["models"]["other"] == {
         "model_dir": str(tabby / "models" / "Other"), "engine": "exllamav2", "gpu": "auto",
@@ -180,6 +183,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
         "chat": {
             "model_dir": str(models / "served"), "engine": "exllamav2", "lazy": True, "max_batch_size": 4,
             "max_seq_len": 512, "gpu": [0, 1], "sampling": {"top_p": 0.9}, "autostart": True,
+            "template_kwargs": {"enable_thinking": False, "tail": "!"},
             "variants": {"calm": {"sampling": {"temperature": 0.1}, "template_kwargs": {"enable_thinking": False}}},
         }
     }  # fmt: skip

@@ -140,6 +140,32 @@ def test_a_reload_changes_names_without_new_workers(keyed: Keyed) -> None:
     assert (after["aliases"], after["description"]) == (["claude-local", "new"], "new")
 
 
+def test_variables_of_the_template_are_a_models_a_variants_or_a_requests(keyed: Keyed) -> None:
+    serving, port = keyed.serving, keyed.gateway_port  # type: ignore[attr-defined]
+    before = serving.status("letters")
+    variants = {"short": {"sampling": {"max_tokens": 3}}, "long": {"template_kwargs": {"tail": " at length"}}}
+    serving.write_models(models(template_kwargs={"tail": " indeed"}, variants=variants))
+    serving.order("reload")
+    assert serving.status("letters")["pid"] == before["pid"]
+    own = {"template_kwargs": {"tail": "!"}}
+    with serving.client() as client:
+        for name, given, seen in (
+            ("letters", {}, "hello indeed"),
+            ("gpt-4o-mini", {}, "hello indeed"),
+            ("letters:short", {}, "hello indeed"),
+            ("letters:long", {}, "hello at length"),
+            ("letters", own, "hello!"),
+            ("letters:long", own, "hello!"),
+        ):
+            assert client.complete(name, messages=CHAT, **given).usage["prompt_tokens"] == len(seen), name
+            assert len(client.tokenize(name, messages=CHAT, **given)) == len(seen), name
+    reply = ask(port, "/v1/chat/completions", {"model": "letters", "messages": CHAT})
+    assert reply["usage"]["prompt_tokens"] == len("hello indeed")
+    serving.write_models(models(template_kwargs={"messages": []}))
+    with pytest.raises(WireError, match=r"models\.letters\.template_kwargs: must not set variables"):
+        serving.order("reload")
+
+
 def test_a_reload_of_one_model_refuses_a_name_that_another_model_still_has(keyed: Keyed) -> None:
     serving = keyed.serving
     moved = models(aliases=[])
