@@ -70,7 +70,7 @@ def _totals(workers: list[Values]) -> dict[str, Values]:
 
 
 def _of_models(models: Mapping[str, Values], bounds: Values, totals: Mapping[str, Values]) -> Iterator[Metric]:
-    waiting = gauge("num_requests_waiting", "Requests that wait for a worker.", "model")
+    waiting = gauge("num_requests_waiting", "Requests that wait to be computed.", "model")
     oldest = gauge("oldest_waiting_seconds", "Age of the oldest request that waits; 0 if none does.", "model")
     generated = counter("generation_tokens", "Tokens of answers that workers have sent.", "model")
     refused = counter("requests_refused", "Requests that were refused because the queue was full.", "model")
@@ -123,7 +123,7 @@ def _buckets(bounds: list[float], counts: list[int]) -> list[tuple[str, float]]:
 
 
 def _of_workers(workers: list[Values]) -> Iterator[Metric]:
-    running = gauge("num_requests_running", "Requests that a worker has.", "model", "replica")
+    running = gauge("num_requests_running", "Requests that a worker computes.", "model", "replica")
     states = gauge("worker_state", "1 for the state that a worker is in, else 0.", "model", "replica", "state")
     restarts = counter("worker_restarts", "Starts of a worker after its death.", "model", "replica")
     last = gauge(

@@ -70,17 +70,18 @@ SLACK_JOBS = 2
 class _Tracked(JobCursor):
     """A job of this worker, with the position in its stream of events.
 
+    came     when the worker got it, in monotonic seconds
     opening  what the first event says about the answer; empty if it says nothing, or has been sent
     cut      the most tokens of the answer, if the context has cut the request's max_tokens; else None
     left_out  the options that the worker does without, as the request allows it
     empty    whether the answer is empty whatever the engine draws (max_tokens 0)
     """
 
-    __slots__ = ("carry", "cut", "empty", "left_out", "opening", "prompt_tokens")
+    __slots__ = ("came", "carry", "cut", "empty", "left_out", "opening", "prompt_tokens")
 
     def __init__(self, channel: int, request: int, seq: int, tokens: int, carry: dict[str, Any]) -> None:
         super().__init__(channel, request, seq, tokens)
-        self.prompt_tokens, self.carry = 0, carry
+        self.prompt_tokens, self.carry, self.came = 0, carry, time.monotonic()
         self.opening: dict[str, Any] = {}
         self.cut: int | None = None
         self.left_out: list[str] = []
@@ -384,7 +385,7 @@ class WorkerLoop:
             usage |= {"draft_accepted": finished.draft_accepted, "draft_rejected": finished.draft_rejected}
         if resumes := tracked.carry.get("resumes"):
             usage["resumes"] = resumes
-        timings = _timings(tracked.carry, completion, finished)
+        timings = _timings(tracked.carry, completion, finished, time.monotonic() - tracked.came)
         fields: dict[str, object] = {"text": text, "finish_reason": reason, "usage": usage, "timings": timings}
         if finished and finished.logprobs:
             fields["logprobs"] = self._logprobs(finished.logprobs)
@@ -450,10 +451,15 @@ def _opened(job: _Tracked | _Unopened) -> _Tracked:
     return job.job if isinstance(job, _Unopened) else job
 
 
-def _timings(carry: dict[str, Any], completion: int, finished: Finished | None) -> dict[str, float]:
+def _timings(carry: dict[str, Any], completion: int, finished: Finished | None, spent_s: float) -> dict[str, float]:
     """Return the timings of an answer. If the answer was resumed, prefill and decoding are those of this worker
-    alone."""
-    timings = {"queue_ms": round(carry.get("queue_ms", 0.0), 3)}
+    alone.
+
+    spent_s  seconds for which the worker has had the job. What the engine did not compute in is time in the queue: a
+             worker gets a few jobs ahead of free places in its batch
+    """
+    waited_s = max(0.0, spent_s - finished.prefill_s - finished.decode_s) if finished and finished.prefill_s else 0.0
+    timings = {"queue_ms": round(carry.get("queue_ms", 0.0) + 1000 * waited_s, 3)}
     if finished is not None:
         timings |= {"prefill_ms": round(finished.prefill_s * 1000, 3), "decode_ms": round(finished.decode_s * 1000, 3)}
         drawn = completion - len(carry.get("token_ids", b"")) // 4 - 1  # the first token ends the prefill

@@ -23,7 +23,8 @@ class RequestStatus(TypedDict):
     key: str | None
     """The name of the key that asked for it, null for the supervisor's own user."""
     state: str
-    """`queued` (waits for a worker), `parked` (waits until its constraint is compiled), `running` (a worker has it),
+    """`queued` (waits for a worker, or in one for a place in its batch), `parked` (waits until its constraint is
+    compiled), `running` (a worker computes it),
     `cancelling` (it was cancelled, and its worker has yet to let it go) or `delivering` (the worker has finished it,
     and the client has yet to read the last events)."""
     queue_position: int | None

@@ -187,7 +187,8 @@ class Timings(TypedDict):
     those of the last worker. A value that was not measured is missing."""
 
     queue_ms: NotRequired[MillisecondsFloat]
-    """The time from ACCEPTED until the supervisor first gave the request to a worker."""
+    """The time from ACCEPTED until a worker began to compute the request. If the answer was resumed, the time between
+    two workers is not part of it."""
     prefill_ms: NotRequired[MillisecondsFloat]
     """The time from the start in the engine to the first token."""
     decode_ms: NotRequired[MillisecondsFloat]

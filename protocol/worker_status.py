@@ -79,9 +79,9 @@ class WorkerStatus(TypedDict):
     reasoning: ReasoningMarkers | None
     """The markers of the model's reasoning; null if it does not reason."""
     active: int
-    """Requests that the worker has."""
+    """Requests that the worker computes."""
     queued: int
-    """Requests that wait for the model."""
+    """Requests that wait for the model, those included that wait in a worker for a place in its batch."""
     tokens_per_s: Annotated[float, "tokens/s"]
     """The worker's speed in the last seconds."""
     idle_s: Seconds | None

@@ -121,7 +121,7 @@ class Completion:
     usage          counts: ``prompt_tokens`` and ``completion_tokens``; where they apply, ``cached_tokens`` (tokens of
                    the prompt that were in the cache), ``draft_accepted`` and ``draft_rejected`` (speculated tokens),
                    and ``resumes`` (the number of times that the answer was resumed in another worker)
-    timings        ``queue_ms`` (from acceptance to the worker), ``prefill_ms`` (to the first token), ``decode_ms`` (to
+    timings        ``queue_ms`` (from acceptance to the start), ``prefill_ms`` (to the first token), ``decode_ms`` (to
                    the end) and ``tokens_per_s`` (while decoding). Times that were not measured are missing
     logprobs       one for each token id, if the request asked for them
     stop_string    the stop string that ended the answer; None if none has

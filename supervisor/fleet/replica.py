@@ -284,7 +284,6 @@ class Replica:
     def describe(self, scheduler: Scheduler, now: float) -> dict[str, Any]:
         """Return what ``status`` shows about the worker. ``queued`` and ``totals`` are those of its model."""
         running, _ = scheduler.work(self.name)
-        _, waiting = scheduler.counts(self.model)
         config = self.spec.config
         idle = self.state in (WorkerState.READY, WorkerState.ASLEEP) and not running
         return {
@@ -306,8 +305,8 @@ class Replica:
             "tool_format": self.info.get("tool_format"),
             "parallel_tool_calls": self.info.get("parallel_tool_calls"),
             "reasoning": self.reasoning,
-            "active": running,
-            "queued": waiting,
+            "active": scheduler.computed(self.name),
+            "queued": scheduler.queued(self.model),
             "tokens_per_s": round(self.tokens_per_s, 1),
             "idle_s": round(now - self.last_active, 1) if idle else None,
             "until_s": None

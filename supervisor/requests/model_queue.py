@@ -4,6 +4,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import isqrt
 from typing import Any
 
@@ -11,6 +12,7 @@ from protocol.errors import ErrorCode, WireError
 from supervisor.requests.fair_queue import FairQueue
 from supervisor.requests.in_flight import Awaited, InFlight
 from supervisor.requests.request_figures import RequestFigures
+from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.worker_slots import Affinity, WorkerSlot, affinity_key
 
 BYTES_PER_TOKEN = 4
@@ -123,7 +125,7 @@ class ModelQueue:
 
     def figures(self, now: float) -> dict[str, Any]:
         """Return the figures of the model for metrics."""
-        oldest = min((request.accepted for request in self.all_waiting()), default=now)
+        oldest = min((request.accepted for request in chain(self.ahead, self.all_waiting())), default=now)
         return {"oldest_waiting_s": now - oldest, **self.totals.figures.describe()}
 
     @property
@@ -146,6 +148,11 @@ class ModelQueue:
             awaited = f"model {self.name!r} has no worker yet: a reload goes on"
             return WireError(ErrorCode.MODEL_NOT_RUNNING, awaited, retry_after_ms=UNMEASURED_RETRY_MS)
         return next((error for error in refusals if error.code is ErrorCode.MODEL_FAILED), refusals[0])
+
+    @property
+    def ahead(self) -> list[InFlight]:
+        """Return the requests that workers were given ahead of free places. For people and clients they wait."""
+        return [request for worker_slot in self.worker_slots.values() for request in worker_slot.ahead]
 
     def all_waiting(self) -> Iterator[InFlight]:
         """Yield every request that waits."""
@@ -198,14 +205,18 @@ class ModelQueue:
             self.fair_queue.remove(request)
 
     def position(self, request: InFlight) -> int:
-        """Return about how many requests will be started before this one."""
+        """Return about how many requests will be started before this one, which waits here or in a worker, see
+        ``ahead``."""
         if request.key in self.parked:
             return 0
+        ahead = self.ahead
+        if request.phase is RequestPhase.RUNNING:
+            return ahead.index(request)
         if request.place is not None:
-            return self.suspects.index(request)
+            return len(ahead) + self.suspects.index(request)
         if request.resumes:
-            return len(self.suspects) + self.again.index(request)
-        return len(self.suspects) + len(self.again) + self.fair_queue.position(request)
+            return len(ahead) + len(self.suspects) + self.again.index(request)
+        return len(ahead) + len(self.suspects) + len(self.again) + self.fair_queue.position(request)
 
     def after_death(self) -> None:
         """Decide how many suspects are tried at once. Call this after the suspects of a death have been pushed.

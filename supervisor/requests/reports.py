@@ -1,7 +1,7 @@
 """Tell clients that wait how far their requests are. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
 from protocol.codec import encode, pack_body
@@ -24,14 +24,14 @@ def loading(queue: ModelQueue, progress: Mapping[str, Any]) -> list[Effect]:
         return []  # another worker is up: the clients wait for room there
     fields = {"phase": "loading", "part": progress["phase"], "done": progress["done"], "total": progress["total"]}
     fields |= {name: progress[name] for name in ("unit", "per_s") if progress.get(name)}
-    return [report(request, fields) for request in _interested(queue)]
+    return [report(request, fields) for request in _interested(queue.all_waiting())]
 
 
 def positions(queue: ModelQueue) -> list[Effect]:
     """Report the place in the queue to each client whose request has moved on since the last report, or whose model
     waits for something else."""
     effects: list[Effect] = []
-    for request in _interested(queue):
+    for request in chain(_interested(queue.ahead), _interested(queue.all_waiting())):
         position, told = queue.position(request), awaited_text(queue.waits_for, request.owner.may_use)
         if position != request.reported or told != request.told:
             request.reported, request.told = position, told
@@ -52,6 +52,6 @@ def awaited_text(awaited: Awaited, may_use: Callable[[str], bool] = lambda model
     return " and ".join(parts)
 
 
-def _interested(queue: ModelQueue) -> Iterator[InFlight]:
-    """Yield the waiting requests with ``progress``, except those that have a token already."""
-    return islice((r for r in queue.all_waiting() if r.route.progress and not r.has_tokens), MOST_REPORTS)
+def _interested(waiting: Iterable[InFlight]) -> Iterator[InFlight]:
+    """Yield the requests with ``progress``, except those that have a token already."""
+    return islice((r for r in waiting if r.route.progress and not r.has_tokens), MOST_REPORTS)

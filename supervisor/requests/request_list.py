@@ -105,7 +105,9 @@ class RequestList:
             return "queued", False
         if request.phase is RequestPhase.HELD:
             return "delivering", False
-        return "cancelling" if request.cancelled else "running", True
+        if request.cancelled:
+            return "cancelling", True
+        return "queued" if request in self._table.slot_of(request.worker).ahead else "running", True
 
 
 def _is_visible(identity: Identity, request: InFlight) -> bool:

@@ -95,6 +95,17 @@ class Scheduler:
         queue = self._table.queues[model]
         return queue.running, queue.waiting
 
+    def computed(self, worker: str) -> int:
+        """Return how many requests a worker computes, of those that it has. The others wait for a place in its
+        batch."""
+        worker_slot = self._table.slot_of(worker)
+        return len(worker_slot.running) - len(worker_slot.ahead)
+
+    def queued(self, model: str) -> int:
+        """Return how many requests of a model wait: in its queue, or in a worker for a place in its batch."""
+        queue = self._table.queues[model]
+        return queue.waiting + len(queue.ahead)
+
     def work(self, worker: str) -> tuple[int, int]:
         """Return (requests that a worker has, tokens that it and its predecessors have generated)."""
         worker_slot = self._table.slot_of(worker)
@@ -415,7 +426,7 @@ class Scheduler:
                 continue
             if request.cancelled:
                 effects += self._table.end_unconfirmed(request, now)
-            elif not is_met(limit, request):
+            elif not is_met(limit, request) or (limit == "queue_ms" and self._is_ahead(request)):
                 effects += self._give_up(request, too_late(limit, request), now)
         return effects
 
@@ -437,3 +448,9 @@ class Scheduler:
     def report_positions(self) -> list[Effect]:
         """Report the place in the queue to each client that asked for reports, if its request has moved on."""
         return [effect for queue in self._table.queues.values() for effect in reports.positions(queue)]
+
+    def _is_ahead(self, request: InFlight) -> bool:
+        """Return whether a request has yet to be begun by any worker, although one has it."""
+        if request.phase is not RequestPhase.RUNNING or request.resumes:
+            return False
+        return request in self._table.slot_of(request.worker).ahead

@@ -8,6 +8,7 @@ from protocol.codec import unpack_body
 from protocol.errors import FrameError, WireError
 from supervisor.requests.digest import digest
 from supervisor.requests.in_flight import InFlight
+from supervisor.requests.request_phase import RequestPhase
 
 MOST_PREFIXES = 10_000
 """The number of conversations remembered for a model. The least recently used are forgotten first."""
@@ -100,6 +101,19 @@ class WorkerSlot:
     def computed(self) -> list[InFlight]:
         """Return the running requests that have been sent."""
         return [request for key, request in self.running.items() if key not in self.unsent]
+
+    @property
+    def ahead(self) -> list[InFlight]:
+        """Return the requests that wait in the worker for a place in its batch, in the order of their turns.
+
+        A worker is given a few requests ahead of free places, and computes as many as its batch has places, in the
+        order in which it got them. A request with an event of this worker certainly has a place.
+        """
+        if len(self.running) <= self.batch_size:
+            return []
+        running = [request for request in self.running.values() if request.phase is RequestPhase.RUNNING]
+        excess = len(running) - self.batch_size
+        return [request for request in running if request.next_seq == request.begun][-excess:] if excess > 0 else []
 
     @property
     def free_in_batch(self) -> int:

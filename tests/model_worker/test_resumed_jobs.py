@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from model_worker.engine import EngineEvent, Finished
+from model_worker.loop import _timings
 from protocol.codec import pack_body
 from protocol.messages import CancelJob, EventFlag, JobMessage, Message
 from tests.deterministic_engine import DeterministicEngine, answer
@@ -92,6 +93,12 @@ def test_timings_are_of_what_was_drawn_here(delivered: str, rate: float | None) 
     if rate is not None:
         expected["tokens_per_s"] = rate
     assert link.of(1, 1)[-1][1]["timings"] == expected
+
+
+def test_the_wait_for_a_place_in_the_batch_is_time_in_the_queue() -> None:
+    finished = Finished(1, [97], "a", "stop", 1, 8, prefill_s=0.25, decode_s=0.5)
+    assert _timings({"queue_ms": 5.0}, 8, finished, spent_s=2.75)["queue_ms"] == 2005.0
+    assert _timings({"queue_ms": 5.0}, 8, finished, spent_s=0.7)["queue_ms"] == 5.0
 
 
 def test_one_that_is_cancelled_has_only_waited() -> None:

@@ -11,6 +11,7 @@ from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.request_list import MOST
 from supervisor.requests.scheduler import Scheduler
 from tests.supervisor.test_scheduler import DOWN, FINISHED, NOW, deliver, frame, messages
+from tests.supervisor.test_turns import reports
 
 ADMIN = Identity("ops", "key of ops", frozenset({Right.ADMIN}))
 STATUS = Identity("viewer", "key of viewer", frozenset({Right.STATUS}))
@@ -84,6 +85,36 @@ def test_a_parked_request_is_cancelled(scheduler: Scheduler) -> None:
     effects = messages(scheduler.cancel(*request.key, NOW))
     assert [type(message) for _, message in effects] == [CancelJob, Events]
     assert listed(scheduler) == []
+
+
+def test_what_waits_in_a_worker_is_queued(scheduler: Scheduler) -> None:
+    """The worker computes two requests at once, and was given two more."""
+    scheduler.open("m", 1, 4, NOW, batch_size=2)
+    for request in range(1, 6):
+        ask(scheduler, request, progress=request in (4, 5))
+
+    def seen() -> list[tuple[str, int | None, str | None]]:
+        return [(r["state"], r["queue_position"], r["worker"]) for r in listed(scheduler)]
+
+    running = ("running", None, "M")
+    assert seen() == [running, running, ("queued", 0, "M"), ("queued", 1, "M"), ("queued", 2, None)]
+    assert (scheduler.computed("m"), scheduler.queued("m"), scheduler.counts("m")) == (2, 3, (4, 1))
+    assert scheduler.figures("m", NOW + 7)["oldest_waiting_s"] == 7
+    deliver(scheduler, frame(5, (3, 0, 0)))
+    assert seen()[1:4] == [("queued", 0, "M"), running, ("queued", 1, "M")], "the engine began the third first"
+    deliver(scheduler, frame(5, (1, 0, FINISHED)))
+    assert seen() == [running, running, ("queued", 0, "M"), ("queued", 1, "M")]
+    assert [body["queue_position"] for body in reports(scheduler)] == [0, 1]
+    deliver(scheduler, frame(5, (3, 1, FINISHED)))
+    assert seen() == [running, running, ("queued", 0, "M")]
+
+
+def test_a_limit_of_the_wait_holds_in_the_worker_too(scheduler: Scheduler) -> None:
+    scheduler.open("m", 1, 2, NOW, batch_size=1)
+    for request in (1, 2):
+        ask(scheduler, request, queue_ms=50)
+    scheduler.expire(NOW + 1)
+    assert states(scheduler) == {"5-1": "running"}
 
 
 def test_places_in_the_queue_follow_cancels(scheduler: Scheduler) -> None:

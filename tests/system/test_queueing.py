@@ -1,14 +1,16 @@
 """Requests wait in order, for a model that loads or for room, and a full queue refuses more."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from protocol import limits
 from protocol.errors import ErrorCode, WireError
-from protocol.messages import Accepted, Generate, Kind
+from protocol.messages import Accepted, Cancel, Generate, Kind
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
+from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import Serving, engine, wait_until
 
@@ -48,9 +50,9 @@ def test_a_full_queue_refuses_early(small: Serving) -> None:
             assert caught.value.code is ErrorCode.OVERLOADED
             assert caught.value.retryable
             assert caught.value.retry_after_ms
-        assert (small.status("a")["active"], small.status("a")["queued"]) == (3, 3)
+        assert (small.status("a")["active"], small.status("a")["queued"]) == (1, 5)
         streams[0].cancel()
-        wait_until(lambda: small.status("a")["queued"] == 2)
+        wait_until(lambda: small.status("a")["queued"] == 4)
         late = client.generate("a", "room again", max_tokens=5)
         for stream in streams:
             stream.cancel()
@@ -98,3 +100,26 @@ def test_request_ids_belong_to_the_connection(small: Serving) -> None:
         one.generate(1, "a", "free again", max_tokens=4)
         one.read_until_ended(1)
         assert one.heard[1].text == answer("free again", 4)
+
+
+def test_what_waits_in_the_worker_is_queued_for_all_who_look(serve: Serve) -> None:
+    serving = serve({"a": engine(max_batch_size=4, step_s=0.01, context=2 * LONG)}, gateway={"listen": free_port()})
+    with RawClient(serving.runtime_dir) as client:
+        for request in range(1, 8):
+            client.generate(
+                request, "a", f"w {request}", max_tokens=LONG if request < 5 else 200, route={"progress": True}
+            )
+        wait_until(lambda: serving.status("a")["queued"] == 3)
+        assert serving.status("a")["active"] == 4
+        with serving.client() as asking:
+            listed = asking.call("requests")["requests"]
+        assert [(r["state"], r["queue_position"]) for r in listed] == [("running", None)] * 4 + [
+            ("queued", place) for place in range(3)
+        ]
+        assert serving.modelctl("ps").stdout.splitlines()[1].split()[5:7] == ["4", "3"]
+        metrics = serving.modelctl("metrics").stdout
+        assert re.search(r'num_requests_running{.*"a".*} 4', metrics)
+        assert re.search(r'num_requests_waiting{.*"a".*} 3', metrics)
+        client.send(Cancel(1))
+        client.read_until_ended(1, 5, 6, 7)
+        assert client.reports[7][-1] == {"phase": "queued", "queue_position": 0}, "the sixth took a place, it waits"

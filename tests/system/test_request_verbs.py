@@ -17,8 +17,8 @@ from tests.keyed import Keyed
 from tests.serving import engine, wait_until
 
 LONG = 100_000
-WITH_WORKER = 3
-"""Number of requests that a worker of ``SLOW`` has at once: one that it computes, and two more."""
+COMPUTED, WITH_WORKER = 1, 3
+"""Number of requests that a worker of ``SLOW`` computes at once, and that it has: two more wait in it."""
 SLOW = engine(step_s=0.005, context=2 * LONG, max_batch_size=1)
 
 
@@ -66,10 +66,10 @@ def test_unfinished_requests_are_listed_with_the_oldest_first(keyed: Keyed) -> N
         next(first)
         others = [own.generate("m", f"waits {n}", max_tokens=LONG) for n in range(WITH_WORKER + 2)]
         seen = wait_listed(viewer, 1 + len(others))
-        waiting = len(seen) - WITH_WORKER
-        assert [request["state"] for request in seen] == ["running"] * WITH_WORKER + ["queued"] * waiting
-        assert [request["queue_position"] for request in seen] == [None] * WITH_WORKER + [*range(waiting)]
-        assert [request["worker"] for request in seen] == ["m"] * WITH_WORKER + [None] * waiting
+        waiting = len(seen) - COMPUTED
+        assert [request["state"] for request in seen] == ["running"] * COMPUTED + ["queued"] * waiting
+        assert [request["queue_position"] for request in seen] == [None] * COMPUTED + [*range(waiting)]
+        assert [request["worker"] for request in seen] == ["m"] * WITH_WORKER + [None] * (len(seen) - WITH_WORKER)
         assert [request["key"] for request in seen] == ["one"] + [None] * len(others)
         assert [request["priority"] for request in seen] == ["interactive"] + ["normal"] * len(others)
         assert {request["model"] for request in seen} == {"m"}
@@ -108,7 +108,7 @@ def test_a_request_that_waits_is_cancelled_and_the_others_go_on(keyed: Keyed) ->
         assert streams[-2].complete().finish_reason == "cancelled"
         left = listed(operator)
         assert [request["id"] for request in left] == [r["id"] for r in requests if r is not requests[-2]]
-        assert left[-1]["queue_position"] == 0
+        assert left[-1]["queue_position"] == WITH_WORKER - COMPUTED
         end(*streams[:-2], streams[-1])
 
 
