@@ -33,6 +33,7 @@ from gateway.openai.tokenizing import (
     tokenizer_info,
     version,
 )
+from gateway.orders import ROUTES
 from gateway.page.live import Live
 from gateway.page.routes import page_routes
 from gateway.responses.answers import respond
@@ -43,6 +44,7 @@ from protocol.errors import WireError
 from protocol.process.gateway_settings import GatewaySettings
 
 API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]] = (
+    *ROUTES,
     ("POST", "/chat/completions", chat),
     ("POST", "/completions", completion),
     ("POST", "/responses", respond),

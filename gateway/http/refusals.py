@@ -36,7 +36,7 @@ NOT_OFFERED: Final = (
     ("/uploads", "files are not offered"),
     ("/fine_tuning", "fine-tuning is not offered"),
     ("/vector_stores", "vector stores are not offered"),
-    ("/model", "models are started by their first request, by `modelctl start`, or on the page"),
+    ("/model", "models are loaded by their first request, or by POST /v1/models/NAME/load"),
     ("/lora", "adapters belong to their model in models.yaml, and cannot be exchanged"),
     ("/template", "a chat template is its model's own, and cannot be exchanged"),
     ("/api", "the own APIs of Ollama and LM Studio are not offered: choose OpenAI's API, with the base URL /v1"),
@@ -63,7 +63,9 @@ async def not_routed(request: Request, error: Exception) -> Response:
         refusal = ApiError(404, f"{reason or nothing}. Offered are {OFFERED}", code=code)
     elif error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-        refusal = ApiError(405, f"{request.method} is not offered here: use {allowed}", code="method_not_allowed")
+        line = "" if error.detail == "Method Not Allowed" else f": {error.detail}"
+        message = f"{request.method} is not offered here: use {allowed}{line}"
+        refusal = ApiError(405, message, code="method_not_allowed")
     else:
         refusal = ApiError(error.status_code, error.detail)
     try:

@@ -17,12 +17,17 @@ from gateway.http.callers import caller_of
 from gateway.http.dialect import VERSION_HEADER
 from gateway.http.errors import ApiError
 from protocol.client.model_names import means, names_of, unknown_among
+from protocol.errors import ErrorCode, WireError
 
 STATUS: Final = {
     "ready": "loaded", "loading": "loading", "starting": "loading", "backoff": "loading", "waking": "loading",
     "asleep": "sleeping", "falling_asleep": "sleeping",
 }  # fmt: skip
 """llama-server's word for each of our states of a model. Every other state is "unloaded"."""
+WORKER: Final = (
+    "name", "state", "reason", "state_s", "progress", "active", "queued", "tokens_per_s", "until_s", "generation",
+)  # fmt: skip
+"""What a description of one model says about each worker, by the names of the verb ``status``."""
 CREATED = int(time.time())
 """The API asks for a time of creation. Models have none here, so the gateway's start stands for it."""
 
@@ -32,18 +37,31 @@ async def models(request: Request) -> Response:
 
     Each alias and each variant is an entry of its own, because clients choose among the ids that they find.
     """
-    listed = [_described(model, name, request) for model in await _listed(request) for name in names_of(model)]
-    shown = {"object": "list"} | page(listed, request.query_params)
+    entries = [_described(model, name, request) for model in await listed(request) for name in names_of(model)]
+    shown = {"object": "list"} | page(entries, request.query_params)
     return Response(orjson.dumps(shown), media_type="application/json")
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{id}."""
-    name, listed = request.path_params["name"], await _listed(request)
-    for one in listed:
+    """GET /v1/models/{id}. A key that may see the supervisor's status is told how far the workers are, too."""
+    name, known = request.path_params["name"], await listed(request)
+    for one in known:
         if means(one, name):
-            return Response(orjson.dumps(_described(one, name, request)), media_type="application/json")
-    raise unknown_among(listed, name)
+            described = _described(one, name, request)
+            described["modelctl"]["workers"] = await _workers(request, one["name"])
+            return Response(orjson.dumps(described), media_type="application/json")
+    raise unknown_among(known, name)
+
+
+async def _workers(request: Request, model: str) -> list[dict[str, Any]] | None:
+    """Return the states of a model's workers. None if the sender may not know them."""
+    try:
+        reply = await request.app.state.link.call(caller_of(request), "status", model=model)
+    except WireError as e:
+        if e.code is not ErrorCode.FORBIDDEN:
+            raise
+        return None
+    return [{name: worker.get(name) for name in WORKER} for worker in reply["models"]]
 
 
 async def current_model(request: Request) -> Response:
@@ -60,7 +78,7 @@ async def current_model(request: Request) -> Response:
 
 async def templates(request: Request) -> Response:
     """GET /v1/template/list: the models that have a chat template, in TabbyAPI's shape."""
-    names = [one["name"] for one in await _listed(request) if one["chat"]]
+    names = [one["name"] for one in await listed(request) if one["chat"]]
     return Response(orjson.dumps({"object": "list", "data": names}), media_type="application/json")
 
 
@@ -76,17 +94,18 @@ async def shown_model(request: Request) -> tuple[str, dict[str, Any]]:
     The parameter ``model`` of the query names it. Without the parameter, it is the default model, else the first one
     that is loaded, else the first one. Raises WireError if there is none.
     """
-    listed = await _listed(request)
+    known = await listed(request)
     if name := request.query_params.get("model", ""):
-        found = [one for one in listed if means(one, name)]
+        found = [one for one in known if means(one, name)]
     else:
-        found = sorted(listed, key=lambda one: (one.get("default") is None, one["state"] != "ready"))
+        found = sorted(known, key=lambda one: (one.get("default") is None, one["state"] != "ready"))
     if not found:
-        raise unknown_among(listed, name)
+        raise unknown_among(known, name)
     return name or found[0].get("default") or found[0]["name"], found[0]
 
 
-async def _listed(request: Request) -> list[dict[str, Any]]:
+async def listed(request: Request) -> list[dict[str, Any]]:
+    """Return the models that the sender may use, as the supervisor describes them."""
     state = request.app.state
     reply = await state.link.call(caller_of(request), "models")
     found = reply.get("models")
@@ -103,12 +122,12 @@ async def default_model(request: Request, name: str) -> str:
     """
     if name:
         return name
-    return next((one["default"] for one in await _listed(request) if one.get("default")), "")
+    return next((one["default"] for one in await listed(request) if one.get("default")), "")
 
 
 async def is_never_unloaded(request: Request, name: str) -> bool:
     """Return whether a model stays loaded however long it has no requests. False for an unknown model."""
-    return any(means(one, name) and not one.get("unloads", True) for one in await _listed(request))
+    return any(means(one, name) and not one.get("unloads", True) for one in await listed(request))
 
 
 def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, Any]:

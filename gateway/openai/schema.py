@@ -189,6 +189,11 @@ def document() -> Schema:
             ),
             "/v1/models": _get("List the models."),
             "/v1/models/{id}": _get("Describe a model.", "id"),
+            **{f"/v1/models/{{id}}/{end}": _order(f"{words}.", "id") for end, words in _ORDERS.items()},
+            "/v1/model/load": _order("Load the model that the body names, as TabbyAPI does."),
+            "/v1/model/unload": _order("Unload the model that the body names, or all models, as TabbyAPI does."),
+            "/unload": _order("Unload all models, as llama-swap does."),
+            "/running": _get("List the models that have a process, as llama-swap does."),
             "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
             "/tokenize": _post(
                 "Return the token ids of a prompt or a conversation.",
@@ -226,6 +231,13 @@ def document() -> Schema:
     }
 
 
+_ORDERS: Final = {
+    "load": "Load a model",
+    "unload": "End the process of a model until its next request",
+    "reload": "Replace the workers of a model",
+    "sleep": "Put a model to sleep",
+    "wake": "Wake a model",
+}
 _ADAPTERS: Final = ("lora", "loras", "lora/list")
 
 
@@ -267,6 +279,15 @@ def _post(
             | _errors(ERROR if anthropic else _ERROR),
         }
     }
+
+
+def _order(summary: str, parameter: str | None = None) -> Schema:
+    """Return the description of a path that gives an order. A path without a parameter takes the name in the body."""
+    described = _post(summary, {} if parameter else {"model_name": _TEXT}, [])
+    described["post"]["requestBody"]["required"] = False
+    if parameter is not None:
+        described["post"]["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": _TEXT}]
+    return described
 
 
 def _get(summary: str, parameter: str | None = None, *, public: bool = False) -> Schema:

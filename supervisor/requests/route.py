@@ -33,7 +33,8 @@ class Route:
     priority: str = "normal"
     """Share of the workers while other requests wait: ``interactive`` requests get most, ``batch`` requests least."""
     queue_ms: int | None = None
-    """Longest wait for a worker, and in it for a place in its batch. A request that waits longer ends with ``queue_timeout``."""
+    """Longest wait for a worker, and in it for a place in its batch. A request that waits longer ends with
+    ``queue_timeout``."""
     ttft_ms: int | None = None
     """Longest time to the first token. A request that takes longer ends with ``deadline_exceeded``."""
     deadline_ms: int | None = None

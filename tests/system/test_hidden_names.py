@@ -42,6 +42,8 @@ POSTS: dict[str, dict[str, Any]] = {
     "/apply-template": {"messages": MESSAGES},
     "/v1/token/encode": {"text": "x"},
     "/v1/token/decode": {"tokens": [1]},
+    "/v1/model/load": {},
+    "/v1/model/unload": {},
     **{f"/page/orders/{verb}": {} for verb in ("start", "stop", "unload", "sleep", "wake", "restart")},
 }
 GETS = (
