@@ -3,7 +3,9 @@
 With SCREENSHOTS=DIRECTORY the tests also write the pictures of docs/page.md into that directory.
 """
 
+import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -14,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Dialog, Locator, Page, expect, sync_playwright
 
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
@@ -24,9 +26,12 @@ from tests.serving import WITHIN, Serving, engine, wait_until
 CHROMIUM = shutil.which("chromium")
 DEMO = {"engine": "transformers", "gpu": "cpu", "max_batch_size": 32}
 MODELS = {
+    "bare": {"model_dir": "demo:letters", **DEMO},  # the first of the list has no chat template
     "letters": {"model_dir": "demo:letters", **DEMO},
     "stories": {"model_dir": "demo:stories", **DEMO},
     "endless": engine(context=100_000, step_s=0.02),
+    "thinker": {"model_dir": ".", "engine": "tests.replaying_engine:ReplayingEngine", "options": {"step_s": 0.01}},
+    "rare": {"model_dir": "demo:stories", "lazy": True, **DEMO},
     "on-demand": engine(lazy=True, ttl="10m"),
     "sleeper": {
         "model_dir": ".",
@@ -60,7 +65,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def serving(store: KeyStore, token: str, port: int) -> Iterator[Serving]:
     with Serving(MODELS, gateway={"listen": port}, keys=store.directory, wait=False) as serving:
-        for model in ("letters", "stories", "endless", "sleeper"):
+        for model in ("bare", "letters", "stories", "endless", "thinker", "sleeper"):
             serving.wait_state(model, "ready")
         yield serving
 
@@ -80,16 +85,25 @@ def page(serving: Serving, browser: Browser, token: str, port: int) -> Iterator[
     context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     page = context.new_page()
     said: list[str] = []
-    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("console", lambda message: said.append(message.text) if is_fault(message) else None)
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(f"http://127.0.0.1:{port}/")
-    page.get_by_label("Token", exact=True).fill(token)
-    page.get_by_role("button", name="Sign in").click()
-    expect(model(page, "letters")).to_be_visible()
-    said.clear()  # before the sign-in the page gets a 401, which the browser reports
+    sign_in(page, token)
     yield page
     context.close()
     assert not said
+
+
+def is_fault(message: ConsoleMessage) -> bool:
+    """Return whether the browser reports a fault. While nobody has signed in, the page gets a 401, which is none."""
+    signed_out = message.location["url"].endswith("/page/events") and " 401 " in message.text
+    return message.type in ("error", "warning") and not signed_out
+
+
+def sign_in(page: Page, token: str) -> None:
+    page.get_by_label("Token", exact=True).fill(token)
+    page.get_by_role("button", name="Sign in").click()
+    expect(model(page, "letters")).to_be_visible()
 
 
 def model(page: Page, name: str) -> Locator:
@@ -132,10 +146,15 @@ def test_an_unloaded_model_has_no_stop_and_a_busy_one_asks_first(page: Page, ser
     expect(stop).to_be_disabled()
     expect(page.get_by_role("button", name="Unload endless")).to_be_disabled()
     asked: list[str] = []
+
+    def dismiss(dialog: Dialog) -> None:
+        asked.append(dialog.message)
+        dialog.dismiss()
+
     with serving.client() as client, closing(client.generate("endless", "runs", max_tokens=90_000)) as stream:
         next(stream)  # the request has started the model
         expect(model(page, "endless").locator(".facts")).to_contain_text("running 1")
-        page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+        page.once("dialog", dismiss)
         stop.click()
         assert asked
         assert "1 running and 0 queued" in asked[0]
@@ -178,24 +197,126 @@ def test_a_chat_streams_and_shows_its_timings(page: Page) -> None:
     expect(answer).to_contain_text("The end.")
 
 
-def test_the_usage_of_a_key_is_shown(page: Page) -> None:
+def test_the_first_message_gets_an_answer(page: Page) -> None:
+    """The first of the models has no chat template, and the page chooses another one."""
+    expect(page.locator("#ask-model option").first).to_have_text("bare")
+    expect(page.locator("#ask-model")).to_have_value("endless")
+    page.locator("#ask-tokens").fill("20")
+    page.locator("#ask-text").fill("Tell me a story about Mia the fox.")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#ask-timings")).to_contain_text("20 tokens")
+    expect(page.locator("#turns li.assistant")).to_be_visible()
+    expect(page.locator("#turns li")).to_have_count(2)
+
+
+def test_a_model_without_a_chat_template_completes(page: Page) -> None:
+    kind = page.locator("#ask-kind")
+    page.locator("#ask-model").select_option("letters")
+    expect(kind).to_have_value("completion")
+    expect(kind.locator("option").first).to_be_disabled()
+    page.locator("#ask-text").fill("sort: d b a c ->")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#turns li.assistant")).to_contain_text("a b c d")
+    page.locator("#ask-model").select_option("endless")
+    expect(kind).to_have_value("chat")
+
+
+def test_a_text_without_an_answer_is_given_back(page: Page, port: int) -> None:
+    page.get_by_role("button", name="Stop endless").click()
+    expect(state(page, "endless")).to_have_text("stopped")
+    tab = page.context.new_page()  # the browser reports the refusal as an error of the console
+    tab.goto(f"http://127.0.0.1:{port}/")
+    expect(state(tab, "endless")).to_have_text("stopped")
+    ask(tab, "endless", "a long thought", tokens=5)
+    expect(tab.locator("#turns li.error")).to_contain_text("stopped")
+    expect(tab.locator("#ask-text")).to_have_value("a long thought")
+    expect(tab.locator("#turns li.user")).to_have_count(0)
+    page.get_by_role("button", name="Start endless").click()
+    expect(state(page, "endless")).to_have_text("ready")
+
+
+def test_the_next_question_continues_an_answer_that_was_stopped(page: Page) -> None:
+    ask(page, "endless", "go on", tokens=90_000)
+    answer = page.locator("#turns li.assistant")
+    expect(answer).not_to_have_text("assistant")
+    page.locator("#ask-stop").click()
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    shown = answer.inner_text().partition("\n")[2]
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "endless", "and now", tokens=3)
+    messages = json.loads(sent.value.post_data or "")["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert messages[1]["content"].strip() == shown.strip()
+
+
+def test_reasoning_is_shown_folded_and_is_no_part_of_the_answer(page: Page) -> None:
+    ask(page, "thinker", "say long", tokens=500)
+    answer = page.locator("#turns li.assistant")
+    reasoning = answer.locator("details p")
+    expect(reasoning).to_contain_text("I think on and on.")
+    expect(page.locator("#ask-timings")).to_contain_text("first token after")
+    expect(reasoning).to_be_hidden()
+    assert "I think" not in answer.inner_text()
+    assert answer.inner_text().count("And so I say it.") == 20
+    answer.get_by_text("Reasoning").click()
+    expect(reasoning).to_be_visible()
+
+
+def test_an_emptied_field_leaves_the_value_to_the_model(page: Page) -> None:
+    page.locator("#ask-model").select_option("endless")
+    page.locator("#ask-temperature").fill("")
+    page.locator("#ask-text").fill("three")
+    page.locator("#ask-tokens").fill("3")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Send").click()
+    body = json.loads(sent.value.post_data or "")
+    assert "temperature" not in body
+    assert body["max_tokens"] == 3
+    expect(page.locator("#ask-timings")).to_contain_text("3 tokens")
+    page.locator("#ask-tokens").fill("")
+    page.locator("#ask-text").fill("without a limit")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Send").click()
+    assert "max_tokens" not in json.loads(sent.value.post_data or "")
+    page.locator("#ask-stop").click()
+
+
+def test_the_speed_is_that_of_the_answer_alone(page: Page) -> None:
+    """The model is loaded first, which takes much longer than its five tokens."""
+    expect(state(page, "rare")).to_have_text("unloaded")
+    ask(page, "rare", "Tell me a story about Mia the fox.", tokens=5)
+    expect(page.locator("#ask-timings")).to_contain_text("tokens/s")
+    text = page.locator("#ask-timings").inner_text()
+    found = re.fullmatch(
+        r"first token after (\d+) ms \((\d+) ms of them waiting for the model\), 5 tokens, ([\d.]+) tokens/s", text
+    )
+    assert found, text
+    first_ms, waited_ms, speed = map(float, found.groups())
+    assert 0 < waited_ms <= first_ms
+    assert speed > 5 / (first_ms / 1000)
+
+
+def test_the_usage_of_a_key_is_shown_and_follows(page: Page, serving: Serving) -> None:
     ask(page, "endless", "count this", tokens=7, kind="completion")
     expect(page.locator("#ask-timings")).to_contain_text("7 tokens")
-    page.get_by_label("Days").select_option("1")
-    row = page.locator("#usage tbody tr", has_text="endless")
-    expect(row.locator("td").nth(1)).to_have_text("ops")
-    tokens = int(row.locator("td").nth(6).inner_text().replace(",", ""))
+    row = page.locator("#usage tbody tr", has_text="endless").filter(has_text="ops")
+    out = row.locator("td").nth(6)
+    expect(out).to_be_visible()
+    tokens = int(out.inner_text().replace(",", ""))
     ask(page, "endless", "and this", tokens=5, kind="completion")
-    expect(page.locator("#ask-timings")).to_contain_text("5 tokens")
-
-    def has_both() -> bool:
-        """The counts are written once a second, so the first look may come too early."""
-        page.get_by_role("button", name="Read again").first.click()
-        page.wait_for_timeout(100)
-        return row.locator("td").nth(6).inner_text() == f"{tokens + 5:,}"
-
-    wait_until(has_both, WITHIN, "the tokens of both requests")
-    expect(page.locator("#usage tfoot")).to_contain_text("all")
+    expect(out).to_have_text(f"{tokens + 5:,}")
+    total = page.locator("#usage tfoot td")
+    expect(total.first).to_have_text("Total")
+    requests = int(total.nth(3).inner_text().replace(",", ""))
+    with serving.client() as client:  # another program asks
+        client.complete("endless", "count this, too", max_tokens=3)
+    expect(total.nth(3)).to_have_text(f"{requests + 1:,}")
+    before = row.element_handle()
+    page.get_by_label("Days").select_option("1")
+    page.get_by_role("button", name="Refresh").first.click()
+    expect(out).to_have_text(f"{tokens + 5:,}")
+    assert before is not None
+    assert page.evaluate("row => row.isConnected", before), "what has not changed stays, for example selected text"
 
 
 def test_a_running_request_is_cancelled(page: Page, serving: Serving) -> None:
@@ -247,6 +368,46 @@ def test_signing_out_ends_the_session_in_all_tabs_and_for_whoever_has_its_halves
         expect(tab.get_by_label("Token", exact=True)).to_be_visible()
     assert status(port, halves) == 401
     expect(page.locator("#turns li")).to_have_count(0)
+
+
+def test_nothing_is_left_for_the_next_person_in_the_tab(page: Page, store: KeyStore) -> None:
+    """Neither what is shown, nor what a text field holds, nor an answer that arrives late."""
+    friend = store.add_token("friend", parse_rights("infer"))
+    ask(page, "endless", "a secret", tokens=3)
+    expect(page.locator("#ask-timings")).to_contain_text("3 tokens")
+    page.get_by_label("Log of").select_option("stories")
+    expect(page.locator("#log")).to_contain_text("ready")
+    expect(page.locator("#usage")).to_contain_text("ops")
+    page.locator("#ask-text").fill("an unsent secret")
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("Token", exact=True)).to_be_visible()
+    left = page.locator("body").text_content() or ""
+    for part in ("#turns", "#usage tbody", "#log", "#events", "#models", "#ask-timings"):
+        expect(page.locator(part)).to_be_empty()
+    assert "secret" not in left
+    assert "ops" not in left
+    with page.expect_response("**/v1/usage*"):
+        sign_in(page, friend)
+    expect(page.locator("#usage-none")).to_be_visible()
+    expect(page.locator("#ask-text")).to_have_value("")
+    expect(page.locator("#logs-section")).to_be_hidden()
+    expect(page.locator("#log")).to_be_empty()
+    assert "ops" not in (page.locator("body").text_content() or "")
+
+
+def test_another_person_signs_in_in_another_tab(page: Page, store: KeyStore, port: int) -> None:
+    ask(page, "endless", "a secret", tokens=3)
+    expect(page.locator("#usage")).to_contain_text("ops")
+    other = page.context.new_page()
+    other.goto(f"http://127.0.0.1:{port}/")
+    expect(model(other, "letters")).to_be_visible()
+    other.get_by_role("button", name="Sign out").click()
+    sign_in(other, store.add_token("third", parse_rights("infer")))
+    for tab in (page, other):
+        expect(model(tab, "letters")).to_be_visible()
+        expect(tab.locator("#logs-section")).to_be_hidden()
+        expect(tab.locator("#turns")).to_be_empty()
+        expect(tab.locator("#usage-none")).to_be_visible()
 
 
 def test_a_session_outlives_a_reload(page: Page, port: int) -> None:

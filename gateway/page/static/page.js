@@ -5,11 +5,15 @@ const by = (id) => document.getElementById(id);
 const KEPT = "modelctl-session";
 const SHOWN_S = 120;
 const SLEEPING = ["falling_asleep", "asleep"];
+const DOWN = ["stopped", "failed", "draining", "stopping"];
+const USAGE_EVERY_MS = 10_000;
 
 let picture = {};
 let updates = null;
 let usageWasRead = false;
+let chosenModel = "";
 const rates = new Map();
+const templates = new Map(); // by model, whether it has a chat template. A model that starts again does not say so for a while
 
 function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -93,26 +97,23 @@ by("sign-out").addEventListener("click", async () => {
     return;
   }
   localStorage.removeItem(KEPT);
-  signedOut();
+  location.reload();
 });
 
-// Nothing of this session may be left for the next one.
+// Nothing of a session may be left for the next one: no text, no variable, and no answer that is still to come. A new document
+// has none of them.
 function signedOut() {
-  updates?.abort();
-  running?.abort();
-  picture = {};
-  usageWasRead = false;
-  by("ask-clear").click();
-  by("logs-section").hidden = true;
+  if (!by("page").hidden) {
+    location.reload();
+    return;
+  }
   connection("waiting", "signed out");
   show(false);
 }
 
-// Another tab has signed in or out.
+// Another tab has signed in or out, perhaps as somebody else.
 addEventListener("storage", (event) => {
-  if (event.key !== KEPT) return;
-  if (event.newValue === null) signedOut();
-  else connect();
+  if (event.key === KEPT) location.reload();
 });
 
 // --- live updates ---------------------------------------------------------------------------------------------------
@@ -356,10 +357,36 @@ function drawChoices() {
   const names = [...new Set(workers().map((worker) => worker.model))];
   const option = (name) => make("option", { value: name, textContent: name });
   keyed(by("ask-model"), names, (name) => name, option, () => {});
-  if (!by("ask-model").value && names.length) by("ask-model").value = names[0];
+  chooseModel(names);
+  drawKinds();
   const logs = [["", "the supervisor"], ["gateway", "the gateway"], ...workers().map((worker) => [worker.name, worker.name])];
   keyed(by("log-of"), logs, ([name]) => name || "-", ([name, text]) => make("option", { value: name, textContent: text }), () => {});
 }
+
+// Until a person chooses, the choice is the first of the models that answer soonest, those with a chat template before others.
+function chooseModel(names) {
+  if (names.includes(chosenModel)) return;
+  const rank = (name) => Math.max(...workers().filter((worker) => worker.model === name).map((worker) =>
+    (worker.state === "ready" ? 4 : DOWN.includes(worker.state) ? 0 : 2) + (worker.chat ? 1 : 0)));
+  const best = Math.max(...names.map(rank));
+  if (names.length && rank(by("ask-model").value) < best) by("ask-model").value = names.find((name) => rank(name) === best);
+}
+
+// A model without a chat template can only complete a text.
+function drawKinds() {
+  for (const worker of workers()) if (typeof worker.chat === "boolean") templates.set(worker.model, worker.chat);
+  const chat = by("ask-kind").options[0];
+  const without = templates.get(by("ask-model").value) === false;
+  if (chat.disabled === without) return;
+  chat.disabled = without;
+  put(chat, without ? "chat (no template)" : "chat");
+  by("ask-kind").value = without ? "completion" : "chat";
+}
+
+by("ask-model").addEventListener("change", () => {
+  chosenModel = by("ask-model").value;
+  drawKinds();
+});
 
 // Once a second, also when nothing changed: the lines move on, and ages grow.
 setInterval(() => {
@@ -413,9 +440,11 @@ async function readLog() {
 
 const COUNTS = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens"];
 
-function usageRow(labels, counts) {
-  const numbers = COUNTS.map((name) => make("td", { className: "number", textContent: counts[name].toLocaleString() }));
-  return make("tr", {}, ...labels.map((text) => make("td", { textContent: text })), ...numbers);
+function usageRows(parent, rows) {
+  const cells = () => [make("td"), make("td"), make("td"), ...COUNTS.map(() => make("td", { className: "number" }))];
+  keyed(parent, rows, ({ labels }) => JSON.stringify(labels), () => make("tr", {}, ...cells()), (row, { labels, counts }) => {
+    [...labels, ...COUNTS.map((name) => counts[name].toLocaleString())].forEach((text, i) => put(row.children[i], text));
+  });
 }
 
 async function readUsage() {
@@ -424,15 +453,24 @@ async function readUsage() {
   const since = days && new Date(Date.now() - (days - 1) * 86400_000).toISOString().slice(0, 10);
   const response = await fetch(`/v1/usage${since ? `?since=${since}` : ""}`, { headers: own() }).catch(() => null);
   const answer = response?.ok ? await response.json() : null;
+  const wrong = response ? response.ok ? "" : await failure(response) : "the gateway does not answer";
+  if (days !== by("usage-days").value) return; // the answer for other days is on its way
   const rows = answer?.rows || [];
   by("usage").hidden = !rows.length;
   by("usage-none").hidden = rows.length > 0;
-  const wrong = response ? response.ok ? "" : await failure(response) : "the gateway does not answer";
   put(by("usage-none"), wrong || "Nothing was counted on these days.");
-  by("usage").tBodies[0].replaceChildren(...rows.map((row) => usageRow([row.day, row.key || "–", row.model], row)));
-  by("usage").tFoot.replaceChildren(...(answer ? [usageRow([answer.more ? "all (not all rows are shown)" : "all", "", ""], answer.total)] : []));
+  usageRows(by("usage").tBodies[0], rows.map((row) => ({ labels: [row.day, row.key || "–", row.model], counts: row })));
+  const total = answer?.more ? "Total (not all rows are shown)" : "Total";
+  usageRows(by("usage").tFoot, answer ? [{ labels: [total, "", ""], counts: answer.total }] : []);
 }
 
+// Other programs use the models, too. A tab that nobody sees does not ask.
+function keepUsage() {
+  if (usageWasRead && !document.hidden && by("connection").dataset.state === "live") readUsage();
+}
+
+setInterval(keepUsage, USAGE_EVERY_MS);
+document.addEventListener("visibilitychange", keepUsage);
 by("usage-days").addEventListener("change", readUsage);
 by("usage-read").addEventListener("click", readUsage);
 
@@ -456,31 +494,55 @@ by("ask-text").addEventListener("keydown", (event) => {
 });
 by("ask-stop").addEventListener("click", () => running?.abort());
 by("ask-clear").addEventListener("click", () => {
+  running?.abort();
   conversation = [];
   by("turns").replaceChildren();
   put(by("ask-timings"), "");
 });
+
+// The number in a field. An empty field has none, so that the model's own value counts.
+function filled(id) {
+  return by(id).value === "" ? undefined : Number(by(id).value);
+}
+
+// Reasoning stands folded above its answer.
+function reason(item, text) {
+  if (item.children.length < 2) item.lastChild.before(make("details", {}, make("summary", { textContent: "Reasoning" }), make("p")));
+  put(item.querySelector("p"), text);
+}
+
+// What the gateway measured. The speed is that of the answer alone: neither the wait for the model nor the prompt counts.
+function timings(firstMs, usage, measured) {
+  const waited = measured?.queue_ms >= 1 ? ` (${Math.round(measured.queue_ms)} ms of them waiting for the model)` : "";
+  const parts = [`first token after ${Math.round(firstMs)} ms${waited}`];
+  if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  if (measured?.tokens_per_s) parts.push(`${measured.tokens_per_s.toFixed(1)} tokens/s`);
+  return parts.join(", ");
+}
 
 by("playground").addEventListener("submit", async (event) => {
   event.preventDefault();
   if (running) return;
   const text = by("ask-text").value;
   const chat = by("ask-kind").value === "chat";
+  const before = conversation; // Clear begins another one, also while this answer comes
+  chosenModel = by("ask-model").value;
   by("ask-text").value = "";
-  turn("user", text);
+  put(by("ask-timings"), "");
+  const question = turn("user", text);
   const body = {
-    model: by("ask-model").value, stream: true, stream_options: { include_usage: true },
-    temperature: Number(by("ask-temperature").value), max_tokens: Number(by("ask-tokens").value),
-    ...(chat ? { messages: [...conversation, { role: "user", content: text }] } : { prompt: text }),
+    model: chosenModel, stream: true, stream_options: { include_usage: true },
+    temperature: filled("ask-temperature"), max_tokens: filled("ask-tokens"),
+    ...(chat ? { messages: [...before, { role: "user", content: text }] } : { prompt: text }),
   };
   running = new AbortController();
   by("ask-send").disabled = true;
   by("ask-stop").disabled = false;
   const begun = performance.now();
-  let first = null;
-  let answer = "";
-  let usage = null;
-  let item = null;
+  let [first, item] = [null, null];
+  let [answer, reasoning] = ["", ""];
+  let [usage, measured] = [null, null];
+  let whole = false;
   try {
     const response = await fetch(chat ? "/v1/chat/completions" : "/v1/completions", {
       method: "POST", headers: { ...own(), "content-type": "application/json" }, body: JSON.stringify(body), signal: running.signal,
@@ -489,29 +551,36 @@ by("playground").addEventListener("submit", async (event) => {
     item = turn("assistant", "");
     for await (const { data: chunk } of serverSentEvents(response.body)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      const piece = chat ? chunk.choices[0]?.delta?.content : chunk.choices[0]?.text;
-      if (piece) {
-        first ??= performance.now();
-        answer += piece;
-        item.lastChild.data = answer;
-        by("turns").scrollTop = by("turns").scrollHeight;
-      }
-      usage = chunk.usage || usage;
+      const delta = chunk.choices[0]?.delta;
+      const thought = delta?.reasoning_content ?? delta?.reasoning; // as gateway.reasoning_key names it
+      const piece = chat ? delta?.content : chunk.choices[0]?.text;
+      if (thought || piece) first ??= performance.now();
+      if (thought) reason(item, reasoning += thought);
+      if (piece) item.lastChild.data = answer += piece;
+      if (thought || piece) by("turns").scrollTop = by("turns").scrollHeight;
+      [usage, measured] = [chunk.usage || usage, chunk.timings || measured];
     }
-    if (chat) conversation.push({ role: "user", content: text }, { role: "assistant", content: answer });
+    whole = true;
   } catch (error) {
     if (error.name !== "AbortError") turn("error", error.message);
   } finally {
     running = null;
     by("ask-send").disabled = false;
     by("ask-stop").disabled = true;
-    const end = performance.now();
-    if (first !== null) {
-      const parts = [`first token after ${Math.round(first - begun)} ms`];
-      if (usage) parts.push(`${usage.completion_tokens} tokens`, `${(usage.completion_tokens / ((end - begun) / 1000)).toFixed(1)} tokens/s`);
-      put(by("ask-timings"), parts.join(", "));
+    if (before === conversation) {
+      // The next question continues what is shown, also an answer that was cut off. A text without any answer is given back.
+      if (!whole && first === null && !by("ask-text").value) {
+        by("ask-text").value = text;
+        question.remove();
+        item?.remove();
+      } else if (chat && (whole || first !== null)) {
+        before.push({ role: "user", content: text },
+          { role: "assistant", content: answer, ...(reasoning && { reasoning_content: reasoning }) });
+      }
+      if (first !== null) put(by("ask-timings"), timings(first - begun, usage, measured));
     }
     announce("The answer has ended.");
+    readUsage();
   }
 });
 
