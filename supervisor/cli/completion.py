@@ -11,7 +11,7 @@ from supervisor.cli.command import Command
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-ANSWER_S = 0.5
+ANSWER_S = 1.0
 """Seconds that the supervisor has for its greeting, which names its models. A shell waits for that."""
 PROGRAM = "modelctl"
 VARIABLE = "_MODELCTL_COMPLETE"

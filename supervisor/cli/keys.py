@@ -223,6 +223,7 @@ def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
     text   what --models names
     store  the place of the key. Its models.yaml is not known if --keys names another place
     """
+    from protocol.unknown_models import nearest
     from supervisor.config import load_config
     from supervisor.keys.records import KeysProblem
     from supervisor.yaml_source import ConfigError
@@ -243,7 +244,9 @@ def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
                 f"{pattern!r} is another name of {', '.join(sorted(meant))}: a key names models, and may then use all "
                 f"their names; write --models {','.join(sorted(meant))}"
             )
-        say(f"modelctl: {file} has no model {pattern!r}: until it has one, the key may use none by that name")
+        near = nearest(pattern, loaded.models)
+        hint = "" if near is None else f" (did you mean {near!r}?)"
+        say(f"modelctl: {file} has no model {pattern!r}{hint}: until it has one, the key may use none by that name")
 
 
 def _gateway_url(config: Path | None) -> str | None:

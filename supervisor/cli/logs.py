@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
+from protocol.unknown_models import nearest
 from supervisor.cli import completion, exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.durations import Duration
@@ -67,10 +68,10 @@ def logs(
     name, colon, number = model.partition(":")  # NAME:2, the second of several workers
     if not re.fullmatch(MODEL_NAME_PATTERN, name) or (colon and not re.fullmatch("[1-9][0-9]?", number)):
         # An unchecked name must never become part of a path.
-        raise click.UsageError(f"{model!r} is no model name: {_there_are(runtime_dir)}")
+        raise click.UsageError(f"{model!r} is no model name: {_hint(model, runtime_dir)}")
     path = log_path(runtime_dir, model)
     if not path.exists():
-        raise CommandFailure(exit_codes.FAILED, "no_log", f"no log at {path}: {_there_are(runtime_dir)}")
+        raise CommandFailure(exit_codes.FAILED, "no_log", f"no log at {path}: {_hint(model, runtime_dir)}")
     if begin is None:
         position = path.stat().st_size
         count = most or 0
@@ -133,12 +134,15 @@ def _print(line: str, as_json: bool) -> None:
     click.echo(_as_object(line) if as_json else line)
 
 
-def _there_are(runtime_dir: Path) -> str:
-    """Return the names of the logs, for the error about a name without a log. A model that never started has no log."""
+def _hint(name: str, runtime_dir: Path) -> str:
+    """Return the log that was probably meant by a name without a log, else all logs. A model that never started has no
+    log."""
     try:
-        names = sorted(path.stem for path in log_dir(runtime_dir).glob("*.log"))
+        names = sorted(path.stem for path in log_dir(runtime_dir).glob("[a-z0-9]*.log"))
     except OSError:  # no permission
         names = []
+    if (near := nearest(name, names)) is not None:
+        return f"did you mean {near!r}?"
     return f"there are logs of {', '.join(names)}" if names else "there are no logs; was anything ever served here?"
 
 

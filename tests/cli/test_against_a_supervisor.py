@@ -194,6 +194,7 @@ def test_a_model_that_cannot_be_loaded(serving: Serving) -> None:
         (["ps", "--nonsense"], 2, "--nonsense"),
         (["logs", "../../etc/passwd"], 2, "is no model name"),
         (["logs", "nosuch"], 1, "nosuch.log: there are logs of a, "),
+        (["logs", "supervisr"], 1, "supervisr.log: did you mean 'supervisor'?"),
         (["logs", "Letters"], 2, "'Letters' is no model name: there are logs of a, "),
     ],
 )
