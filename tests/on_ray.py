@@ -340,6 +340,9 @@ def test_an_idle_model_leaves_for_another_one(serve: Serve) -> None:
         serving.order("reload")
         wait_until(lambda: serving.status("b")["max_batch_size"] == 3 and serving.status("b")["state"] == "ready", 60)
         assert client.complete("b", "x 3", max_tokens=5).text == answer("x 3", 5)
+        serving.order("unload", model="b")
+        serving.wait_state("b", "unloaded", 60)
+        assert client.complete("b", "x 4", max_tokens=5).text == answer("x 4", 5)
         last = client.generate("b", "x 4", max_tokens=300)
         begun = next(last).text
         serving.order("stop", model="b")
