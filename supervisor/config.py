@@ -23,6 +23,7 @@ from supervisor.config_rules import (
     combination_problems,
     group_problems,
     held_problems,
+    is_template_file,
     sampling_problems,
 )
 from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
@@ -48,6 +49,7 @@ class ModelSpec:
 
     draft_model, lora  the directories that these keys name
     model_roots        directories into which files of these directories may be links
+    template_file      the file that ``chat_template`` names; None if it names none
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelSpec:
         draft_model: Path | None = None,
         lora: tuple[Path, ...] = (),
         model_roots: tuple[Path, ...] = (),
+        template_file: Path | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -65,6 +68,7 @@ class ModelSpec:
         self.draft_model = draft_model
         self.lora = lora
         self.model_roots = model_roots
+        self.template_file = template_file
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -115,6 +119,8 @@ class ModelSpec:
         options = {key: value for key in sorted(keys) if (value := getattr(config, key)) is not None}
         if self.draft_model:
             options["draft_model"] = str(self.draft_model)
+        if self.template_file:
+            options["chat_template"] = str(self.template_file)
         if config.lora:
             found = zip(self.lora, config.lora, strict=True)
             options["lora"] = [{"dir": str(path), "scaling": entry.scaling} for path, entry in found]
@@ -361,10 +367,16 @@ def _find(
         # the path has a loop of links, or is too long
         except (ValueError, RuntimeError, OSError) as e:
             missing.append((key, str(e)))
+    template = None
+    if (given_template := config.chat_template) is not None and is_template_file(given_template):
+        template = (base / Path(given_template).expanduser()).absolute()
+        if not template.is_file() and not is_unmounted(template):
+            message = f"{given_template!r} is no file (looked for {template}); give a jinja template"
+            missing.append((("chat_template",), message))
     if missing:
         return None, missing
     lora = tuple(directory for key, directory in found.items() if key[0] == "lora")
-    return ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora, roots), []
+    return ModelSpec(name, config, found["model_dir",], found.get(("draft_model",)), lora, roots, template), []
 
 
 def demo_models() -> dict[str, Path]:

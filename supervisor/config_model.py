@@ -32,9 +32,9 @@ ENGINE_KEYS: dict[str, frozenset[str]] = {
     "exllamav2": frozenset({
         "cache_size", "cache_mode", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
         "tensor_parallel", "draft_model", "draft_cache_mode", "draft_rope_scale", "draft_rope_alpha", "draft_tokens",
-        "ngram_draft", "lora", "graphs", "max_gap_ms", "sleep_cache",
+        "ngram_draft", "lora", "graphs", "max_gap_ms", "sleep_cache", "chat_template",
     }),
-    "transformers": frozenset({"chunk_size", "threads"}),
+    "transformers": frozenset({"chunk_size", "threads", "chat_template"}),
 }  # fmt: skip
 """Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
 
@@ -298,6 +298,16 @@ class ModelConfig:
 
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
+    """
+    chat_template: UserPath | None = None
+    """The chat template for all conversations, in place of the one that the model's directory has.
+
+    A value with ``/`` or with ``.jinja`` at its end is a file of at most 1 MiB: absolute, or relative to models.yaml.
+    On another machine of the ``cluster`` the file must have the same path. Any other value is the name of a template
+    in the list that tokenizer_config.json has, such as ``tool_use``.
+
+    Default: the template of the model's directory
+    Example: templates/chatml.jinja
     """
     template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, for conversations that do not set them. A request's own values win. A reload

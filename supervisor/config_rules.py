@@ -52,6 +52,11 @@ def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
     return problems
 
 
+def is_template_file(chat_template: str) -> bool:
+    """Return whether the key ``chat_template`` means a file, and not a name in tokenizer_config.json."""
+    return "/" in chat_template or chat_template.endswith(".jinja")
+
+
 def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig | None) -> Iterator[tuple[KeyPath, str]]:
     """Yield (path, message) for models on other machines without a cluster, and for keys that do not work there."""
     if cluster is not None and cluster.advertise is None:

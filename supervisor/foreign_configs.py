@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.limits import MODEL_NAME_PATTERN
+from supervisor.config_rules import is_template_file
 from supervisor.tabby_config import defaults_of
 from supervisor.yaml_source import Problem, YamlSource
 
@@ -99,7 +100,6 @@ _TABBY_NOTES: Final = {
     "logging.log_generation_params": "`modelctl story ID` tells how a request went",
     "logging.log_requests": "`request_log` writes a line for each request, without its text",
     "logging.log_chat_completion_requests": "prompts are never logged",
-    "model.prompt_template": "add the template to the model's directory as chat_template.jinja",
     "model.vision": "images are not served",
     "model.force_enable_thinking": "`template_kwargs` sets it here for requests that leave it out",
     "model.num_experts_per_token": "the model's own number of experts is used",
@@ -117,7 +117,7 @@ _TABBY_SILENT: Final = frozenset(
         "sampling.override_preset", "embeddings.embedding_model_dir", "embeddings.embeddings_device",
         "memory.sysmem_recurrent_cache", "memory.cuda_malloc_async", "developer.unsafe_launch", "developer.seqlog",
         "developer.seqlog_server_url", "developer.realtime_process_priority", "developer.uvloop",
-        "developer.cuda_malloc_backend",
+        "developer.cuda_malloc_backend", "model.prompt_template",
     }
 )  # fmt: skip
 """Keys that are read elsewhere in this file, and keys that say nothing which modelctl does not decide itself."""
@@ -187,6 +187,9 @@ class _Tabby:
             keys["ngram_draft"] = True
         if _map(self._data.get("model")).get("force_enable_thinking") is True:
             keys["template_kwargs"] = {"enable_thinking": True}
+        if _is_set(template := _map(self._data.get("model")).get("prompt_template")):
+            file = self._base / "templates" / f"{template}.jinja"
+            keys["chat_template"] = str(file) if file.is_file() else str(template)
         return keys
 
     def _adapters(self) -> dict[str, Any]:
@@ -413,6 +416,9 @@ class _SwapModel:
         given = {ours: _number(_value(words, (theirs,))) for theirs, ours in _SAMPLING.items()}
         if sampling := {name: value for name, value in given.items() if value is not None}:
             keys["sampling"] = sampling
+        template = _value(words, ("--chat-template-file", "--chat-template"))
+        if template is not None and is_template_file(template):  # llama.cpp has templates of its own, with names
+            keys["chat_template"] = template
         if template_kwargs := _object(_value(words, _TEMPLATE_KWARGS)):
             keys["template_kwargs"] = template_kwargs
         variables = self._entry.get("env")

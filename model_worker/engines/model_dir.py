@@ -74,6 +74,9 @@ class ModelDir:
 
     def __init__(self, path: str, roots: Iterable[str] = ()) -> None:
         self.path = Path(path)
+        self.chat_template: str | None = None
+        """The template that models.yaml names in place of the directory's: an absolute path, or a name in the list of
+        tokenizer_config.json."""
         self.bounds = Bounds.of(self.path, roots)
         if not self.path.is_dir():
             raise LoadError(f"model_dir {path} is no directory")

@@ -40,6 +40,13 @@ class Options:
             )
         return value
 
+    def text(self, key: str) -> str | None:
+        """Return an option that is a text, or None if it is not given. Raises LoadError for another type."""
+        value = self._given.get(key)
+        if value is not None and (not isinstance(value, str) or not value):
+            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be text", key=key)
+        return value
+
     def choice(self, key: str, default: str, choices: Iterable[str]) -> str:
         """Return an option that is one of several words. Raises LoadError for any other value."""
         value = self._given.get(key, default)

@@ -175,13 +175,15 @@ def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatT
     found = find_template(directory)
     if found is None:
         return None
+    key = None if directory.chat_template is None else "chat_template"
+    place = f"of {directory.path}" if key is None else found.file
     try:
         for text in (found.source, found.tool_source or ""):
             if len(text) > TEMPLATE_BYTES:
                 raise ValueError(f"it has {len(text)} characters, at most {TEMPLATE_BYTES} are read")
             environment().parse(text)  # parse only: compiling a template may compute its constant expressions
     except RecursionError:
-        raise LoadError(f"the chat template of {directory.path} cannot be read: it is nested too deeply") from None
+        raise LoadError(f"the chat template {place} cannot be read: it is nested too deeply", key=key) from None
     except (jinja2.TemplateError, ValueError) as e:  # ValueError: also for a number with very many digits
-        raise LoadError(f"the chat template of {directory.path} cannot be read: {str(e)[:300]}") from None
+        raise LoadError(f"the chat template {place} cannot be read: {str(e)[:300]}", key=key) from None
     return ChatTemplate(found.source, special_tokens, found.tool_source)

@@ -393,6 +393,22 @@ def test_the_known_architectures_are_the_librarys() -> None:
     assert causal_language_models().keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
+def test_a_chat_template_of_models_yaml_is_named_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        "models:\n  a:\n    model_dir: demo:letters\n    engine: transformers\n    chat_template: my.jinja\n"
+    )
+    template = tmp_path / "my.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    done = modelctl("check", file)
+    assert done.returncode == 0, done.stderr
+    assert f"a: chat template in {template}\n" in done.stdout
+    template.write_text("{% for %}")
+    done = modelctl("check", file)
+    assert done.returncode == 78
+    assert f"{file}:5: models.a.chat_template: the chat template {template} cannot be read: " in done.stderr
+
+
 def test_check_says_how_the_chat_templates_were_understood() -> None:
     found = json.loads(modelctl("check", "--json", str(ROOT / "models.yaml")).stdout)["understood"]
     assert found["agent"] == "calls in the format hermes"

@@ -81,7 +81,7 @@ models:
   "chat":
     cmd: |
       $(touch RAN); `touch RAN`; vllm serve ${where} --max-model-len=512 -np 4
-      --chat-template-kwargs '{"enable_thinking": false}'
+      --chat-template ${where}/chat.jinja --chat-template-kwargs '{"enable_thinking": false}'
     name: "Chat"
     env: ["CUDA_VISIBLE_DEVICES=0,1", "OTHER=x"]
     filters:
@@ -121,6 +121,8 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
     tabby = tmp_path / "tabbyAPI"
     for name in ("Main-exl2/4.0bpw", "Other"):
         shutil.copytree(LETTERS, tabby / "models" / name)
+    (tabby / "templates").mkdir()
+    (tabby / "templates" / "chatml.jinja").write_text("{{ messages[0].content }}")
     (tabby / "sampler_overrides").mkdir()
     (tabby / "sampler_overrides" / "calm.yml").write_text(CALM)
     (tabby / "config.yml").write_text(TABBY)
@@ -132,6 +134,7 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
     assert written["models"]["main-exl2-4.0bpw"] == {
         "model_dir": str(tabby / "models" / "Main-exl2" / "4.0bpw"), "engine": "exllamav2", "gpu": "auto",
         "cache_mode": "Q8", "max_seq_len": 1024, "max_batch_size": 6, "sampling": calm,
+        "chat_template": str(tabby / "templates" / "chatml.jinja"),
         "template_kwargs": {"enable_thinking": True}, "aliases": ["Main-exl2/4.0bpw", "gpt-3.5-turbo"],
     }, "it starts with the supervisor, as it did there"  # fmt: skip
     assert written["models"]["other"] == {
@@ -141,7 +144,6 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
     for said in (
         "network.send_tracebacks: errors never hold tracebacks",
         "logging.log_prompt: ",
-        "model.prompt_template: add the template to the model's directory as chat_template.jinja",
         "model.vision: images are not served",
         "embeddings.embedding_model_name: embeddings are not served",
         "developer.disable_request_streaming: has no counterpart",
@@ -183,6 +185,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
         "chat": {
             "model_dir": str(models / "served"), "engine": "exllamav2", "lazy": True, "max_batch_size": 4,
             "max_seq_len": 512, "gpu": [0, 1], "sampling": {"top_p": 0.9}, "autostart": True,
+            "chat_template": str(models / "served" / "chat.jinja"),
             "template_kwargs": {"enable_thinking": False, "tail": "!"},
             "variants": {"calm": {"sampling": {"temperature": 0.1}, "template_kwargs": {"enable_thinking": False}}},
         }
@@ -209,6 +212,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
 
 def test_the_written_groups_name_only_models_of_the_file(tmp_path: Path, place: Path) -> None:
     shutil.copytree(LETTERS, tmp_path / "models" / "served")
+    (tmp_path / "models" / "served" / "chat.jinja").write_text("{{ messages[0].content }}")
     config = tmp_path / "config.yaml"
     config.write_text(SWAP)
     here = box(tmp_path)

@@ -1,6 +1,7 @@
 """The files of a model's directory, as they are met in the world: what is read, what is left alone, what is refused."""
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -19,7 +20,7 @@ from model_worker.engines.exllamav2.check import check as check_exllamav2
 from model_worker.engines.model_dir import ModelDir, read_header
 from model_worker.engines.template_files import find_template
 from model_worker.engines.tokenizer import Tokenizer
-from model_worker.engines.vetting import parse_json
+from model_worker.engines.vetting import TEMPLATE_BYTES, parse_json
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.hostile_directories import DEMO
 from tests.engines.random_model import edit_json, write_tokenizer
@@ -180,6 +181,54 @@ def test_the_first_file_with_a_template_counts(model: Path) -> None:
     (model / "chat_template.json").write_text("[")
     with pytest.raises(LoadError, match=r"chat_template\.json cannot be read"):
         found()
+
+
+def test_models_yaml_names_a_template(model: Path, tmp_path: Path) -> None:
+    def found(wanted: str) -> tuple[str, str, str | None]:
+        directory = ModelDir(str(model))
+        directory.chat_template = str(wanted)
+        template = find_template(directory)
+        assert template is not None
+        return template.file, template.source, template.tool_source
+
+    several = [{"name": "default", "template": "usual"}, {"name": "tool_use", "template": "tools"}]
+    edit_json(model / "tokenizer_config.json", chat_template=several)
+    (model / "chat_template.jinja").write_text("jinja")
+    assert found("tool_use") == ("tokenizer_config.json, tool_use", "tools", None)
+    assert found("default") == ("tokenizer_config.json, default", "usual", None)
+    with pytest.raises(LoadError, match="has no chat template 'rag': there is default, tool_use") as caught:
+        found("rag")
+    assert caught.value.key == "chat_template"
+    place = tmp_path / "templates"
+    place.mkdir()
+    file = place / "mine.jinja"
+    file.write_text("mine")
+    assert found(str(file)) == (str(file), "mine", None)
+    (tmp_path / "secret").write_text("secret")
+    (place / "link.jinja").symlink_to(tmp_path / "secret")
+    os.mkfifo(place / "pipe.jinja")
+    (place / "large.jinja").write_bytes(b"x" * (TEMPLATE_BYTES + 1))
+    (place / "bytes.jinja").write_bytes(b"\xff")
+    (place / "empty.jinja").write_text("")
+    for name in ("link", "pipe", "large", "bytes", "empty", "none"):
+        with pytest.raises(LoadError, match=f"{name}.jinja") as caught:
+            found(str(place / f"{name}.jinja"))
+        assert caught.value.key == "chat_template"
+        assert "secret" not in str(caught.value).replace(str(tmp_path / "secret"), "")
+
+
+def test_the_engines_take_the_template_that_models_yaml_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    spec = EngineSpec("m", "transformers", str(DEMO), options={"chat_template": str(file)})
+    checked = check_embedded(spec)
+    assert checked.tokenizer is not None
+    assert checked.tokenizer.chat_template is not None
+    assert checked.tokenizer.chat_template.source == "mine"
+    file.write_text("{% if %}")
+    with pytest.raises(LoadError, match=f"the chat template {file} cannot be read: ") as caught:
+        check_embedded(spec)
+    assert caught.value.key == "chat_template"
 
 
 # directories that cannot be served say what they are

@@ -344,6 +344,15 @@ def test_directories_of_draft_model_and_adapters_are_found_like_model_dir(tmp_pa
     assert "models.a.lora.0.scale: unknown key; did you mean 'scaling'?" in told_of_key
 
 
+def test_a_chat_template_is_a_file_or_a_name(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("x")
+    for given, read in (("t.jinja", f"{tmp_path}/t.jinja"), ("./t.jinja", f"{tmp_path}/t.jinja"), ("rag", "rag")):
+        spec = load(tmp_path, exllamav2(chat_template=given)).models["a"].engine_spec
+        assert read_options(spec).chat_template == read
+    (problem,) = problems(tmp_path, exllamav2(chat_template="none/t.jinja"))
+    assert f"models.a.chat_template: 'none/t.jinja' is no file (looked for {tmp_path}/none/t.jinja)" in problem
+
+
 def test_the_options_of_the_configuration_are_those_the_engine_reads(tmp_path: Path) -> None:
     text = exllamav2(
         gpu=[0, 1], cache_mode="Q6", cache_size=4096, chunk_size=512, rope_scale=2, rope_alpha=1.5, gpu_split=[1, 2.5],

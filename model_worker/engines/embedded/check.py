@@ -59,6 +59,7 @@ class EmbeddedOptions:
 
     chunk_size: int = DEFAULT_CHUNK_SIZE
     threads: int = 1
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,13 @@ class CheckedEmbeddedModel:
 
 def read_options(spec: EngineSpec) -> EmbeddedOptions:
     """Return the options of a spec. Raises LoadError for an unknown key or a wrong value."""
-    options = Options("transformers", spec.options, ("chunk_size", "threads"))
+    options = Options("transformers", spec.options, ("chunk_size", "threads", "chat_template"))
     unset = EmbeddedOptions()
-    return EmbeddedOptions(options.integer("chunk_size", unset.chunk_size), options.integer("threads", unset.threads))
+    return EmbeddedOptions(
+        options.integer("chunk_size", unset.chunk_size),
+        options.integer("threads", unset.threads),
+        options.text("chat_template"),
+    )
 
 
 def check(spec: EngineSpec) -> CheckedEmbeddedModel:
@@ -86,7 +91,8 @@ def check(spec: EngineSpec) -> CheckedEmbeddedModel:
     with understood(spec.model_dir):
         directory = ModelDir(spec.model_dir, spec.model_roots)
     faults = Faults(spec.model_dir)
-    faults.of(lambda: read_options(spec))
+    if (options := faults.of(lambda: read_options(spec))) is not None:
+        directory.chat_template = options.chat_template
     tokenizer = faults.of(lambda: open_tokenizer(directory))
     context = faults.of(lambda: directory.context(spec.max_seq_len))
     faults.of(lambda: check_architecture(directory.architecture))

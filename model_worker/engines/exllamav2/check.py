@@ -86,6 +86,7 @@ def check(spec: EngineSpec) -> CheckedExLlamaV2Model:
     directory = faults.of(lambda: open_directory(spec.model_dir, spec.model_roots))
     tokenizer = sizes = draft = None
     if directory is not None:
+        directory.chat_template = None if options is None else options.chat_template
         tokenizer = faults.of(lambda: open_tokenizer(directory))
         sound = faults.passes(lambda: check_directory(directory))
         if options is not None:

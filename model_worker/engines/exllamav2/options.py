@@ -34,7 +34,7 @@ GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 _KEYS = (
     "cache_mode", "cache_size", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
     "tensor_parallel", "draft_model", "draft_cache_mode", "draft_rope_scale", "draft_rope_alpha", "draft_tokens",
-    "ngram_draft", "lora", "graphs", "max_gap_ms", "sleep_cache",
+    "ngram_draft", "lora", "graphs", "max_gap_ms", "sleep_cache", "chat_template",
 )  # fmt: skip
 
 
@@ -69,6 +69,7 @@ class ExLlamaV2Options:
     loras                               adapters that are applied to every request
     graphs                              capture decode steps as CUDA graphs, where that is possible
     max_gap_ms                          longest pause of running answers while prompts are read, in milliseconds
+    chat_template                       absolute path of a file, or a name in tokenizer_config.json; None: the model's
     sleep_cache                         bytes of host memory for cached pages while the model sleeps
     """
 
@@ -90,6 +91,7 @@ class ExLlamaV2Options:
     graphs: bool = True
     max_gap_ms: int = DEFAULT_MAX_GAP_MS
     sleep_cache: int = 0
+    chat_template: str | None = None
 
     @property
     def speculates(self) -> bool:
@@ -189,6 +191,7 @@ def read_options(spec: EngineSpec) -> ExLlamaV2Options:
         graphs=_flag(given, "graphs", default=True),
         max_gap_ms=options.integer("max_gap_ms", DEFAULT_MAX_GAP_MS),
         sleep_cache=options.integer("sleep_cache", 0, minimum=0),
+        chat_template=options.text("chat_template"),
     )
     _check_together(read, given)
     return read
