@@ -48,7 +48,7 @@ def test_what_fits() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "path", "message"),
     [
-        ("name", 5, ("name",), "is 5: must be text"),
+        ("name", 5, ("name",), "is 5: must be text; put it into quotes"),
         ("name", None, ("name",), "is null: must be text"),
         ("name", "\ud800", ("name",), r"is '\ud800': must be text"),
         ("half", "\ud800", ("half",), r"is '\ud800': must be text"),
