@@ -224,15 +224,17 @@ def test_a_model_without_a_chat_template_completes(page: Page) -> None:
 def test_a_text_without_an_answer_is_given_back(page: Page, port: int) -> None:
     page.get_by_role("button", name="Stop endless").click()
     expect(state(page, "endless")).to_have_text("stopped")
-    tab = page.context.new_page()  # the browser reports the refusal as an error of the console
-    tab.goto(f"http://127.0.0.1:{port}/")
-    expect(state(tab, "endless")).to_have_text("stopped")
-    ask(tab, "endless", "a long thought", tokens=5)
-    expect(tab.locator("#turns li.error")).to_contain_text("stopped")
-    expect(tab.locator("#ask-text")).to_have_value("a long thought")
-    expect(tab.locator("#turns li.user")).to_have_count(0)
-    page.get_by_role("button", name="Start endless").click()
-    expect(state(page, "endless")).to_have_text("ready")
+    try:
+        tab = page.context.new_page()  # the browser reports the refusal as an error of the console
+        tab.goto(f"http://127.0.0.1:{port}/")
+        expect(state(tab, "endless")).to_have_text("stopped")
+        ask(tab, "endless", "a long thought", tokens=5)
+        expect(tab.locator("#turns li.error")).to_contain_text("stopped")
+        expect(tab.locator("#ask-text")).to_have_value("a long thought")
+        expect(tab.locator("#turns li.user")).to_have_count(0)
+    finally:  # the other tests need the model
+        page.get_by_role("button", name="Start endless").click()
+        expect(state(page, "endless")).to_have_text("ready")
 
 
 def test_the_next_question_continues_an_answer_that_was_stopped(page: Page) -> None:
