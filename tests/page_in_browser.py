@@ -400,6 +400,7 @@ def test_nothing_is_left_for_the_next_person_in_the_tab(page: Page, store: KeySt
 def test_another_person_signs_in_in_another_tab(page: Page, store: KeyStore, port: int) -> None:
     ask(page, "endless", "a secret", tokens=3)
     expect(page.locator("#usage")).to_contain_text("ops")
+    expect(page.locator("#log")).to_contain_text("ready")
     other = page.context.new_page()
     other.goto(f"http://127.0.0.1:{port}/")
     expect(model(other, "letters")).to_be_visible()
@@ -408,6 +409,7 @@ def test_another_person_signs_in_in_another_tab(page: Page, store: KeyStore, por
     for tab in (page, other):
         expect(model(tab, "letters")).to_be_visible()
         expect(tab.locator("#logs-section")).to_be_hidden()
+        expect(tab.locator("#log")).to_be_empty()
         expect(tab.locator("#turns")).to_be_empty()
         expect(tab.locator("#usage-none")).to_be_visible()
 
