@@ -262,7 +262,8 @@ class ForksChild(DeterministicEngine):
 
 
 class Floods(DeterministicEngine):
-    """An engine whose child prints 200 MiB into the model's log, numbered lines, and then "all said"."""
+    """An engine whose child prints 200 MiB into the model's log, numbered lines, and then "all said" again
+    and again: a line that is written while the log is emptied is lost."""
 
     SAYS = """
 import sys, time
@@ -270,8 +271,9 @@ line = 0
 for _ in range(200):
     sys.stdout.write("".join(f"line {line + n:010}{'.' * 48}\\n" for n in range(1 << 14)))
     line += 1 << 14
-print("all said", flush=True)
-time.sleep(3600)
+while True:
+    print("all said", flush=True)
+    time.sleep(0.2)
 """
 
     def load(self, progress: ProgressCallback) -> None:

@@ -109,12 +109,13 @@ class _Sending:
                     prompt = prompts[index] = await echoed(index)
                 if delta.prompt is not None:
                     shown = prompt.logprobs(delta.prompt)
-                    await self.send([self._shape.piece(index, prompt.place.take(), shown)])
-                    continue
-                if rest := prompt.place.take(rest=True):
-                    chunks.append(self._shape.piece(index, rest))
-                offsets[index] = TextOffset(len(prompt.text))
-                echoing.remove(index)
+                    chunks.append(self._shape.piece(index, prompt.place.take(), shown))
+                # Without an answer, the last piece of the prompt and the end may be read together.
+                if delta.prompt is None or self._streams[index].finish_reason is not None:
+                    if rest := prompt.place.take(rest=True):
+                        chunks.append(self._shape.piece(index, rest))
+                    offsets[index] = TextOffset(len(prompt.text))
+                    echoing.remove(index)
             if delta.text or delta.logprobs:
                 logprobs = completion_logprobs(delta.logprobs, offsets[index]) if self.with_logprobs else None
                 chunks.append(self._shape.piece(index, delta.text, logprobs))

@@ -2,8 +2,11 @@
 
 import http.client
 import json
+import os
+import signal
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -15,7 +18,7 @@ from protocol.client.answers import PromptLogprobs, TokenLogprob
 from tests.deterministic_engine import answer, prompt_logprob
 from tests.gateway.asking import ask
 from tests.keyed import free_port
-from tests.serving import WITHIN, Serving, engine
+from tests.serving import WITHIN, Serving, engine, wait_until
 
 PROMPT = "".join(chr(97 + number % 23) for number in range(600))
 
@@ -99,6 +102,32 @@ def test_echo_without_log_probabilities(port: int, tokens: int) -> None:
         wanted = [text + answer(text, tokens) for text in ("abc", "de") for _ in range(int(options.get("n", 1)))]
         assert [choice["text"] for choice in choices] == wanted
         assert all(choice["logprobs"] is None for choice in choices)
+
+
+def test_the_end_may_be_read_together_with_the_last_piece_of_the_prompt(served: tuple[Serving, int]) -> None:
+    """A gateway that was slow finds both at once. The chunk with the reason of the end was missing then."""
+    serving, port = served
+    (gateway,) = serving.overview()["supervisor"]["gateway"]["pids"]
+    worker = serving.status("m")["pid"]
+
+    def count() -> int:
+        with serving.client() as client:
+            return len(client.requests()["requests"])
+
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            asked = pool.submit(streamed, port, PROMPT, echo=True, max_tokens=0, logprobs=2)
+            wait_until(lambda: count() == 1, what="the request")
+            os.kill(gateway, signal.SIGSTOP)
+            os.kill(worker, signal.SIGCONT)
+            wait_until(lambda: count() == 0, what="the end of the request")
+        finally:
+            os.kill(worker, signal.SIGCONT)
+            os.kill(gateway, signal.SIGCONT)
+        chunks = asked.result(WITHIN)
+    assert "".join(chunk["text"] for chunk in chunks) == PROMPT
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["length"]
 
 
 @pytest.mark.parametrize("tokens", [0, 3])

@@ -18,6 +18,7 @@ from supervisor.keys.records import MAX_KEYS, KeysProblem, format_clients
 from supervisor.keys.rights import Identity, Right
 from supervisor.keys.ring import HandshakeDecision, KeyRing
 from supervisor.keys.store import CLIENTS, MAX_LIST, SERVER, KeyStore, token_id
+from supervisor.yaml_source import ConfigError
 from tests.serving import wait_until
 from tests.supervisor.test_keys import INFER, PUBLIC, store_in
 
@@ -236,8 +237,8 @@ def test_key_files_that_are_none(tmp_path: Path, content: str, message: str) -> 
 def test_a_directory_in_a_home_that_there_is_not(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text("models: {m: {model_dir: ., engine: 'a:B'}}\nsupervisor: {keys: ~nobody-of-that-name/keys}\n")
-    with pytest.raises(KeysProblem, match=r"supervisor\.keys is '~nobody-of-that-name/keys'"):
-        _ = load_config(file).keys_dir
+    with pytest.raises(ConfigError, match=r"supervisor\.keys: is '~nobody-of-that-name/keys'"):
+        load_config(file)
 
 
 # the list of a running supervisor
@@ -322,7 +323,7 @@ def test_a_clock_that_jumps_ahead_takes_no_key_away_for_good(tmp_path: Path) -> 
     now[0] -= 500 * 86_400
     again = find()
     assert again is not None
-    assert ring.allowance(again, 0.0).tokens_left(0.0) == -940
+    assert ring.allowance(again, 0.0).left("tokens_per_minute", 0.0) == -940
 
 
 def test_what_a_key_has_used_is_kept_while_the_key_is(tmp_path: Path) -> None:
