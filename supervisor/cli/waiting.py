@@ -157,6 +157,6 @@ def why_not_ready(model: ModelStatus) -> str:
     if state == WorkerState.ASLEEP:
         return f"{name}: it sleeps ({model['unloaded']}); the next request wakes it"
     if state == WorkerState.UNLOADED:
-        return f"{name}: it was unloaded before it was ready ({model['unloaded']}); the next request starts it"
+        return f"{name}: it was unloaded before a request came ({model['unloaded']}); the next request starts it"
     again = "; it is tried again by itself" if is_away(model) else ""
     return f"{name}: {model.get('reason') or 'is ' + state}{again} (log: {model['log']})"

@@ -86,9 +86,6 @@ def test_tabbyapi_counts_and_lists(served: tuple[Asking, Serving]) -> None:
     assert ask("/v1/model/list")[1] == listed
     assert ask("/v1/template/list") == (200, {"object": "list", "data": ["chat", "plain"]})
     assert ask("/v1/loras") == (200, {"object": "list", "data": []})
-    status, refused = ask("/v1/model/load", {"name": "plain"})
-    assert (status, refused["error"]["code"]) == (404, "unsupported")
-    assert "modelctl start" in refused["error"]["message"]
 
 
 def test_a_model_is_described_without_being_loaded(served: tuple[Asking, Serving]) -> None:
