@@ -50,7 +50,7 @@ HEADLINES = (
         "deaths", "embedded engine: seen after, median", "{:.0f}", " ms",
     ),
     Headline(
-        "random faults against real processes, 10,000 episodes: broken promises",
+        "random faults against real processes, 2,500 episodes: broken promises",
         "chaos", "violations of the invariants",
     ),
 )  # fmt: skip
