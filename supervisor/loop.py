@@ -300,11 +300,15 @@ class Supervisor:
 
     def _close(self) -> None:
         self._gateway.close()
+        for port in self._clients:
+            # Requests that came since the last turn, or while the gateway ended, are refused as draining. Their clients
+            # would otherwise hear only that the connection is lost.
+            self._on_port(port)
+            self._runner.run()
+            port.close()
         if self._usage is not None:
             self._usage.close()
         self._request_log.close()
-        for port in self._clients:
-            port.close()
         self._workers.close()
         self._zap.socket.close(linger=0)
         self._context.term()

@@ -1,5 +1,6 @@
 """A stop drains, climbs the stop ladder, and does not affect other models."""
 
+import os
 import signal
 
 import pytest
@@ -9,6 +10,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Cancel, Events
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
+from tests.keyed import free_port
 from tests.raw_client import RawClient
 from tests.serving import Serving, engine, wait_until
 
@@ -145,6 +147,23 @@ def test_during_shutdown_new_requests_are_told_that_the_supervisor_drains(serve:
             client.receive()
         assert client.heard[1].ends == ["cancelled"]
     assert serving.process.wait(60) == 0
+
+
+def test_requests_that_come_when_every_model_is_stopped_are_told_that_the_supervisor_drains(serve: Serve) -> None:
+    """A gateway that hangs keeps the supervisor for some seconds. Such requests heard that the connection is lost."""
+    serving = serve({"a": engine()}, gateway={"listen": free_port(), "auth": "none"})
+    gateway = wait_until(lambda: serving.overview()["supervisor"]["gateway"]["pids"], what="a gateway")[0]
+    os.kill(gateway, signal.SIGSTOP)
+    with RawClient(serving.runtime_dir) as client:
+        client.barrier()
+        os.kill(serving.pid, signal.SIGTERM)
+        wait_until(lambda: "every model is stopped; leaving" in serving.log(), what="the end of the models")
+        client.generate(1, "a", "too late", max_tokens=3)
+        while not client.errors:
+            client.receive()
+    ((_, error),) = client.errors
+    assert (error["name"], error["retryable"]) == ("draining", True)
+    serving.process.wait()
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Serve) -> None:
