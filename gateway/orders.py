@@ -21,6 +21,7 @@ from gateway.http.callers import Caller, caller_of
 from gateway.http.errors import ApiError
 from gateway.openai.models import default_model, listed
 from protocol.client.model_names import means, unknown_among
+from protocol.errors import ErrorCode, WireError
 
 VERBS: Final = {"load": "start", "unload": "unload", "reload": "reload", "sleep": "sleep", "wake": "wake"}
 """The end of the path → the verb of CALL."""
@@ -32,6 +33,9 @@ RUNNING: Final = {
     "draining": "stopping", "stopping": "stopping", "falling_asleep": "sleeping", "asleep": "sleeping",
 }  # fmt: skip
 """llama-swap's word for the state of a model that has a process. A model in another state has none."""
+
+_CONFLICTS: Final = (ErrorCode.MODEL_NOT_RUNNING, ErrorCode.MODEL_FAILED)
+"""Errors of an order that the state of its model does not allow."""
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -134,7 +138,12 @@ async def _give(request: Request, caller: Caller, verb: str, name: str) -> Respo
     model = next((one["name"] for one in known if means(one, name)), None)
     if model is None:
         raise unknown_among(known, name)
-    reply = await request.app.state.link.call(caller, verb, model=model)
+    try:
+        reply = await request.app.state.link.call(caller, verb, model=model)
+    except WireError as e:
+        if e.code in _CONFLICTS:  # for a request it would be 503, and a later one may be served
+            raise ApiError(409, e.message, param="model", code=e.code.name.lower()) from None
+        raise
     return _answer({"model": model} | reply)
 
 

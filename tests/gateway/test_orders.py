@@ -111,6 +111,11 @@ def test_what_cannot_be_ordered_is_refused_by_name(keyed: Http) -> None:
     assert keyed.ask("POST", "/v1/model/load", key="ops")[1]["error"]["param"] == "model_name"
     status, reply = keyed.ask("POST", "/v1/models/m/sleep", key="ops")
     assert (status, "cannot sleep" in reply["error"]["message"]) == (400, True)
+    assert keyed.serving.status("n")["state"] == "unloaded"
+    status, reply = keyed.ask("POST", "/v1/models/n/wake", key="ops")
+    assert (status, reply["error"]["code"]) == (409, "model_not_running"), (
+        "the state is in the way, and not a fault here"
+    )
 
 
 @pytest.mark.parametrize("path", ORDERS)
