@@ -72,7 +72,7 @@ def test_files_that_are_away_are_tried_again_until_they_are_there(tmp_path: Path
     with managed(manager, models) as serving:
         status = serving.wait_state("a", "backoff")
         assert (status["last_exit"]["reason"], status["last_exit"]["retry"]) == ("away", True)
-        assert f"cannot load: {mount}/m has no file state; next try in 5" in serving.log()
+        assert f"cannot load: {mount}/m has no file state; next try in " in serving.log(), "5 s and a little, drawn"
         manager.wait_for("READY=1")
         done = serving.modelctl("start", "a")
         assert done.returncode == 1
