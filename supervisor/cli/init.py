@@ -58,6 +58,7 @@ class Draft:
     gateway   the section ``gateway``; empty if no port is opened
     missing   models of another program's file that cannot be served as they are
     notes     what that file says without a counterpart
+    lazy      why the models are lazy, or not, as a comment of the file; "" if another program's file has decided that
     """
 
     options: str
@@ -67,6 +68,7 @@ class Draft:
     groups: dict[str, Any] = field(default_factory=dict)
     missing: "list[ForeignModel]" = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lazy: str = ""
 
 
 @click.command(
@@ -171,10 +173,10 @@ def _exists(file: Path) -> CommandFailure:
 def _found(directory: Path, roots: Sequence[Path]) -> Draft:
     entries, left_out = _entries(directory, roots)
     _add_aliases(entries)
-    if len(entries) > 1:  # the file says why, see _LAZY
+    if len(entries) > 1:
         for entry in entries:
             entry.keys["lazy"] = True
-    return Draft(_printable(str(directory)), entries, left_out)
+    return Draft(_printable(str(directory)), entries, left_out, lazy=_LAZY if len(entries) > 1 else _NOT_LAZY)
 
 
 def _translated(file: Path, roots: Sequence[Path]) -> Draft:
@@ -198,8 +200,7 @@ def _translated(file: Path, roots: Sequence[Path]) -> Draft:
             _overlay(entry, foreign.common, draft.notes)
     elif foreign.folder is not None:
         draft.notes.append(f"model.model_dir: there is no directory {foreign.folder} here")
-    for model in foreign.models:
-        _take_over(model, draft, roots)
+    _take_over(foreign.models, draft, roots)
     there = {entry.name for entry in draft.entries}
     for name, group in list(draft.groups.items()):
         group["models"] = [model for model in group["models"] if model in there]
@@ -209,30 +210,35 @@ def _translated(file: Path, roots: Sequence[Path]) -> Draft:
     return draft
 
 
-def _take_over(model: "ForeignModel", draft: Draft, roots: Sequence[Path]) -> None:
-    """Add one model of another program's file to the draft, or its keys to the entry that its directory has."""
+def _take_over(models: "Sequence[ForeignModel]", draft: Draft, roots: Sequence[Path]) -> None:
+    """Add the models of another program's file to the draft, or their keys to the entries that their directories have.
+
+    The directories are looked at together, because each look reads the GPUs and starts a process.
+    """
     from supervisor.foreign_configs import plain_name
 
-    if model.model_dir is None:
-        draft.missing.append(model)
-        return
-    directory = model.model_dir.expanduser()
-    same = [entry for entry in draft.entries if Path(entry.keys["model_dir"]) == directory.resolve()]
-    if same:  # the model that the other program loads when it starts
-        entry = same[0]
-        entry.keys.pop("lazy", None)
-    else:
-        # A directory that is not here is for `check` to report: the file may be for another machine.
-        choice = _choose([directory], roots)[directory] if directory.is_dir() else ({}, None)
-        if isinstance(choice, str):
-            model.why_not = choice
+    entry_of = {Path(entry.keys["model_dir"]): entry for entry in draft.entries}
+    directories = [model.model_dir.expanduser() for model in models if model.model_dir is not None]
+    unknown = [path for path in directories if path.is_dir() and path.resolve() not in entry_of]
+    chosen = _choose(unknown, roots) if unknown else {}
+    for model in models:
+        if model.model_dir is None:
             draft.missing.append(model)
-            return
-        keys = choice[0] or {"engine": "exllamav2", "gpu": "auto"}
-        name = plain_name(model.name)
-        entry = Entry(name, {"model_dir": str(directory), **keys}, choice[1], model.name)
-        draft.entries.append(entry)
-    _overlay(entry, model.keys, draft.notes)
+            continue
+        directory = model.model_dir.expanduser()
+        if (entry := entry_of.get(directory.resolve())) is not None:  # the other program loads it when it starts
+            entry.keys.pop("lazy", None)
+        else:
+            # A directory that is not here is for `check` to report: the file may be for another machine.
+            choice = chosen.get(directory, ({}, None))
+            if isinstance(choice, str):
+                model.why_not = choice
+                draft.missing.append(model)
+                continue
+            keys = choice[0] or {"engine": "exllamav2", "gpu": "auto"}
+            entry = Entry(plain_name(model.name), {"model_dir": str(directory), **keys}, choice[1], model.name)
+            draft.entries.append(entry)
+        _overlay(entry, model.keys, draft.notes)
 
 
 def _overlay(entry: Entry, keys: Mapping[str, Any], notes: list[str]) -> None:
@@ -409,8 +415,8 @@ def _text(draft: Draft, roots: Sequence[Path]) -> str:
         f"# Written by `modelctl init {draft.options}`. `modelctl check` says what is wrong with it.",
         "# `modelctl init` in an empty directory writes a sample that explains every key.",
     ]
-    if not draft.notes and not draft.missing:  # another program's file has said which models are lazy
-        lines += ["#", _LAZY if any("lazy" in entry.keys for entry in draft.entries) else _NOT_LAZY]
+    if draft.lazy:
+        lines += ["#", draft.lazy]
     lines.append("")
     if draft.gateway:
         lines += [_HTTP.format(**draft.gateway), _AUTH[draft.gateway["auth"]], f"gateway: {_in_line(draft.gateway)}"]

@@ -221,6 +221,16 @@ def test_the_written_groups_name_only_models_of_the_file(tmp_path: Path, place: 
     assert done.returncode == 0, done.stderr
 
 
+def test_two_names_of_one_directory_are_two_models(tmp_path: Path, place: Path) -> None:
+    shutil.copytree(LETTERS, tmp_path / "letters")
+    cmd = f"vllm serve {tmp_path / 'letters'} --max-model-len"
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"models": {"short": {"cmd": f"{cmd} 64"}, "long": {"cmd": f"{cmd} 512"}}}))
+    assert modelctl("init", "--from", config, cwd=place).returncode == 0
+    sizes = {name: entry["max_seq_len"] for name, entry in read(place)["models"].items()}
+    assert sizes == {"short": 64, "long": 512}
+
+
 def test_check_and_serve_recognise_the_files(tmp_path: Path, place: Path) -> None:
     for name, text, program in (("config.yml", TABBY, "TabbyAPI"), ("config.yaml", SWAP, "llama-swap")):
         file = place / name
