@@ -20,6 +20,7 @@ from supervisor.cli.tables import Column, table, terminal_width
 from supervisor.cli.watch import show, watch
 
 if TYPE_CHECKING:
+    from supervisor.config import Config
     from supervisor.keys.store import KeyStore
 
 COLUMNS = (
@@ -179,8 +180,9 @@ def new(
     from supervisor.keys.store import read_token
 
     check_name(name)
+    examined = _examined(config) if given["models"] is not None or http or token_file is not None else None
     if given["models"] is not None:
-        _check_models(given["models"], config, store)
+        _check_models(given["models"], examined, store)
     limits = _parsed({"rights": "infer", **{field: text for field, text in given.items() if text is not None}})
     rights = limits.pop("rights")
     words = ",".join(sorted(rights))
@@ -189,7 +191,7 @@ def new(
             raise KeysProblem("--out is for key files, and a token has none: leave it out, and copy what is printed")
         known = None if token_file is None else read_token(token_file)
         token = store.add_token(name, rights, given=known, **limits)
-        url = _gateway_url(config)
+        url = _gateway_url(examined)
         if as_json:
             made = {"token": token} if known is None else {}
             click.echo(json.dumps({"name": name, **made, "url": url}, indent=2))
@@ -217,22 +219,31 @@ def new(
     click.echo(f"{file}: the key, mode 0600. Its secret is nowhere else: move the file to the client by a safe way")
 
 
-def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
-    """Raise KeysProblem for other names of models: a key with an alias alone could do nothing. Warn of unknown names.
-
-    text   what --models names
-    store  the place of the key. Its models.yaml is not known if --keys names another place
-    """
-    from protocol.unknown_models import nearest
+def _examined(config: Path | None) -> "tuple[Path, Config] | None":
+    """Return the models.yaml of ``_file`` and its content; None if there is none that can be used."""
     from supervisor.config import load_config
-    from supervisor.keys.records import KeysProblem
     from supervisor.yaml_source import ConfigError
 
     try:
         file = _file(config)
-        loaded = load_config(file)
+        return file, load_config(file)
     except ConfigError:
+        return None
+
+
+def _check_models(text: str, examined: "tuple[Path, Config] | None", store: "KeyStore") -> None:
+    """Raise KeysProblem for other names of models: a key with an alias alone could do nothing. Warn of unknown names.
+
+    text      the value of --models
+    examined  the result of ``_examined``
+    store     the place of the key. Its models.yaml is not known if --keys names another place
+    """
+    from protocol.unknown_models import nearest
+    from supervisor.keys.records import KeysProblem
+
+    if examined is None:
         return
+    file, loaded = examined
     if loaded.keys_dir.absolute() != store.directory.absolute():
         return
     for pattern in (part.strip() for part in text.split(",")):
@@ -249,16 +260,11 @@ def _check_models(text: str, config: Path | None, store: "KeyStore") -> None:
         say(f"modelctl: {file} has no model {pattern!r}{hint}: until it has one, the key may use none by that name")
 
 
-def _gateway_url(config: Path | None) -> str | None:
-    """Return the address of HTTP in the models.yaml of ``_file``; None if it opens no port."""
-    from supervisor.config import load_config
+def _gateway_url(examined: "tuple[Path, Config] | None") -> str | None:
+    """Return the address of HTTP in the result of ``_examined``; None if it opens no port."""
     from supervisor.how_to_ask import url_here
-    from supervisor.yaml_source import ConfigError
 
-    try:
-        gateway = load_config(_file(config)).gateway
-    except ConfigError:
-        return None
+    gateway = None if examined is None else examined[1].gateway
     if gateway is None:
         return None
     return url_here({"listen": gateway.listen, "tls": gateway.certificate is not None})
@@ -280,17 +286,16 @@ def _gateway_url(config: Path | None) -> str | None:
 def set_(name: str, config: Path | None, store: "KeyStore", as_json: bool, **given: str | None) -> None:
     """Change rights and limits of the key of client NAME. `none` takes a limit away.
 
-    What is not named stays as it is. A running supervisor sees the change within a second, and requests that were
-    accepted before go on.
+    Options that are not given stay as they are. A running supervisor sees the change within a second. Requests that
+    were accepted before go on.
     """
     changes = _parsed(given)
     if not changes:
         options = ", ".join(option for option, _ in _LIMITS.values())
         raise click.UsageError(f"nothing to change: give one of {options}")
     if changes.get("models") is not None:
-        _check_models(given["models"] or "", config, store)
-    store.change(name, changes)
-    entry = next(entry for entry in store.entries() if entry["name"] == name)
+        _check_models(given["models"] or "", _examined(config), store)
+    entry = store.change(name, changes)
     click.echo(json.dumps(entry, indent=2) if as_json else text_of([entry], terminal_width()))
 
 

@@ -147,8 +147,8 @@ class KeyStore:
             _replace(self.directory / CLIENTS, _with(entries, Identity(name, token_id(token), rights, **limits)))
         return token
 
-    def change(self, name: str, changes: Mapping[str, Any]) -> Identity:
-        """Change rights and limits of a key, and return what it may do now.
+    def change(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Change rights and limits of a key, and return its new entry.
 
         changes  fields of ``Identity``; None takes a limit away
         """
@@ -160,7 +160,7 @@ class KeyStore:
                 check_http_rights(identity.rights)
             entries[number] = entry_of(identity, entries[number]["created"])
             _replace(self.directory / CLIENTS, _checked(entries))
-        return identity
+            return entries[number]
 
     def revoke(self, name: str) -> None:
         with self._entries_with(name) as entries:
