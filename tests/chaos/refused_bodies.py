@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import psutil
 
-from tests.gateway.running import Gateway
+from tests.gateway.running import Gateway, is_live
 from tests.serving import WITHIN, Serving, wait_until
 
 MIB = 1 << 20
@@ -77,20 +77,11 @@ def _refuse(port: int, requests: list[tuple[str, bytes]]) -> Counter[str]:
     return statuses
 
 
-def _is_up(port: int) -> bool:
-    try:
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
-            connection.request("GET", "/livez")
-            return connection.getresponse().status == 200
-    except OSError:
-        return False
-
-
 def main() -> None:
     runtime_dir, model, secret = sys.argv[1:]
     served = SimpleNamespace(runtime_dir=Path(runtime_dir), environment=dict(os.environ))
     with Gateway(cast(Serving, served), parent=os.getpid()) as gateway:
-        wait_until(lambda: _is_up(gateway.port), what="the gateway")
+        wait_until(lambda: is_live(gateway.port), what="the gateway")
         process = psutil.Process(gateway.process.pid)
         _refuse(gateway.port, _requests(model, secret, 100, 100))  # imports modules
         before = process.memory_info().rss // MIB

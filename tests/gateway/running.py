@@ -1,15 +1,27 @@
 """Run a gateway process with a test's own settings, for a supervisor that runs already."""
 
+import http.client
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
 
 from protocol.process.gateway_settings import GatewaySettings
 from tests.serving import ROOT, WITHIN, Serving
+
+
+def is_live(port: int) -> bool:
+    """Return whether a gateway serves on a port."""
+    try:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
+            connection.request("GET", "/livez")
+            return connection.getresponse().status == 200
+    except OSError:
+        return False
 
 
 class Gateway:

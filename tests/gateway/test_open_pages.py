@@ -1,19 +1,17 @@
 """Many open pages do not hold up the gateway, and a page that was closed leaves nothing behind."""
 
 import asyncio
-import http.client
 import json
 import signal
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.page.live import MOST_PAGES
-from tests.gateway.running import Gateway
+from tests.gateway.running import Gateway, is_live
 from tests.serving import ROOT, WITHIN, Serving, engine, wait_until
 
 PAGES, AT_ONCE, TIMES = 500, 80, 10
@@ -38,15 +36,6 @@ def gateway(serving: Serving) -> Iterator[Gateway]:
     with Gateway(serving, program=[str(ROOT / "tests" / "gateway" / "counted_gateway.py")]) as gateway:
         wait_until(lambda: is_live(gateway.port), what="the gateway")
         yield gateway
-
-
-def is_live(port: int) -> bool:
-    try:
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
-            connection.request("GET", "/livez")
-            return connection.getresponse().status == 200
-    except OSError:
-        return False
 
 
 async def open_page(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
