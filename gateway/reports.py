@@ -1,7 +1,7 @@
 """Speak with the process that started this one.
 
-It is told whether the gateway serves, and which sessions of the page people have ended. It tells how to write the log,
-and which sessions were ended at other processes of the gateway.
+This process says whether it serves, and which sessions of the page people have ended. The other process says how to
+write the log, and which sessions have ended at other processes of the gateway.
 """
 
 import json

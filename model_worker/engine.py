@@ -55,7 +55,7 @@ class ChatTemplate:
     special_tokens  the tokens that the template knows by name, {"bos_token": "<s>", "eos_token": ...}
     tool_source     the template for conversations with tools, if the model has another one for them
 
-    Raises LoadError if one of them is a str, but no text. The process that renders could not be told of it.
+    Raises LoadError if a text holds a lone surrogate. Such a text cannot be sent to the process that renders chats.
     """
 
     source: str

@@ -317,8 +317,8 @@ class ModelConfig:
     Example: {enable_thinking: false}
     """
     description: Description = None
-    """What the model is for, in a line for people. `modelctl status`, the page and GET /v1/models show it. Line breaks
-    become spaces. A reload changes it without a restart of workers.
+    """The purpose of the model, in one line for people. `modelctl status`, the page and GET /v1/models show it. Line
+    breaks become spaces. A reload changes it without a restart of workers.
 
     Default: none
     Example: "for code: slow, and the best that we have"

@@ -25,7 +25,7 @@ def url_here(gateway: Mapping[str, Any]) -> str:
 def how_to_ask(
     gateway: Mapping[str, Any] | None, models: Sequence[tuple[str, bool | None, bool]], file: Path
 ) -> list[str]:
-    """Return lines for the end of a start. None while the gateway has a problem, which is reported by itself.
+    """Return lines for the end of a start. There are none while the gateway has a problem, which is reported by itself.
 
     gateway  its part of ``status``; None if models.yaml has no section ``gateway``
     models   (name, whether it has a chat template or None if that is not known yet, whether it is ready)

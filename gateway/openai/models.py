@@ -27,7 +27,7 @@ STATUS: Final = {
 WORKER: Final = (
     "name", "state", "reason", "state_s", "progress", "active", "queued", "tokens_per_s", "until_s", "generation",
 )  # fmt: skip
-"""What a description of one model says about each worker, by the names of the verb ``status``."""
+"""The fields about each worker in the description of one model, by their names in the verb ``status``."""
 CREATED = int(time.time())
 """The API asks for a time of creation. Models have none here, so the gateway's start stands for it."""
 
@@ -43,7 +43,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{id}. A key that may see the supervisor's status is told how far the workers are, too."""
+    """GET /v1/models/{id}. A key with the right status or admin also gets the state of each worker."""
     name, known = request.path_params["name"], await listed(request)
     for one in known:
         if means(one, name):

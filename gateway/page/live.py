@@ -51,7 +51,7 @@ Picture = dict[str, Any]
 
 
 class Screen:
-    """What all open pages of one key show.
+    """The picture that all open pages of one key show.
 
     pages    number of the open pages
     picture  the newest picture
