@@ -14,6 +14,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def _end_with(work: Callable[[], int], supervisor_pid: int) -> None:
     # The imports of torch and transformers create hundreds of thousands of objects, which all stay. The garbage
     # collector would scan them hundreds of times before the first token. That takes half a second.
     gc.disable()
+    threading.excepthook = end_with_thread
     try:
         if not die_with(supervisor_pid):
             os._exit(EXIT_ASKED)
@@ -87,6 +89,15 @@ def _end_with(work: Callable[[], int], supervisor_pid: int) -> None:
         # Not sys.exit: the interpreter's own exit joins threads and runs the destructors of a CUDA context that may be
         # broken. It can hang there and keep the GPU's memory.
         os._exit(code)
+
+
+def end_with_thread(failed: threading.ExceptHookArgs) -> None:
+    """End this process if the thread that failed is one of ours: what it did is done no more, so answers would wait for
+    ever. A thread that a package started (one that looks for newer weights, for example) is its own matter."""
+    traceback.print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(failed.exc_traceback)]
+    if any(name.startswith("model_worker.") for name in frames):
+        os._exit(EXIT_ENGINE_FAULT)
 
 
 def _become(spec: WorkerSpec, page: int | None) -> int:

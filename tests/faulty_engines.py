@@ -2,9 +2,11 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 from model_worker.engine import EngineEvent, Finished, Job, LoadError, NewTokens, ProgressCallback
+from model_worker.engines.turns import TurnsThread
 from tests.deterministic_engine import DeterministicEngine
 
 CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"
@@ -44,6 +46,28 @@ class RaisesInStep(DeterministicEngine):
         prompt = bytes(job.prompt_ids).decode()
         if k == 5 and prompt.startswith("bad "):
             raise FAULTS[prompt[4:]]
+
+
+class FailsInThread(DeterministicEngine):
+    """An engine with two threads that fail at token 5: one of a package for a prompt ``package``, which is its own
+    matter, and one of ours, which others wait for, for a prompt ``ours``."""
+
+    def before_token(self, job: Job, k: int) -> None:
+        if k != 5:
+            return
+        fault = FAULTS["other"]
+
+        def fails(*_: object) -> None:
+            raise fault
+
+        if bytes(job.prompt_ids) == b"package":
+            failing = threading.Thread(target=fails)
+            failing.start()
+            failing.join()
+        elif bytes(job.prompt_ids) == b"ours":
+            turns: TurnsThread[None] = TurnsThread("fails", fails)
+            turns.start()
+            turns.put(0, None)
 
 
 class RunsOutInLoad(DeterministicEngine):

@@ -80,8 +80,9 @@ class Compilation:
 
     def begin(self) -> bool:
         """Mark the compilation as begun, so that it cannot be cancelled any more. Return False if it was cancelled
-        before."""
-        self._begun = self._begun or self.future.set_running_or_notify_cancel()
+        before, however often this is asked: the future itself can be asked only once after it was cancelled."""
+        if not self._begun and not self.future.cancelled():
+            self._begun = self.future.set_running_or_notify_cancel()
         return self._begun
 
 

@@ -326,6 +326,17 @@ def test_a_cancelled_job_is_forgotten(constraints: Constraints) -> None:
     assert constraints.ready() == []
 
 
+def test_one_that_is_cancelled_before_its_trial_costs_the_others_nothing(constraints: Constraints) -> None:
+    """Its future was asked twice whether it may begin. The second time raised, and ended the thread."""
+    compiler = constraints._compiler
+    compiler.compile("regex", "x[a-h]+", 3)  # the others wait behind its trial
+    cancelled = compiler.compile("regex", "y[a-h]+", 1)
+    other = compiler.compile("regex", "y[a-h]+", 2)
+    assert cancelled.future.cancel()
+    assert other.future.result(PATIENCE_S) is not None
+    assert compiler.compile("regex", "y[a-h]+", 2).future.result(PATIENCE_S) is not None
+
+
 def test_tokens_that_spell_the_same() -> None:
     """Vocabularies work with byte tokens that equal other texts, ids without a text, and more ids than texts."""
     pieces = Pieces(["a", b"a", None, "b", "ab", "</s>"], byte_runs=True)

@@ -1,5 +1,6 @@
 """After faults like those of torch and CUDA in real workers, `status` names the fault and the remedy."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_the_fault_of_a_step_is_told_apart(serve: Serve) -> None:
     serving.wait_state("a", "ready")
     with serving.client() as client:
         assert client.complete("a", "good", max_tokens=10).text == answer("good", 10)
+
+
+def test_a_worker_ends_with_a_thread_of_ours_and_not_with_one_of_a_package(serve: Serve) -> None:
+    serving = serve({"a": faulty("FailsInThread")}, restart={"initial": "10ms", "max": "20ms"})
+    before = serving.wait_state("a", "ready")
+    with serving.client() as client:
+        assert client.complete("a", "package", max_tokens=10).text == answer("package", 10)
+        assert serving.status("a")["pid"] == before["pid"]
+        with suppress(WireError):  # if no token came before the end, the next worker ends at the same place
+            client.complete("a", "ours", max_tokens=100)
+        report = exit_after(serving, 0)
+        assert (report["code"], report["reason"]) == (70, "engine fault"), report
+        assert "ValueError: the cache is inconsistent" in report["message"]
 
 
 def test_what_does_not_fit_says_so_to_whoever_starts_it(serve: Serve) -> None:
