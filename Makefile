@@ -80,7 +80,7 @@ test-fuzz-http: $(VENV)/.fuzz-http ## requests drawn from the gateway's OpenAPI 
 	$(BIN)/python -m pytest -s tests/fuzz_http.py
 
 test-browser: $(VENV)/.browser ## the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
-	$(BIN)/python -m pytest tests/page_in_browser.py
+	$(BIN)/python -m pytest tests/browser/*_view.py
 
 test-prometheus: $(VENV)/.test ## a real Prometheus scrapes the gateway: Debian's prometheus, no GPU
 	$(BIN)/python -m pytest tests/scraped_by_prometheus.py

@@ -184,7 +184,7 @@ class Live:
                     log.exception("no picture for the page")
                 after = 0
                 picture = {"trouble": for_caller(e if isinstance(e, ApiError | WireError) else FAULT).message}
-            screen.show(picture | {"auth": self._auth})
+            screen.show(picture | {"auth": self._auth, "key": (caller.key_id or "")[:16]})
             await asyncio.sleep(max(0.1, EVERY_S - (time.monotonic() - begun)))
 
 

@@ -1,5 +1,6 @@
 """The routes of the page: its files, sign-in, live updates, orders and logs."""
 
+import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,18 +18,12 @@ from gateway.http.sessions import check_own_script
 from gateway.page.live import Live
 
 STATIC: Final = Path(__file__).parent / "static"
-FILES: Final = {
-    "/": "index.html",
-    "/page.css": "page.css",
-    "/page.js": "page.js",
-    "/icon.svg": "icon.svg",
-    "/docs": "api.html",
-    "/api.js": "api.js",
-}
+PAGES: Final = {"/": "index.html", "/docs": "api.html"}
+"""The documents. Every other file is at `/static/` and its place in the directory."""
 TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS: Final = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
         "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
@@ -48,8 +43,10 @@ MOST_LINES: Final = 200
 
 def page_routes() -> list[BaseRoute]:
     """Return the routes."""
+    files = [path for path in STATIC.rglob("*") if path.suffix in TYPES and path.name not in PAGES.values()]
     return [
-        *(Route(path, partial(_file, STATIC / name)) for path, name in FILES.items()),
+        *(Route(path, partial(_file, STATIC / name)) for path, name in PAGES.items()),
+        *(Route(f"/static/{path.relative_to(STATIC)}", partial(_file, path)) for path in files),
         Route("/page/sign-in", sign_in, methods=["POST"]),
         Route("/page/sign-out", sign_out, methods=["POST"]),
         Route("/page/events", events),
@@ -59,7 +56,12 @@ def page_routes() -> list[BaseRoute]:
 
 
 async def _file(path: Path, request: Request) -> Response:
-    return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
+    """Answer with a file, or with 304 if the browser has it."""
+    content = path.read_bytes()
+    headers = HEADERS | {"etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=TYPES[path.suffix], headers=headers)
 
 
 async def sign_in(request: Request) -> Response:

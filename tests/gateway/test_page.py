@@ -1,5 +1,6 @@
 """The web page serves its files, signs users in, respects the rights of keys, and resists other sites (no browser)."""
 
+import hashlib
 import http.client
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from starlette.requests import HTTPConnection
 
 from gateway.http.sessions import COOKIE, Sessions, page_token, sign, verify
+from gateway.page.routes import PAGES, STATIC, TYPES
 from protocol.process.ended_sessions import LASTS_S, MOST_ENDED, EndedSessions, Session
 from protocol.process.gateway_settings import GatewaySettings
 from supervisor.keys.records import parse_rights
@@ -79,7 +81,11 @@ def page(serving: tuple[Serving, Page]) -> Page:
     return serving[1]
 
 
-@pytest.mark.parametrize("path", ["/", "/page.css", "/page.js", "/icon.svg"])
+FILES = [path for path in STATIC.rglob("*") if path.suffix in TYPES and path.name not in PAGES.values()]
+OURS = [*PAGES, *(f"/static/{path.relative_to(STATIC)}" for path in FILES if path.parent.name != "vendor")]
+
+
+@pytest.mark.parametrize("path", OURS)
 def test_the_files_come_from_here_and_run_nothing_from_elsewhere(page: Page, path: str) -> None:
     status, headers, text = page.ask("GET", path)
     assert status == 200
@@ -90,9 +96,30 @@ def test_the_files_come_from_here_and_run_nothing_from_elsewhere(page: Page, pat
     assert b"https://" not in text
 
 
-def test_only_names_of_the_table_are_files(page: Page) -> None:
-    for path in ("/page.py", "/static/page.js", "/../page.js", "/..%2fpage.js", "/%2e%2e/routes.py"):
+def test_only_files_of_the_page_are_served(page: Page) -> None:
+    for path in ("/page.js", "/static/../routes.py", "/static/..%2froutes.py", "/static/%2e%2e/routes.py", "/static/"):
         assert page.ask("GET", path)[0] == 404
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again(page: Page) -> None:
+    _, headers, text = page.ask("GET", "/static/page.js")
+    assert text
+    status, _, text = page.ask("GET", "/static/page.js", if_none_match=headers["etag"])
+    assert (status, text) == (304, b"")
+
+
+def test_the_libraries_are_those_of_the_packages() -> None:
+    """Their files are as the packages have them, and each package's licence is kept beside them."""
+    vendor = STATIC / "vendor"
+    listed = json.loads((vendor / "packages.json").read_text())
+    assert {path.name for path in vendor.iterdir()} == {
+        "packages.json",
+        "LICENSES.txt",
+        *(one["file"] for one in listed),
+    }
+    for one in listed:
+        assert hashlib.sha256((vendor / one["file"]).read_bytes()).hexdigest() == one["sha256"], one["file"]
+        assert f"== {one['package']} ==" in (vendor / "LICENSES.txt").read_text()
 
 
 def test_a_token_becomes_a_cookie_that_scripts_cannot_read(page: Page) -> None:
