@@ -78,6 +78,13 @@ class VariantConfig:
     Default: the model's own
     Example: {enable_thinking: false}
     """
+    listed: bool | None = None
+    """Show the variant's names to clients, see ``listed`` of a model. A model with ``listed: false`` may have variants
+    with ``listed: true``: then clients find only these.
+
+    Default: the model's own
+    Example: false
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +342,16 @@ class ModelConfig:
     ``qwen:precise``. The workers are the model's own. A reload changes variants without a restart of workers.
 
     Example: {precise: {sampling: {temperature: 0.2}}}
+    """
+    listed: bool = True
+    """Show the model's names to clients that ask which models there are.
+
+    With ``false``, requests that name the model are served as before. But GET /v1/models, the shell's completion and
+    hints after a mistyped name leave out the model, its aliases and its variants. `modelctl ps`, `modelctl status` and
+    the page show it. This is no protection: a key made with ``--models`` can use its own models only. A reload changes
+    it without a restart of workers.
+
+    Example: false
     """
     tool_format: ToolFormat = None
     """The format in which the model writes calls of tools. ``off``: the model does not call tools. Its reasoning and

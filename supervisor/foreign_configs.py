@@ -88,6 +88,10 @@ def _map(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _is_set(value: Any) -> bool:
     return value not in (None, "", False) and value != [] and value != {}
 
@@ -258,7 +262,7 @@ _MODEL_NOTES: Final = {
     "cmdStop": "nothing of your own is run: workers are stopped by the supervisor",
     "name": "models.yaml has no display names: use `aliases`",
     "metadata": "models.yaml has no metadata: write a comment",
-    "unlisted": "each model is listed; a key made with `modelctl keys new --models` sees only its own",
+    "aliases.unlisted": "an alias is listed if its model is: `listed: false` leaves out the model and all its aliases",
     "concurrencyLimit": "`max_batch_size` says how many requests run together, `max_queue` how many may wait",
     "filters.stripParams": "requests keep their options; `limits` bounds them, `sampling` fills in what is missing",
 }
@@ -344,12 +348,13 @@ class _SwapModel:
         aliases = entry.get("aliases")
         if isinstance(description := entry.get("description"), str) and description.strip():
             model.keys["description"] = description
-        named = [
-            str(one.get("id") if isinstance(one, dict) else one)
-            for one in (aliases if isinstance(aliases, list) else ())
-        ]
+        named = [str(one.get("id") if isinstance(one, dict) else one) for one in _list(aliases)]
         if named:
             model.keys["aliases"] = named
+        if any(isinstance(one, dict) and one.get("unlisted") is True for one in _list(aliases)):
+            self._noted.setdefault("aliases.unlisted", []).append(self._name)
+        if entry.get("unlisted") is True:
+            model.keys["listed"] = False
         self._filters(model)
         for key in _MODEL_NOTES:
             if _is_set(entry.get(key)):

@@ -51,11 +51,17 @@ class ModelNames:
         self.default = default
         self._models = models
         self._named: dict[str, Named] = {}
+        self._unlisted: set[str] = set()
         for model, config in models.items():
             for name in (model, *config.aliases):
-                self._named[name] = _named(model, config)
+                self._add(name, model, config, NO_VARIANT)
                 for variant, settings in config.variants.items():
-                    self._named[f"{name}:{variant}"] = _named(model, config, settings)
+                    self._add(f"{name}:{variant}", model, config, settings)
+
+    def _add(self, name: str, model: str, config: ModelConfig, variant: VariantConfig) -> None:
+        self._named[name] = _named(model, config, variant)
+        if not (config.listed if variant.listed is None else variant.listed):
+            self._unlisted.add(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._named)
@@ -65,31 +71,41 @@ class ModelNames:
 
     def describe(self, model: str) -> dict[str, Any]:
         """Return the other names of a model, and its description, as clients see them. A model that is being removed
-        has none of these any more."""
+        has none of these any more.
+
+        "unlisted" has those of its names that lists for clients leave out, see the key ``listed``.
+        """
         config = self._models.get(model)
+        variants = [] if config is None else list(config.variants)
+        names = [] if config is None else [model, *config.aliases, *(f"{model}:{variant}" for variant in variants)]
         return {
             "aliases": [] if config is None else config.aliases,
-            "variants": [] if config is None else list(config.variants),
+            "variants": variants,
+            "unlisted": [name for name in names if name in self._unlisted],
             "default": self.default if self.default and self.find(self.default).model == model else None,
             "description": None if config is None else config.description,
         }
 
     def unknown(self, name: str, may_use: Callable[[str], bool]) -> WireError:
-        """Return the error for a name that nothing has. It names only what the sender may use.
+        """Return the error for a name that nothing has. It names only what is listed and the sender may use.
 
         may_use  tells whether the sender may use a model
         """
-        usable = [model for model in self._models if may_use(model)]
-        return unknown_model(name, usable, self._others(may_use))
+        return unknown_model(name, self._listed_models(may_use), self._others(may_use))
 
     def nearest(self, name: str, may_use: Callable[[str], bool]) -> str | None:
-        """Return the name that is most like a wrong one, among those that the sender may use. None if none is like
-        it."""
-        return nearest(name, chain(filter(may_use, self._models), self._others(may_use)))
+        """Return the listed name that is most like a wrong one, among those that the sender may use. None if none is
+        like it."""
+        return nearest(name, chain(self._listed_models(may_use), self._others(may_use)))
+
+    def _listed_models(self, may_use: Callable[[str], bool]) -> Iterator[str]:
+        """Yield the listed models that the sender may use."""
+        return (model for model in self._models if model not in self._unlisted and may_use(model))
 
     def _others(self, may_use: Callable[[str], bool]) -> Iterator[str]:
-        """Yield the aliases and variants of the models that the sender may use."""
-        return (name for name, named in self._named.items() if name not in self._models and may_use(named.model))
+        """Yield the listed aliases and variants of the models that the sender may use."""
+        others = (name for name in self._named if name not in self._models and name not in self._unlisted)
+        return (name for name in others if may_use(self._named[name].model))
 
     def find(self, name: str) -> Named:
         """Return what a name means. A name that nothing has is returned as it is, and the caller refuses it."""

@@ -16,7 +16,7 @@ from gateway.anthropic.models import anthropic_keys, capabilities, page
 from gateway.http.callers import caller_of
 from gateway.http.dialect import VERSION_HEADER
 from gateway.http.errors import ApiError
-from protocol.client.model_names import means, names_of, unknown_among
+from protocol.client.model_names import listed_names_of, means, unknown_among
 from protocol.errors import ErrorCode, WireError
 
 STATUS: Final = {
@@ -33,11 +33,12 @@ CREATED = int(time.time())
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models: every configured model. It is answered from memory, and no model is started for it.
+    """GET /v1/models: every model that models.yaml lists. It is answered from memory, and no model is started for it.
 
     Each alias and each variant is an entry of its own, because clients choose among the ids that they find.
     """
-    entries = [_described(model, name, request) for model in await listed(request) for name in names_of(model)]
+    usable = await listed(request)
+    entries = [_described(model, name, request) for model in usable for name in listed_names_of(model)]
     shown = {"object": "list"} | page(entries, request.query_params)
     return Response(orjson.dumps(shown), media_type="application/json")
 
@@ -78,7 +79,7 @@ async def current_model(request: Request) -> Response:
 
 async def templates(request: Request) -> Response:
     """GET /v1/template/list: the models that have a chat template, in TabbyAPI's shape."""
-    names = [one["name"] for one in await listed(request) if one["chat"]]
+    names = [one["name"] for one in await listed(request) if one["chat"] and one["name"] in listed_names_of(one)]
     return Response(orjson.dumps({"object": "list", "data": names}), media_type="application/json")
 
 
@@ -92,20 +93,21 @@ async def shown_model(request: Request) -> tuple[str, dict[str, Any]]:
     """Return the name, and the description in the supervisor's list, of the model that a GET without a body concerns.
 
     The parameter ``model`` of the query names it. Without the parameter, it is the default model, else the first one
-    that is loaded, else the first one. Raises WireError if there is none.
+    that is loaded and listed, else the first listed one. Raises WireError if there is none.
     """
     known = await listed(request)
     if name := request.query_params.get("model", ""):
         found = [one for one in known if means(one, name)]
     else:
-        found = sorted(known, key=lambda one: (one.get("default") is None, one["state"] != "ready"))
+        shown = [one for one in known if one.get("default") or listed_names_of(one)]
+        found = sorted(shown, key=lambda one: (one.get("default") is None, one["state"] != "ready"))
     if not found:
         raise unknown_among(known, name)
-    return name or found[0].get("default") or found[0]["name"], found[0]
+    return name or found[0].get("default") or listed_names_of(found[0])[0], found[0]
 
 
 async def listed(request: Request) -> list[dict[str, Any]]:
-    """Return the models that the sender may use, as the supervisor describes them."""
+    """Return the models that the sender may use, as the supervisor describes them. Some may have no listed name."""
     state = request.app.state
     reply = await state.link.call(caller_of(request), "models")
     found = reply.get("models")
@@ -137,7 +139,7 @@ def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, An
 
     name  the name under which the model is listed: its own, an alias, or that of a variant
     """
-    state, context = one["state"], one["context"]
+    state, context, shown = one["state"], one["context"], listed_names_of(one)
     described: dict[str, Any] = anthropic_keys(name, CREATED, context) | {
         "id": name,
         "object": "model",
@@ -163,8 +165,8 @@ def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, An
         "modelctl": {
             "state": state,
             "model": one["name"],
-            "aliases": one.get("aliases", []),
-            "variants": one.get("variants", []),
+            "aliases": [alias for alias in one.get("aliases", []) if alias in shown],
+            "variants": [v for v in one.get("variants", []) if f"{one['name']}:{v}" in shown],
             "default": one.get("default"),
         },
     }

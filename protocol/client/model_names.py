@@ -16,6 +16,12 @@ def names_of(model: Mapping[str, Any]) -> list[str]:
     return [name, *model.get("aliases", ()), *(f"{name}:{variant}" for variant in model.get("variants", ()))]
 
 
+def listed_names_of(model: Mapping[str, Any]) -> list[str]:
+    """Return the names of a model that lists for people and programs show. models.yaml may leave out some or all."""
+    unlisted = model.get("unlisted", ())
+    return [name for name in names_of(model) if name not in unlisted]
+
+
 def means(model: Mapping[str, Any], name: str) -> bool:
     """Return whether a name means this model. A variant may stand behind an alias, too."""
     known = (model["name"], *model.get("aliases", ()))
@@ -24,9 +30,11 @@ def means(model: Mapping[str, Any], name: str) -> bool:
 
 
 def unknown_among(models: Sequence[Mapping[str, Any]], name: str) -> WireError:
-    """Return the error for a name that none of these models has. The supervisor lists only models that the key may use.
+    """Return the error for a name that none of these models has. It suggests listed names only. The supervisor tells
+    only of models that the key may use.
 
     models  ``models`` in the reply
     """
-    others = (other for model in models for other in names_of(model)[1:])
-    return unknown_model(name, (model["name"] for model in models), others)
+    listed = [name for model in models for name in listed_names_of(model)]
+    own = {model["name"] for model in models}
+    return unknown_model(name, own.intersection(listed), (other for other in listed if other not in own))

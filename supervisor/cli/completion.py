@@ -1,7 +1,8 @@
 """The command completion, and the names of models for the shell's completion of other commands."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -62,13 +63,20 @@ def _of_supervisor(context: click.Context) -> list[str]:
             context.scope(cleanup=False),
             Client(**way_to(_runtime_dir(context)), timeout=ANSWER_S, reconnect=False) as client,
         ):
-            return [name for model in client.server["models"] for name in (model["name"], *model.get("aliases", ()))]
+            return [name for model in client.server["models"] for name in _completed(model)]
     except (*CANNOT_CONNECT, click.UsageError, TimeoutError, OSError, KeyError):
         return []
 
 
+def _completed(model: Mapping[str, Any]) -> list[str]:
+    """Return the listed names of a model, without its variants: commands other than `run` know no variants."""
+    from protocol.client.model_names import listed_names_of
+
+    return [name for name in listed_names_of(model) if name in (model["name"], *model.get("aliases", ()))]
+
+
 def _of_file(context: click.Context) -> list[str]:
-    """Return the models and aliases of the models.yaml that the command uses. It is not checked."""
+    """Return the listed models and aliases of the models.yaml that the command uses. It is not checked."""
     import yaml
 
     from supervisor.cli.config_file import find_config
@@ -78,9 +86,10 @@ def _of_file(context: click.Context) -> list[str]:
         given = context.params.get("file") or context.params.get("config")
         file = find_config(given, _runtime_dir(context))
         entries = yaml.safe_load(file.read_text())["models"]
-        names = [str(name) for name in entries]
-        for entry in entries.values():
-            names += map(str, (entry or {}).get("aliases") or ())
+        shown = [(name, entry or {}) for name, entry in entries.items() if (entry or {}).get("listed") is not False]
+        names = [str(name) for name, _ in shown]
+        for _, entry in shown:
+            names += map(str, entry.get("aliases") or ())
     except (ConfigError, OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         return []
     return names

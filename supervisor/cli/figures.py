@@ -205,6 +205,7 @@ _MAPS: dict[str, Callable[[Values], list[str]]] = {
 }
 _NAMED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "aliases": ("aliases", lambda v: ", ".join(v) or "-"),
+    "unlisted": ("unlisted", lambda v: ", ".join(v) or "-"),
     "variants": ("variants", lambda v: ", ".join(v) or "-"),
     "state_s": ("since", lambda v: f"{duration(v)} ago"),
     "beat_s": ("last progress", lambda v: f"{duration(v)} ago"),

@@ -13,6 +13,7 @@ FILE = """\
 models:
   stories: {model_dir: ., engine: transformers}
   llama-8b: {model_dir: ., aliases: [gpt-4o-mini, small]}
+  secret: {model_dir: ., listed: false, aliases: [quiet]}
 """
 
 

@@ -77,7 +77,7 @@ models:
       --temperature ${temp}
     ttl: 60
     description: "a big one"
-    aliases: [{id: gpt-4o, unlisted: false}, "gpt-4o-mini"]
+    aliases: [{id: gpt-4o, unlisted: true}, "gpt-4o-mini"]
   "chat":
     cmd: |
       $(touch RAN); `touch RAN`; vllm serve ${where} --max-model-len=512 -np 4
@@ -197,7 +197,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
     }  # fmt: skip
     assert commented["in-docker"] == {
         "model_dir": "DIRECTORY", "lazy": True, "max_batch_size": 2, "max_seq_len": 2048, "cache_size": 4096,
-        "cache_mode": "Q8",
+        "cache_mode": "Q8", "listed": False,
     }  # fmt: skip
     for said in (
         "left out: Big Model:70B: /models/big.gguf is GGUF, which no engine here loads: get the model's EXL2 weights",
@@ -206,6 +206,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
         "no counterpart: apiKeys: admit each token with `modelctl keys new NAME --token-file FILE`",
         "no counterpart: filters.stripParams of chat: ",
         "no counterpart: groups.g one.exclusive: ",
+        "no counterpart: aliases.unlisted of Big Model:70B: ",
     ):
         assert said in done.stderr
 

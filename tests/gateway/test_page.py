@@ -230,7 +230,7 @@ def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Pag
     assert "supervisor" not in seen
     assert seen["model m"] == {
         "name": "m", "model": "m", "state": "ready", "context": 100_000, "chat": True, "tools": True,
-        "aliases": [], "variants": [], "default": None, "description": None, "unloads": False,
+        "aliases": [], "variants": [], "unlisted": [], "default": None, "description": None, "unloads": False,
     }  # fmt: skip
     for name, status in (("watcher", 403), ("guest", 403), ("ops", 200)):
         session = page.sign_in(name)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client.model_names import means
+from protocol.client.model_names import listed_names_of, means, unknown_among
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError
 from supervisor.config import load_config
@@ -41,10 +41,32 @@ def test_a_name_means_a_model_an_alias_or_a_variant(tmp_path: Path) -> None:
     assert found.describe("a") == {
         "aliases": ["gpt-4o-mini", "Org/Model-A"],
         "variants": ["short", "plain"],
+        "unlisted": [],
         "default": "a:short",
         "description": None,
     }
-    assert found.describe("gone") == {"aliases": [], "variants": [], "default": None, "description": None}
+    gone = {"aliases": [], "variants": [], "unlisted": [], "default": None, "description": None}
+    assert found.describe("gone") == gone
+
+
+def test_an_unlisted_model_is_found_by_its_names_and_suggested_to_nobody(tmp_path: Path) -> None:
+    a = "aliases: [apple], listed: false, variants: {shown: {listed: true}, same: {}}"
+    b = "aliases: [bee], variants: {quiet: {listed: false}, loud: {}}"
+    found = names(tmp_path, f"models: {{aaaa: {{{ENGINE}, {a}}}, bbbb: {{{ENGINE}, {b}}}}}")
+    assert [found.find(name).model for name in ("aaaa", "apple", "aaaa:same", "bbbb:quiet")] == ["aaaa"] * 3 + ["bbbb"]
+    assert found.describe("aaaa")["unlisted"] == ["aaaa", "apple", "aaaa:same"]
+    assert found.describe("bbbb")["unlisted"] == ["bbbb:quiet"]
+    described = [{"name": model} | found.describe(model) for model in ("aaaa", "bbbb")]
+    assert [listed_names_of(one) for one in described] == [["aaaa:shown"], ["bbbb", "bee", "bbbb:loud"]]
+    assert all(means(described[0], name) for name in ("aaaa", "apple", "aaaa:same", "apple:shown"))
+    for error in (found.unknown("zz", OWNER.may_use), unknown_among(described, "zz")):
+        assert error.message == "no model 'zz' is configured: there is bbbb"
+    for wrong, suggested in {"aaa": None, "appel": None, "aaaa:show": "aaaa:shown", "bbbb:quie": None}.items():
+        assert found.nearest(wrong, OWNER.may_use) in (suggested, "bbbb:loud")
+        hint = f"did you mean {suggested!r}?" if suggested else ""
+        for error in (found.unknown(wrong, OWNER.may_use), unknown_among(described, wrong)):
+            assert hint in error.message
+            assert not any(repr(name) in error.message for one in described for name in one["unlisted"])
 
 
 def test_an_alias_may_have_a_colon_as_names_of_ollama_have(tmp_path: Path) -> None:

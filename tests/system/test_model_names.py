@@ -1,6 +1,8 @@
 """Every way to ask knows aliases, variants and the default model, and a reload changes them without new workers."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from protocol.errors import ErrorCode, WireError
 from tests.deterministic_engine import answer
 from tests.gateway.asking import ask
 from tests.keyed import Keyed, free_port
-from tests.serving import engine
+from tests.serving import ROOT, engine
 
 TEMPLATE = "{{ messages[0].content }}{{ tail }}"
 VARIANTS = {
@@ -138,6 +140,33 @@ def test_a_reload_changes_names_without_new_workers(keyed: Keyed) -> None:
     after = serving.status("letters")
     assert (after["pid"], after["generation"]) == (before["pid"], before["generation"])
     assert (after["aliases"], after["description"]) == (["claude-local", "new"], "new")
+
+
+def test_a_model_that_is_not_listed_is_served_by_name_and_shown_to_operators(keyed: Keyed) -> None:
+    serving, port = keyed.serving, keyed.gateway_port  # type: ignore[attr-defined]
+    pid = serving.status("letters")["pid"]
+    variants = {"short": {"sampling": {"max_tokens": 3}}, "long": {"listed": True}}
+    serving.write_models({**models(listed=False, variants=variants), "stories": engine()})
+    serving.order("reload")
+    assert [each["id"] for each in ask(port, "/v1/models")["data"]] == ["letters:long", "stories"]
+    assert ask(port, "/v1/models")["data"][0]["modelctl"]["aliases"] == []
+    assert ask(port, "/v1/model")["id"] == "letters:short", "the default model is no secret"
+    assert ask(port, "/v1/template/list")["data"] == ["stories"]
+    assert ask(port, "/v1/models/gpt-4o-mini")["id"] == "gpt-4o-mini"
+    reply = ask(port, "/v1/completions", {"model": "letters:short", "prompt": "hello"})
+    assert reply["choices"][0]["text"] == answer("hello", 3)
+    with serving.client() as client:
+        assert refused(client, "nosuch").message == "no model 'nosuch' is configured: there is stories"
+        assert "did you mean 'letters:long'?" in refused(client, "gpt-4o-mni:long").message
+    shown = serving.status("letters")
+    assert (shown["pid"], shown["aliases"]) == (pid, ["gpt-4o-mini", "claude-local"])
+    assert shown["unlisted"] == ["letters", "gpt-4o-mini", "claude-local", "letters:short"]
+    assert "letters" in serving.modelctl("ps").stdout
+    shell = {"_MODELCTL_COMPLETE": "bash_complete", "COMP_WORDS": "modelctl stop ", "COMP_CWORD": "2"}
+    environment = serving.environment | shell
+    program = [sys.executable, "-m", "supervisor"]
+    offered = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert offered.stdout.split() == ["plain,stories"], offered.stderr
 
 
 def test_variables_of_the_template_are_a_models_a_variants_or_a_requests(keyed: Keyed) -> None:
