@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from protocol.process.gateway_settings import SHARE, ReasoningKey
+from protocol.process.gateway_settings import SHARE, ProgressPlace, ReasoningKey
 from protocol.process.web_hosts import parse_authority, written_origin
 from supervisor.config_values import UserPath
 from supervisor.placement.sizes import parse_size
@@ -161,6 +161,13 @@ class GatewayConfig:
     says what the request waits for. ``chunk``: a chunk without text, for clients that fail at comments. ``off``: none.
 
     Example: chunk
+    """
+    progress: ProgressPlace = "comment"
+    """Where a stream of /v1/chat/completions tells of the load of its model. ``comment``: in the comments of
+    ``keepalive`` only. ``reasoning``: besides, in short lines of reasoning before the answer, for chat programs that hide
+    comments.
+
+    Example: reasoning
     """
     reasoning_key: ReasoningKey = "reasoning_content"
     """Key of the reasoning in the messages and deltas of /v1/chat/completions. Most clients read

@@ -252,7 +252,6 @@ _SAMPLING: Final = {
     "--frequency-penalty": "frequency_penalty",
 }  # fmt: skip
 _TOP_NOTES: Final = {
-    "sendLoadingState": "a waiting request is told its progress in comments of the stream (SSE)",
     "matrix": "name models that may not be loaded together in `groups`; models of a full GPU leave by themselves",
     "peers": "several supervisors stand behind one door with a proxy: see the page Several supervisors",
     "captureBuffer": "texts of requests are never kept; `modelctl story ID` tells how a request went",
@@ -282,6 +281,11 @@ def _llama_swap(source: YamlSource, environment: Mapping[str, str]) -> ForeignCo
         if str(name) in at_start:
             model.keys["autostart"] = True
         out.models.append(model)
+    tells = [_map(entry).get("sendLoadingState") for entry in _map(data.get("models")).values()]
+    if data.get("sendLoadingState") is True or True in tells:
+        out.gateway["progress"] = "reasoning"
+        if any(isinstance(each, bool) and each is not data.get("sendLoadingState", False) for each in tells):
+            out.notes.append("sendLoadingState of single models: `gateway.progress` holds for all models")
     out.notes += [f"{key} of {', '.join(names)}: {_MODEL_NOTES[key]}" for key, names in noted.items()]
     _groups(data, out)
     return out

@@ -308,6 +308,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         stored_items=_stored_items(config),
         body_memory=config.body_memory,
         keepalive=config.keepalive,
+        progress=config.progress,
         reasoning_key=config.reasoning_key,
         unknown_options=config.unknown_options,
         parent=os.getpid(),

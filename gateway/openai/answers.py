@@ -10,7 +10,7 @@ from gateway.asking import Prompt, begin, named, trace_ids_of, waits_for, with_m
 from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
 from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
-from gateway.http.keep_alive import KeepAlive, comment
+from gateway.http.keep_alive import KeepAlive, LoadLines, comment
 from gateway.http.notes import notes_of
 from gateway.openai.chunks import Shape
 from gateway.openai.options import Wanted, read_chat, read_completion
@@ -74,7 +74,16 @@ def _answer(
         def silence() -> bytes:
             return shape.silence() if settings.keepalive == "chunk" else comment(waits_for(streams, progress[0]))
 
-        with keep_alive.keeping(events, silence), named(wanted):
+        lines = LoadLines(wanted.model)
+
+        def news() -> bytes:
+            if not (line := lines.next(waits_for(streams, progress[0]))):
+                return b""
+            begun, shape.beginning = shape.beginning, b""
+            return begun + shape.reasoning(0, line)
+
+        tells = is_chat and settings.progress == "reasoning"
+        with keep_alive.keeping(events, silence, news if tells else None), named(wanted):
             streams = await begin(request, caller, wanted, prompts, progress, trace_ids, keeps=wanted.echo)
             await send_answers(events, streams, shape, wanted, echoed if wanted.echo else None)
 

@@ -85,6 +85,8 @@ class Shape:
 
     reasoning_key  the key of a chat's reasoning
 
+    beginning  the chunks that begin the answers. Whoever sends the first event sends them before it, and empties this
+
     The parts of a chunk that are the same for all chunks are made once.
     """
 
@@ -97,6 +99,7 @@ class Shape:
         reasoning_key: ReasoningKey = "reasoning_content",
     ) -> None:
         self.is_chat, self._reasoning_key = is_chat, reasoning_key
+        self.beginning = b""
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
         self._about = {"id": self.id, "created": int(time.time()), "model": model}
         kind = "chat.completion.chunk" if is_chat else "text_completion"

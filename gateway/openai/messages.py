@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from gateway.conversation import image_text
 from gateway.http.errors import ApiError
+from gateway.http.keep_alive import without_load_lines
 from gateway.http.notes import Notes
 
 ROLES: Final = {"developer": "developer", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -64,8 +65,8 @@ def _read_message(place: str, given: Any, notes: Notes) -> dict[str, Any]:
         elif key in REASONING:
             if value is not None and not isinstance(value, str):
                 raise ApiError(400, f"{place}.{key} must be a string", param=f"{place}.{key}")
-            if value and role == "assistant":
-                message["reasoning_content"] = value
+            if value and role == "assistant" and (written := without_load_lines(value)):
+                message["reasoning_content"] = written
         elif key in NOT_OFFERED and value:
             raise ApiError(
                 400, f"{place}.{key} is not offered: {NOT_OFFERED[key]}", code="unsupported", param=f"{place}.{key}"

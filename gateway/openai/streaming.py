@@ -55,21 +55,21 @@ class _Sending:
         self._events, self._streams, self._shape = events, streams, shape
         self.with_logprobs = with_logprobs
         self.last: list[bytes] = []
-        self._begun = b"".join(shape.begin(index) for index in range(len(streams)))
+        shape.beginning = b"".join(shape.begin(index) for index in range(len(streams)))
 
     async def send(self, chunks: Sequence[bytes]) -> None:
         if chunks:
-            begun, self._begun = self._begun, b""
+            begun, self._shape.beginning = self._shape.beginning, b""
             await self._events.send(b"".join((begun, *chunks)))
 
     async def one_text(self) -> None:
         """Send the only answer, which is text."""
-        stream, send, piece = self._streams[0], self._events.send, self._shape.piece
+        stream, send, shape = self._streams[0], self._events.send, self._shape
         async for delta in stream:  # as few steps as possible: this runs for each token
             if delta.text:
-                await send(self._begun + piece(0, delta.text))
-                self._begun = b""
-        self.last.append(self._shape.finish(0, stream.finish_reason or ""))
+                await send(shape.beginning + shape.piece(0, delta.text))
+                shape.beginning = b""
+        self.last.append(shape.finish(0, stream.finish_reason or ""))
 
     async def one_chat(self, tools: Sequence[Tool]) -> list[dict[str, Any]]:
         """Send the only answer of a chat, and return its usage. The first event says whether it is text only."""
@@ -91,8 +91,8 @@ class _Sending:
                 chunk = shape.reasoning(0, delta.text)
             elif not (chunk := b"".join(shape.parts(0, reader.read(delta)))):
                 continue
-            await send(self._begun + chunk)
-            self._begun = b""
+            await send(shape.beginning + chunk)
+            shape.beginning = b""
         last, reason = reader.end()
         self.last += [*shape.parts(0, last), shape.finish(0, reason)]
         return answers.usages

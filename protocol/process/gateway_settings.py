@@ -9,6 +9,7 @@ from protocol.process.log_style import DEFAULT_STYLE, LogStyle
 
 MIB = 1 << 20
 ReasoningKey = Literal["reasoning_content", "reasoning"]
+ProgressPlace = Literal["comment", "reasoning"]
 SHARE: Final = 4
 """One key may use the fourth part of ``body_memory``."""
 STORED_ITEMS: Final = 128 * MIB
@@ -45,6 +46,7 @@ class GatewaySettings:
     body_pace_s    seconds in which each 160 KiB of a body must come, unless the body ends
     keepalive      what keeps a silent stream open: an SSE "comment", an empty "chunk", or "off"
     keepalive_s    seconds of silence after which that is sent
+    progress       where a streamed chat tells of the load of its model: in an SSE "comment" only, or in its "reasoning"
     reasoning_key  the key of a chat's reasoning in messages and deltas
     unknown_options  "ignore": options that nobody knows are ignored, and the answer says so. "refuse": they are errors
     stored_items   most bytes of responses' items that the process keeps in memory; 0 keeps none
@@ -75,6 +77,7 @@ class GatewaySettings:
     body_pace_s: float = 10.0
     keepalive: Literal["comment", "chunk", "off"] = "comment"
     keepalive_s: float = 10.0
+    progress: ProgressPlace = "comment"
     reasoning_key: ReasoningKey = "reasoning_content"
     unknown_options: Literal["ignore", "refuse"] = "ignore"
     stored_items: int = STORED_ITEMS

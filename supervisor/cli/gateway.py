@@ -39,6 +39,7 @@ PATIENCE_S = 35.0
 @click.option("--max-body", help="Largest body of a request.  [default: 16MiB]")
 @click.option("--stored-items", help="Bytes of responses' items that are kept in memory.  [default: 128MiB]")
 @click.option("--keepalive", metavar="comment|chunk|off", help="What keeps silent streams open.  [default: comment]")
+@click.option("--progress", metavar="comment|reasoning", help="Where chats tell of a model's load.  [default: comment]")
 @click.option(
     "--reasoning-key",
     metavar="reasoning_content|reasoning",

@@ -93,6 +93,7 @@ models:
     cmd: docker run --rm -v /mnt/models:/models ghcr.io/x/y --model '/models/z.gguf' -c 4096 -np 2 -ctk q8_0
     cmdStop: docker stop ${MODEL_ID}
     unlisted: true
+    sendLoadingState: false
     concurrencyLimit: 4
 groups:
   "g one": {swap: true, exclusive: true, members: [chat, in-docker]}
@@ -179,7 +180,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
     text = (place / "models.yaml").read_text()
     assert "sk-do-not-show" not in text + done.stdout + done.stderr
     written = read(place)
-    assert written["gateway"] == {"listen": "127.0.0.1:8080", "auth": "keys"}
+    assert written["gateway"] == {"listen": "127.0.0.1:8080", "auth": "keys", "progress": "reasoning"}
     assert written["groups"] == {"g-one": {"models": ["chat"], "loaded": 1}}
     assert written["models"] == {
         "chat": {
@@ -202,7 +203,7 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
     for said in (
         "left out: Big Model:70B: /models/big.gguf is GGUF, which no engine here loads: get the model's EXL2 weights",
         "left out: in-docker: /mnt/models/z.gguf is GGUF",
-        "no counterpart: sendLoadingState: ",
+        "no counterpart: sendLoadingState of single models: `gateway.progress` holds for all models",
         "no counterpart: apiKeys: admit each token with `modelctl keys new NAME --token-file FILE`",
         "no counterpart: filters.stripParams of chat: ",
         "no counterpart: groups.g one.exclusive: ",

@@ -10,6 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.http.keep_alive import LoadLines
+from gateway.http.notes import Notes
+from gateway.openai.messages import read_messages
+from protocol.client.answers import Progress
 from tests.deterministic_engine import answer
 from tests.gateway.running import Gateway
 from tests.serving import WITHIN, Serving, engine, wait_until
@@ -23,6 +27,7 @@ def serving() -> Iterator[Serving]:
         "m": engine(context=100_000, max_batch_size=1),
         "wide": engine(context=20_000),
         "lazy": engine("SlowLoad", load_s=3, lazy=True),
+        "soon": engine("SlowLoad", load_s=2.5, lazy=True),
     }
     with Serving(models) as serving:
         yield serving
@@ -97,6 +102,60 @@ def test_comments_are_no_text_and_tell_of_the_load(serving: Serving, gateway: Ga
     with openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=WITHIN) as client:
         stream = client.completions.create(model="lazy", prompt="x", max_tokens=20, stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream) == answer("x", 20)
+
+
+def test_the_reasoning_of_a_chat_tells_of_the_load(serving: Serving) -> None:
+    """The lines count no tokens. They stand behind the chunk that begins the answer, which comes once."""
+    asked: dict[str, Any] = {"model": "soon", "messages": [{"role": "user", "content": "x"}], "max_tokens": 20}
+    with (
+        Gateway(serving, keepalive="off", progress="reasoning") as gateway,
+        openai.OpenAI(base_url=gateway.url, api_key="none", max_retries=0, timeout=WITHIN) as client,
+    ):
+        stream = client.chat.completions.create(**asked, stream=True, n=2, stream_options={"include_usage": True})
+        chunks = list(stream)
+        loaded = client.chat.completions.create(**asked, stream=True)
+        assert not any(hasattr(chunk.choices[0].delta, "reasoning_content") for chunk in loaded)
+        serving.order("unload", model="soon")
+        whole = client.chat.completions.create(**asked)
+    deltas = [(choice.index, choice.delta) for chunk in chunks for choice in chunk.choices]
+    lines = [getattr(delta, "reasoning_content", None) for _, delta in deltas]
+    told = [line for line in lines if line]
+    assert told
+    assert all(line.startswith("modelctl: loading soon") and line.endswith("\n") for line in told)
+    assert any("%" in line for line in told)
+    assert [index for index, delta in deltas if delta.role] == [0, 1]
+    assert deltas[0][1].role == "assistant"
+    last = max(place for place, line in enumerate(lines) if line)
+    assert not any(delta.content for _, delta in deltas[:last]), "no line stands within the answer"
+    for index in (0, 1):
+        text = "".join(delta.content or "" for each, delta in deltas if each == index)
+        assert text == answer("user: x", 20)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 40
+    assert chunks[-1].usage.completion_tokens_details is None
+    assert whole.choices[0].message.content == answer("user: x", 20)
+    assert not hasattr(whole.choices[0].message, "reasoning_content")
+
+
+def test_the_lines_about_a_load() -> None:
+    lines = LoadLines("m")
+    told = [lines.next(Progress("loading", done=done, total=100, part="loading")) for done in (0, 9, 10, 11, 30)]
+    assert told == [f"modelctl: loading m: {done}%\n" if done is not None else "" for done in (0, None, 10, None, 30)]
+    assert lines.next(Progress("loading", part="warmup")) == "modelctl: loading m: warmup\n"
+    assert (
+        lines.next(Progress("queued", 3)) == lines.next(Progress("prefill", done=1, total=2)) == lines.next(None) == ""
+    )
+    waits = Progress("queued", 0, waits_for="llama to finish 2 requests")
+    assert [lines.next(waits), lines.next(waits)] == ["modelctl: m waits for llama to finish 2 requests\n", ""]
+
+
+def test_the_model_does_not_see_the_lines_about_a_load() -> None:
+    def reasoning(text: str) -> Any:
+        said = {"role": "assistant", "content": "a", "reasoning_content": text}
+        return read_messages([said], Notes(refuse=False))[0].get("reasoning_content")
+
+    assert reasoning("modelctl: loading m\nmodelctl: loading m: 40%\nSo: modelctl: x\n") == "So: modelctl: x\n"
+    assert reasoning("modelctl: loading m: 40%\n") is None
 
 
 def test_a_chunk_or_nothing_can_stand_for_a_comment(serving: Serving) -> None:
