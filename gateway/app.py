@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway.activity import events, logs, usage
 from gateway.anthropic.answers import count_tokens, messages
 from gateway.http.body import BodyMemory
 from gateway.http.cors import Cors
@@ -39,7 +40,6 @@ from gateway.page.routes import page_routes
 from gateway.responses.answers import respond
 from gateway.responses.stored_items import StoredItems
 from gateway.supervisor_link import SupervisorLink
-from gateway.usage import usage
 from protocol.errors import WireError
 from protocol.process.gateway_settings import GatewaySettings
 
@@ -67,6 +67,8 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("GET", "/lora/list", adapters),
     ("GET", "/models", models),
     ("GET", "/usage", usage),
+    ("GET", "/events", events),
+    ("GET", "/logs", logs),
     ("GET", "/models/{name:path}", model),
 )
 """OpenAI's APIs and Anthropic's, and paths of vLLM, llama-server and TabbyAPI. Clients are told its base URL with /v1,

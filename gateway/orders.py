@@ -23,8 +23,13 @@ from gateway.openai.models import default_model, listed
 from protocol.client.model_names import means, unknown_among
 from protocol.errors import ErrorCode, WireError
 
-VERBS: Final = {"load": "start", "unload": "unload", "reload": "reload", "sleep": "sleep", "wake": "wake"}
+VERBS: Final = {
+    "load": "start", "unload": "unload", "reload": "reload", "sleep": "sleep", "wake": "wake", "stop": "stop",
+    "restart": "restart",
+}  # fmt: skip
 """The end of the path → the verb of CALL."""
+OPTIONS: Final[dict[str, tuple[str, ...]]] = {"stop": ("now",)}
+"""The verbs that take options in the body, by their names there and in CALL."""
 NAMES: Final = ("model_name", "name", "model")
 """The keys that name the model in a body: TabbyAPI's word, its older word, and OpenAI's."""
 MOST_BYTES: Final = 4096
@@ -43,8 +48,15 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 async def order(verb: str, request: Request) -> Response:
     """POST /v1/models/{name}/VERB."""
     caller = _checked(request)
+    options = await _body(request, caller, OPTIONS.get(verb, ()))
+    return await _give(request, caller, verb, request.path_params["name"], options)
+
+
+async def reload_all(request: Request) -> Response:
+    """POST /v1/reload: read models.yaml again, and apply what it changes."""
+    caller = _checked(request)
     await _body(request, caller, ())
-    return await _give(request, caller, verb, request.path_params["name"])
+    return _answer(await request.app.state.link.call(caller, "reload"))
 
 
 async def load_named(request: Request) -> Response:
@@ -87,6 +99,7 @@ async def use_post(request: Request) -> Response:
 def _orders() -> tuple[tuple[str, Endpoint], ...]:
     return (
         *((f"/models/{{name:path}}/{end}", partial(order, verb)) for end, verb in VERBS.items()),
+        ("/reload", reload_all),
         ("/model/load", load_named),
         ("/model/unload", unload_named),
         ("/unload", unload_named),
@@ -118,7 +131,8 @@ async def _body(request: Request, caller: Caller, known: tuple[str, ...]) -> dic
         return {}
     body = await read_json(request, MOST_BYTES, caller)
     if unknown := sorted(set(body) - set(known)):
-        message = f"unknown parameter {unknown[0][:32]!r}: models.yaml says how a model is loaded"
+        why = f"known is {', '.join(known)}" if known not in ((), NAMES) else "models.yaml says how a model is loaded"
+        message = f"unknown parameter {unknown[0][:32]!r}: {why}"
         raise ApiError(400, message, param=unknown[0][:32])
     return body
 
@@ -132,14 +146,16 @@ def _name_in(body: dict[str, Any]) -> str:
     return ""
 
 
-async def _give(request: Request, caller: Caller, verb: str, name: str) -> Response:
+async def _give(
+    request: Request, caller: Caller, verb: str, name: str, options: dict[str, Any] | None = None
+) -> Response:
     """Give an order for the model that a name means: its own name, an alias, or that of a variant."""
     known = await listed(request)
     model = next((one["name"] for one in known if means(one, name)), None)
     if model is None:
         raise unknown_among(known, name)
     try:
-        reply = await request.app.state.link.call(caller, verb, model=model)
+        reply = await request.app.state.link.call(caller, verb, model=model, **(options or {}))
     except WireError as e:
         if e.code in _CONFLICTS:  # for a request it would be 503, and a later one may be served
             raise ApiError(409, e.message, param="model", code=e.code.name.lower()) from None

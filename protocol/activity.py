@@ -57,6 +57,8 @@ class CancelRequestParams(TypedDict):
 
 
 class EventsParams(TypedDict):
+    model: NotRequired[str]
+    """A model, also one that models.yaml had before: the result holds its events only. Unset: all events."""
     after: NotRequired[int]
     """The number of an event: the result holds the events after it, the oldest first. Unset: the result holds the
     newest events."""

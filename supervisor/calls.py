@@ -308,10 +308,15 @@ def _story(context: AdminContext, params: Params, identity: Identity) -> Result:
 
 
 def _events(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, after=int, limit=int)
-    limit = _whole(given, "limit", 100, 1, KEPT)
+    given = _take(params, model=str, after=int, limit=int)
+    limit, name = _whole(given, "limit", 100, 1, KEPT), given.get("model")
+    # models.yaml may have lost a model since
+    if name is not None and name not in context.fleet.registry.config.models and not context.history.knows(name):
+        raise _unknown(context, name, identity)
 
     def visible(model: str | None) -> bool:
+        if name is not None and model != name:
+            return False
         # an event of no model may name any model
         return identity.models is None or (model is not None and identity.may_use(model))
 

@@ -134,6 +134,10 @@ class EventHistory(logging.Handler):
             "dropped": after is not None and after + 1 < oldest,
         }
 
+    def knows(self, model: str) -> bool:
+        """Return whether an event is about a model."""
+        return any(event["model"] == model for event in self._events)
+
     def during(self, model: str, begin: float, took_ms: float | None) -> list[dict[str, Any]]:
         """Return the events of a model in a span of time, the oldest first, at most ``MOST_DURING``.
 

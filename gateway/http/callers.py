@@ -53,6 +53,16 @@ def caller_of(connection: HTTPConnection) -> Caller:
     )  # fmt: skip
 
 
+def check_keys(connection: HTTPConnection, what: str) -> None:
+    """Raise ApiError if the gateway asks for no keys. ``what``: a plural, for people, of what takes a key."""
+    if connection.app.state.settings.auth == "none":
+        why = "every user of this machine would have access to them"
+        message = (
+            f"{what} are off while gateway.auth is none, because {why}: set `gateway: {{auth: keys}}` in models.yaml"
+        )
+        raise ApiError(403, message, code="forbidden")
+
+
 def token_of(connection: HTTPConnection) -> str:
     """Return the token in ``Authorization: Bearer`` or in ``x-api-key``; empty if there is none."""
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")

@@ -189,12 +189,20 @@ def document() -> Schema:
             ),
             "/v1/models": _get("List the models."),
             "/v1/models/{id}": _get("Describe a model.", "id"),
-            **{f"/v1/models/{{id}}/{end}": _order(f"{words}.", "id") for end, words in _ORDERS.items()},
-            "/v1/model/load": _order("Load the model that the body names, as TabbyAPI does."),
-            "/v1/model/unload": _order("Unload the model that the body names, or all models, as TabbyAPI does."),
-            "/unload": _order("Unload all models, as llama-swap does."),
+            **{
+                f"/v1/models/{{id}}/{end}": _order(f"{words}.", _OPTIONS.get(end, {}), "id")
+                for end, words in _ORDERS.items()
+            },
+            "/v1/model/load": _order("Load the model that the body names, as TabbyAPI does.", _NAMED_MODEL),
+            "/v1/model/unload": _order(
+                "Unload the model that the body names, or all models, as TabbyAPI does.", _NAMED_MODEL
+            ),
+            "/unload": _order("Unload all models, as llama-swap does.", _NAMED_MODEL),
             "/running": _get("List the models that have a process, as llama-swap does."),
+            "/v1/reload": _order("Read models.yaml again, and apply what it changes.", {}),
             "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
+            "/v1/events": _get("Return the newest events, or those behind the number in `after`.", query=_EVENTS),
+            "/v1/logs": _get("Return the last lines of a log, or those behind the position in `after`.", query=_LOGS),
             "/tokenize": _post(
                 "Return the token ids of a prompt or a conversation.",
                 {"model": _MODEL, "prompt": _TEXT, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},
@@ -237,7 +245,20 @@ _ORDERS: Final = {
     "reload": "Replace the workers of a model",
     "sleep": "Put a model to sleep",
     "wake": "Wake a model",
+    "stop": "Stop a model, so that no request starts it again",
+    "restart": "Stop and start the workers of a model, one after the other",
 }
+_OPTIONS: Final[dict[str, Schema]] = {
+    "stop": {"now": {"type": "boolean", "default": False, "description": "Do not wait for unfinished requests."}}
+}
+_NAMED_MODEL: Final[Schema] = {"model_name": _TEXT}
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 1}
+_EVENTS: Final[Schema] = {
+    "model": _TEXT,
+    "after": {"type": "integer", "minimum": 0},
+    "limit": _COUNT | {"maximum": 512},
+}
+_LOGS: Final[Schema] = {"model": _TEXT, "lines": _COUNT | {"maximum": 1000}, "after": _TEXT}
 _ADAPTERS: Final = ("lora", "loras", "lora/list")
 
 
@@ -281,22 +302,32 @@ def _post(
     }
 
 
-def _order(summary: str, parameter: str | None = None) -> Schema:
-    """Return the description of a path that gives an order. A path without a parameter takes the name in the body."""
-    described = _post(summary, {} if parameter else {"model_name": _TEXT}, [])
+def _order(summary: str, properties: Schema, parameter: str | None = None) -> Schema:
+    """Return the description of a path that gives an order.
+
+    properties  the keys that the body may have
+    parameter   the name of a parameter in the path; None for none
+    """
+    described = _post(summary, properties, [])
     described["post"]["requestBody"]["required"] = False
     if parameter is not None:
-        described["post"]["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": _TEXT}]
+        described["post"]["parameters"] = [_parameter(parameter, "path", _TEXT)]
     return described
 
 
-def _get(summary: str, parameter: str | None = None, *, public: bool = False) -> Schema:
+def _get(summary: str, parameter: str | None = None, *, query: Schema | None = None, public: bool = False) -> Schema:
     described: Schema = {"summary": summary, "responses": {"200": {"description": "The answer."}} | _errors()}
-    if parameter is not None:
-        described["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": _TEXT}]
+    parameters = [_parameter(parameter, "path", _TEXT)] if parameter is not None else []
+    parameters += [_parameter(name, "query", schema) for name, schema in (query or {}).items()]
+    if parameters:
+        described["parameters"] = parameters
     if public:
         described |= {"security": [], "responses": {"200": {"description": "Yes."}, "503": {"description": "No."}}}
     return {"get": described}
+
+
+def _parameter(name: str, place: str, schema: Schema) -> Schema:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
 def _errors(schema: Schema = _ERROR) -> Schema:

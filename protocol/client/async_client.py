@@ -217,15 +217,18 @@ class AsyncClient:
         """
         await self.call("cancel_request", reply_timeout=self.timeout, id=request)
 
-    async def events(self, after: int | None = None, limit: int | None = None) -> dict[str, Any]:
+    async def events(
+        self, after: int | None = None, limit: int | None = None, model: str | None = None
+    ) -> dict[str, Any]:
         """Return events such as changes of state, deaths and reloads: the reply to the verb "events".
 
         after  the ``last`` of an earlier reply: return the events behind it. Unset: return the newest events
         limit  the greatest number of events, from 1 to 512; 100 by default
+        model  return only the events of this model
 
         If ``session`` differs from that of the earlier reply, the supervisor was started again: ask without ``after``.
         """
-        return await self.call("events", reply_timeout=self.timeout, **given(after=after, limit=limit))
+        return await self.call("events", reply_timeout=self.timeout, **given(after=after, limit=limit, model=model))
 
     async def usage(self, key: str | None = None, model: str | None = None, since: str | None = None) -> dict[str, Any]:
         """Return requests and tokens by key, model and day: see ``Client.usage``."""

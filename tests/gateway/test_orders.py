@@ -20,7 +20,8 @@ MODELS = {
     "n": engine(lazy=True),
     "s": {"model_dir": ".", "engine": "tests.sleeping_engine:Sleeper", "lazy": True, "autostart": True},
 }
-ORDERS = [f"/v1/models/m/{verb}" for verb in ("load", "unload", "reload", "sleep", "wake")]
+ORDERS = [f"/v1/models/m/{verb}" for verb in ("load", "unload", "reload", "sleep", "wake", "stop", "restart")]
+ORDERS += ["/v1/reload"]
 ORDERS += ["/models/m/unload/", "/v1/model/load", "/v1/model/unload", "/unload", "/v1/unload"]
 
 
@@ -40,8 +41,11 @@ class Http:
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
-    def generations(self) -> list[tuple[str, str, int]]:
-        return [(m["name"], m["state"], m["generation"]) for m in self.serving.overview()["models"]]
+    def generations(self) -> tuple[list[int], list[tuple[str, str, int]]]:
+        """Return the numbers of the reloads, and of the processes."""
+        seen = self.serving.overview()
+        turnovers = [turnover["number"] for turnover in seen["supervisor"]["turnovers"]]
+        return turnovers, [(m["name"], m["state"], m["generation"]) for m in seen["models"]]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +86,77 @@ def test_a_script_loads_and_unloads_a_model_and_sees_how_far_it_is(keyed: Http) 
     keyed.serving.wait_state("s", "ready")
 
 
+def test_a_script_stops_restarts_and_reloads(keyed: Http) -> None:
+    before = keyed.serving.status("m")["generation"]
+    status, reply = keyed.ask("POST", "/v1/models/m/restart", key="ops")
+    assert (status, reply["generation"]) == (200, before + 1)
+    wait_until(lambda: keyed.serving.status("m")["generation"] > before)
+    keyed.serving.wait_state("m", "ready")
+    with keyed.serving.client() as client, closing(client.generate("m", "x", max_tokens=4000)) as stream:
+        next(stream)
+        assert keyed.ask("POST", "/v1/models/m/stop", {}, key="ops")[1]["state"] == "draining"
+        assert keyed.ask("POST", "/v1/models/m/stop", {"now": True}, key="ops")[0] == 200
+        keyed.serving.wait_state("m", "stopped")
+    assert keyed.ask("POST", "/v1/completions", {"model": "m", "prompt": "x"}, key="ops")[0] == 503
+    assert keyed.ask("POST", "/v1/models/m/load", key="ops")[0] == 200
+    keyed.serving.wait_state("m", "ready")
+    config = keyed.serving.config
+    text = config.read_text()
+    config.write_text(text.replace("folder/M-exl2", "folder/other"))
+    try:
+        assert isinstance(keyed.ask("POST", "/v1/reload", key="ops")[1]["turnover"], int)
+        wait_until(lambda: keyed.ask("GET", "/v1/models/folder/other", key="ops")[0] == 200)
+        config.write_text("models: 5")
+        status, reply = keyed.ask("POST", "/v1/reload", key="ops")
+        assert (status, "nothing is changed" in reply["error"]["message"]) == (400, True)
+    finally:
+        config.write_text(text)
+        assert keyed.ask("POST", "/v1/reload", key="ops")[0] == 200
+    assert keyed.ask("POST", "/v1/reload", key="other")[0] == 403, "it concerns models that the key may not know"
+
+
+def test_a_log_and_the_events_are_followed(keyed: Http) -> None:
+    status, first = keyed.ask("GET", "/v1/logs?model=n&lines=1", key="ops")
+    assert (status, first["object"], len(first["lines"]) <= 1) == (200, "logs", True)
+    seen = keyed.ask("GET", "/v1/events?limit=1", key="watcher")[1]
+    assert (seen["object"], len(seen["events"])) == ("events", 1)
+    keyed.serving.order("start", model="n")
+    keyed.serving.wait_state("n", "ready")
+    keyed.serving.order("unload", model="n")
+    keyed.serving.wait_state("n", "unloaded")
+    news = keyed.ask("GET", f"/v1/events?after={seen['last']}", key="watcher")[1]
+    assert min(event["number"] for event in news["events"]) == seen["last"] + 1
+    of_model = keyed.ask("GET", f"/v1/events?after={seen['last']}&model=n", key="watcher")[1]["events"]
+    assert [event for event in news["events"] if event["model"] == "n"] == of_model != []
+    assert keyed.ask("GET", f"/v1/events?after={seen['last']}&model=m", key="watcher")[1]["events"] == []
+    after = first["position"]
+    fresh = keyed.ask("GET", f"/v1/logs?model=n&after={after}", key="ops")[1]
+    assert any("ready" in line for line in fresh["lines"])
+    assert not set(first["lines"]) & set(fresh["lines"])
+    again = keyed.ask("GET", f"/v1/logs?model=n&after={fresh['position']}", key="ops")[1]
+    assert (again["lines"], again["position"]) == ([], fresh["position"])
+    assert keyed.ask("GET", "/v1/logs", key="ops")[1]["lines"], "the supervisor's own"
+
+
+def test_who_may_read_logs_and_events_and_how(keyed: Http, unkeyed: Http) -> None:
+    for path, allowed in (("/v1/logs", ("ops",)), ("/v1/events", ("ops", "watcher", "other"))):
+        assert keyed.ask("GET", path)[0] == 401
+        for key in keyed.tokens:
+            assert keyed.ask("GET", path, key=key)[0] == (200 if key in allowed else 403), (path, key)
+    assert {event["model"] for event in keyed.ask("GET", "/v1/events", key="other")[1]["events"]} <= {"n"}
+    for path, name in (
+        ("/v1/logs?lines=many", "lines"), ("/v1/logs?lines=0", "lines"), ("/v1/logs?after=5", "after"),
+        ("/v1/logs?model=nosuch", "model"), ("/v1/events?model=nosuch", "model"), ("/v1/events?after=-1", "after"),
+        ("/v1/events?after=1e3", "after"), ("/v1/events?limit=513", "limit"), ("/v1/events?lines=5", "lines"),
+    ):  # fmt: skip
+        status, reply = keyed.ask("GET", path, key="ops")
+        assert (status, reply["error"]["param"]) == (404 if "nosuch" in path else 400, name)
+    status, reply = unkeyed.ask("GET", "/v1/logs")
+    assert status == 403
+    assert "set `gateway: {auth: keys}` in models.yaml" in reply["error"]["message"]
+    assert unkeyed.ask("GET", "/v1/events")[0] == 200
+
+
 def test_the_names_of_other_servers_work(keyed: Http) -> None:
     assert keyed.ask("POST", "/v1/model/load", {"model_name": "n"}, key="ops")[0] == 200
     keyed.serving.wait_state("n", "ready")
@@ -107,6 +182,10 @@ def test_what_cannot_be_ordered_is_refused_by_name(keyed: Http) -> None:
     status, reply = keyed.ask("POST", "/v1/model/load", {"model_name": "m", "max_seq_len": 9}, key="ops")
     assert (status, reply["error"]["param"]) == (400, "max_seq_len")
     assert "models.yaml" in reply["error"]["message"]
+    status, reply = keyed.ask("POST", "/v1/models/m/stop", {"force": True}, key="ops")
+    assert (status, reply["error"]["param"], "known is now" in reply["error"]["message"]) == (400, "force", True)
+    assert keyed.ask("POST", "/v1/models/m/stop", {"now": "yes"}, key="ops")[1]["error"]["param"] == "now"
+    assert keyed.ask("POST", "/v1/models/m/restart", {"now": True}, key="ops")[1]["error"]["param"] == "now"
     assert keyed.ask("POST", "/v1/model/load", {"model_name": 5}, key="ops")[0] == 400
     assert keyed.ask("POST", "/v1/model/load", key="ops")[1]["error"]["param"] == "model_name"
     status, reply = keyed.ask("POST", "/v1/models/m/sleep", key="ops")

@@ -22,14 +22,17 @@ MESSAGES = [{"role": "user", "content": "x"}]
 VERBS: dict[str, dict[str, Any]] = {
     **{
         verb: {}
-        for verb in ("status", "usage", "start", "stop", "unload", "sleep", "wake", "restart", "reload", "logs")
+        for verb in (
+            *("status", "usage", "start", "stop", "unload", "sleep", "wake", "restart", "reload", "logs"),
+            "events",
+        )
     },
     "log_level": {"level": "info"},
     "tokenize": {"prompt": "x"},
     "detokenize": {"token_ids": b"\0\0\0\0"},
     "chat_template": {},
 }
-NAME_NO_MODEL = {"models", "requests", "story", "events", "metrics", "shutdown", "cancel_request"}
+NAME_NO_MODEL = {"models", "requests", "story", "metrics", "shutdown", "cancel_request"}
 POSTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": MESSAGES},
@@ -48,7 +51,7 @@ POSTS: dict[str, dict[str, Any]] = {
 }
 GETS = (
     "/v1/models/{}", "/v1/model?model={}", "/props?model={}", "/tokenizer_info?model={}", "/v1/usage?model={}",
-    "/page/logs?model={}", "/readyz?model={}",
+    "/page/logs?model={}", "/v1/logs?model={}", "/v1/events?model={}", "/readyz?model={}",
 )  # fmt: skip
 
 
@@ -124,6 +127,10 @@ def test_endpoints_of_the_gateway(keyed: Keyed, form: str) -> None:
     for path, body in POSTS.items():
         answers = [asked(keyed, "POST", path, {"model": name} | body, token) for name in (hidden, absent)]
         same(*answers, path)
+    for verb in ("load", "stop", "restart", "unload", "reload", "sleep", "wake"):
+        path = f"/v1/models/{{}}/{verb}"
+        answers = [asked(keyed, "POST", path.format(name), None, token) for name in (hidden, absent)]
+        same(*answers, path)
     for path in GETS:
         answers = [asked(keyed, "GET", path.format(name), None, token) for name in (hidden, absent)]
         same(*answers, path)
@@ -142,8 +149,10 @@ def test_what_names_no_model_tells_of_none_that_is_hidden(keyed: Keyed, client: 
         *(called(client, verb) for verb in ("models", "status", "requests", "events", "metrics", "usage", "logs")),
         *(asked(keyed, "GET", path, None, token) for path in (
             "/v1/models", "/v1/model", "/v1/template/list", "/metrics", "/v1/usage", "/props", "/page/logs",
+            "/v1/events", "/v1/logs",
         )),
         *(asked(keyed, "POST", path, body, token) for path, body in POSTS.items()),
+        asked(keyed, "POST", "/v1/reload", None, token),
     ]  # fmt: skip
     for answer in seen:
         assert HIDDEN not in answer

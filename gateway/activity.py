@@ -1,0 +1,57 @@
+"""GET /v1/usage, /v1/events and /v1/logs: what has happened, for scripts and for the page.
+
+The supervisor checks the rights. The tokens are those of the caller's key, and with the right status or admin those of
+all keys. Events take one of these two rights, and logs take admin.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.http.callers import caller_of, check_keys
+from gateway.http.errors import ApiError
+
+_USAGE: Final = {"key": str, "model": str, "since": str}
+_EVENTS: Final = {"model": str, "after": int, "limit": int}
+_LOGS: Final = {"model": str, "lines": int, "after": str}
+"""The parameters of each path, which are those of its verb."""
+
+
+async def usage(request: Request) -> Response:
+    """GET /v1/usage."""
+    return await _answer(request, "usage", _USAGE)
+
+
+async def events(request: Request) -> Response:
+    """GET /v1/events: the newest events, or those behind the number ``after``."""
+    return await _answer(request, "events", _EVENTS)
+
+
+async def logs(request: Request) -> Response:
+    """GET /v1/logs: the last lines of a log, or those behind the position ``after``."""
+    check_keys(request, "logs over HTTP")
+    return await _answer(request, "logs", _LOGS)
+
+
+async def _answer(request: Request, verb: str, known: Mapping[str, type]) -> Response:
+    reply = await request.app.state.link.call(caller_of(request), verb, **_parameters(request, known))
+    return Response(
+        orjson.dumps({"object": verb, **reply}), media_type="application/json", headers={"cache-control": "no-store"}
+    )
+
+
+def _parameters(request: Request, known: Mapping[str, type]) -> dict[str, Any]:
+    """Return the parameters of the query. Raises ApiError for an unknown one, and for text in place of a number."""
+    params: dict[str, Any] = dict(request.query_params)
+    if unknown := sorted(set(params) - set(known)):
+        name = unknown[0][:64]
+        raise ApiError(400, f"unknown parameter {name!r}: known are {', '.join(known)}", param=name)
+    for name, value in params.items():
+        if known[name] is int:
+            if not (value.isascii() and value.isdecimal() and len(value) < 20):
+                raise ApiError(400, f"{name} is {value[:64]!r}: must be a whole number, 0 or more", param=name)
+            params[name] = int(value)
+    return params
