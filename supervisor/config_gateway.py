@@ -164,8 +164,8 @@ class GatewayConfig:
     """
     progress: ProgressPlace = "comment"
     """Where a stream of /v1/chat/completions tells of the load of its model. ``comment``: in the comments of
-    ``keepalive`` only. ``reasoning``: besides, in short lines of reasoning before the answer, for chat programs that hide
-    comments.
+    ``keepalive`` only. ``reasoning``: besides, in short lines of reasoning before the answer, for chat programs that
+    hide comments.
 
     Example: reasoning
     """
