@@ -1,7 +1,7 @@
-"""GET /v1/usage, /v1/events and /v1/logs: what has happened, for scripts and for the page.
+"""GET /v1/usage, /v1/events, /v1/logs and /v1/config: what has happened, and models.yaml, for scripts and for the page.
 
 The supervisor checks the rights. The tokens are those of the caller's key, and with the right status or admin those of
-all keys. Events take one of these two rights, and logs take admin.
+all keys. Events take one of these two rights. Logs and models.yaml take admin.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from gateway.http.errors import ApiError
 _USAGE: Final = {"key": str, "model": str, "since": str}
 _EVENTS: Final = {"model": str, "after": int, "limit": int}
 _LOGS: Final = {"model": str, "lines": int, "after": str}
+_CONFIG: Final = {"all": bool}
 """The parameters of each path, which are those of its verb."""
 
 
@@ -34,6 +35,12 @@ async def logs(request: Request) -> Response:
     """GET /v1/logs: the last lines of a log, or those behind the position ``after``."""
     check_keys(request, "logs over HTTP")
     return await _answer(request, "logs", _LOGS)
+
+
+async def configuration(request: Request) -> Response:
+    """GET /v1/config: models.yaml, its values and faults, and what a reload would change."""
+    check_keys(request, "answers about models.yaml")
+    return await _answer(request, "config", _CONFIG)
 
 
 async def _answer(request: Request, verb: str, known: Mapping[str, type]) -> Response:
@@ -54,4 +61,8 @@ def _parameters(request: Request, known: Mapping[str, type]) -> dict[str, Any]:
             if not (value.isascii() and value.isdecimal() and len(value) < 20):
                 raise ApiError(400, f"{name} is {value[:64]!r}: must be a whole number, 0 or more", param=name)
             params[name] = int(value)
+        elif known[name] is bool:
+            if value not in ("true", "false"):
+                raise ApiError(400, f"{name} is {value[:64]!r}: must be true or false", param=name)
+            params[name] = value == "true"
     return params

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway.activity import events, logs, usage
+from gateway.activity import configuration, events, logs, usage
 from gateway.anthropic.answers import count_tokens, messages
 from gateway.http.body import BodyMemory
 from gateway.http.cors import Cors
@@ -69,6 +69,7 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("GET", "/usage", usage),
     ("GET", "/events", events),
     ("GET", "/logs", logs),
+    ("GET", "/config", configuration),
     ("GET", "/models/{name:path}", model),
 )
 """OpenAI's APIs and Anthropic's, and paths of vLLM, llama-server and TabbyAPI. Clients are told its base URL with /v1,

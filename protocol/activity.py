@@ -180,6 +180,66 @@ class LogsResult(TypedDict):
     the first ones of the present log."""
 
 
+class ConfigParams(TypedDict):
+    all: NotRequired[bool]
+    """True: `settings` has keys with their defaults, too."""
+
+
+class ConfigSetting(TypedDict):
+    """A key of models.yaml and its value."""
+
+    key: str
+    """The path of the key, such as `models.letters.gpu`."""
+    value: str
+    """The value as a line of YAML. Of a value with more than 400 characters, the beginning."""
+    source: str
+    """The place that the value comes from: `models.yaml:5`, a variable of the environment, or `default`."""
+    line: int
+    """The line in models.yaml; 0 if the value comes from elsewhere."""
+
+
+class ConfigProblem(TypedDict):
+    """A fault of models.yaml. A reload changes nothing as long as there is one."""
+
+    line: int
+    """The line in models.yaml; 0 if the fault is that of the whole file or of another place."""
+    place: str
+    """The file, or the variable of the environment."""
+    key: str
+    """The path of the key, or an empty string."""
+    message: str
+    """What is wrong, and what to do."""
+
+
+class ConfigChanges(TypedDict):
+    """What a reload would change now."""
+
+    settings: list[str]
+    """Keys that differ, as in `turnovers` of `status`."""
+    models: dict[str, str]
+    """The models that differ, with their `change` as in `turnovers` of `status`."""
+
+
+class ConfigResult(TypedDict):
+    """The file is read and checked as for `reload`. The directories of models are not opened: `modelctl check` does."""
+
+    file: str
+    """The path of models.yaml."""
+    text: str
+    """Its content. Bytes that are not UTF-8 become `?`. Empty if it cannot be read, which `problems` say."""
+    problems: list[ConfigProblem]
+    """The faults, by their lines."""
+    notes: list[str]
+    """What was left out of files that give defaults, such as a tabby_config.yml."""
+    settings: list[ConfigSetting]
+    """The values that the file, the environment and the model's own directory set, as `modelctl config` prints them. At
+    most 3000."""
+    more: bool
+    """True if there are more settings or faults than fit into a reply."""
+    changes: ConfigChanges | None
+    """What a reload would change; null if there are problems."""
+
+
 class UsageParams(TypedDict):
     key: NotRequired[str]
     """The name of a key; an empty string for requests without a key. Unset: all keys that the client may see."""

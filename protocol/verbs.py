@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple, NotRequired, TypedDict
 
 from protocol.activity import (
     CancelRequestParams,
+    ConfigParams,
+    ConfigResult,
     EventsParams,
     EventsResult,
     LogsParams,
@@ -407,6 +409,11 @@ VERBS: Final[dict[str, Verb]] = {
         "Read models.yaml again and apply what it changes, or replace the workers of one model.",
         ReloadResult,
         ReloadParams,
+    ),
+    "config": Verb(
+        "Return models.yaml as it is on the disk, its values and faults, and what a reload would change.",
+        ConfigResult,
+        ConfigParams,
     ),
     "shutdown": Verb("Stop every model, then end the supervisor.", NoResult, ShutdownParams),
     "cancel_request": Verb(

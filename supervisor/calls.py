@@ -11,6 +11,7 @@ from typing import Any, Final
 from protocol import limits
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import QUESTION_VERBS
+from supervisor.config_report import describe_config
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.event_history import KEPT, EventHistory
 from supervisor.fleet.fleet import Fleet
@@ -271,6 +272,11 @@ def _reload(context: AdminContext, params: Params, identity: Identity) -> Result
         raise WireError(e.code, message) from None
 
 
+def _config(context: AdminContext, params: Params, identity: Identity) -> Result:
+    given = _take(params, all=bool)
+    return describe_config(context.fleet.registry.config.file, context.reloads, every=given.get("all", False))
+
+
 def _shutdown(context: AdminContext, params: Params, identity: Identity) -> Result:
     context.shutdown.begin(f"shutdown {_by(identity)}", now=_take(params, now=bool).get("now", False))
     return {}
@@ -371,6 +377,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "wake": (_wake, True),
     "restart": (_restart, True),
     "reload": (_reload, True),
+    "config": (_config, False),
     "shutdown": (_shutdown, True),
     "metrics": (_metrics, False),
     "cancel_request": (_cancel_request, True),

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from supervisor.config_watch import signature
+from supervisor.config_watch import Signature, signature
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 100_000
@@ -53,6 +53,30 @@ class ConfigError(Exception):
         self.problems = problems
 
 
+def read_file(file: Path) -> tuple[bytes, Signature]:
+    """Return the content of a file, and its signature from before it was read.
+
+    Raises ConfigError for a file that cannot be read, or that is too large.
+    """
+    try:
+        # O_NONBLOCK: a running supervisor reads the file again, and a pipe in its place would block the supervisor.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise ConfigError([Problem(str(file), 0, "", "cannot be read: it is no regular file; give one")])
+        with open(descriptor, "rb") as f:
+            raw = f.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        message = "there is no such file: name a models.yaml, or let `modelctl init` write one"
+        raise ConfigError([Problem(str(file), 0, "", message)]) from None
+    except OSError as e:
+        raise ConfigError([Problem(str(file), 0, "", f"cannot be read: {e.strerror}")]) from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError([Problem(str(file), 0, "", f"is larger than {MAX_FILE_BYTES} bytes")])
+    return raw, signature(found)
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, with merge keys that cannot multiply without end: each level is checked before the next."""
 
@@ -85,24 +109,8 @@ class YamlSource:
         """The values that another file has, because this one leaves them out: the file and the line."""
         self.problems: list[Problem] = []
         self._nodes = 0
-        try:
-            # O_NONBLOCK: a running supervisor reads the file again, and a pipe in its place would block the supervisor.
-            descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                os.close(descriptor)
-                raise ConfigError([Problem(self.file, 0, "", "cannot be read: it is no regular file; give one")])
-            # Before the content is read: a change during the reading is seen as one that is to be read, too.
-            self.read = signature(found)
-            with open(descriptor, "rb") as f:
-                raw = f.read(MAX_FILE_BYTES + 1)
-        except FileNotFoundError:
-            message = "there is no such file: name a models.yaml, or let `modelctl init` write one"
-            raise ConfigError([Problem(self.file, 0, "", message)]) from None
-        except OSError as e:
-            raise ConfigError([Problem(self.file, 0, "", f"cannot be read: {e.strerror}")]) from None
-        if len(raw) > MAX_FILE_BYTES:
-            raise ConfigError([Problem(self.file, 0, "", f"is larger than {MAX_FILE_BYTES} bytes")])
+        # The signature is older than the content: a change during the reading is seen as one that is to be read, too.
+        raw, self.read = read_file(file)
         self.data = self._parse(raw)
 
     def problem(self, path: KeyPath, message: str) -> Problem:

@@ -203,6 +203,7 @@ def document() -> Schema:
             "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
             "/v1/events": _get("Return the newest events, or those behind the number in `after`.", query=_EVENTS),
             "/v1/logs": _get("Return the last lines of a log, or those behind the position in `after`.", query=_LOGS),
+            "/v1/config": _get("Return models.yaml, its values and faults, and what a reload would change.", query=_CONFIG),
             "/tokenize": _post(
                 "Return the token ids of a prompt or a conversation.",
                 {"model": _MODEL, "prompt": _TEXT, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},
@@ -259,6 +260,7 @@ _EVENTS: Final[Schema] = {
     "limit": _COUNT | {"maximum": 512},
 }
 _LOGS: Final[Schema] = {"model": _TEXT, "lines": _COUNT | {"maximum": 1000}, "after": _TEXT}
+_CONFIG: Final[Schema] = {"all": {"type": "boolean", "default": False}}
 _ADAPTERS: Final = ("lora", "loras", "lora/list")
 
 

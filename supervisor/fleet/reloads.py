@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from protocol.errors import ErrorCode, WireError
 from supervisor.config import Config, ModelSpec, load_config
@@ -20,6 +20,14 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.timers import Timers
 from supervisor.workers.worker_life import Desired
 from supervisor.yaml_source import ConfigError
+
+FIXED: Final = ("listen", "keys", "usage")
+"""Keys of the section ``supervisor`` that are applied at the supervisor's start only."""
+FIXED_CHANGED: Final = (
+    "supervisor.listen, supervisor.keys and supervisor.usage are applied at the next start only: put them back as they "
+    "were, or shut down and serve again"
+)
+_OF_NO_SECTION: Final = ("default_model", "groups")
 
 
 class Reloads:
@@ -60,19 +68,21 @@ class Reloads:
         for note in config.notes:
             if note not in before.notes:
                 self._log.info("%s", note)
-        fixed = [
-            (settings.listen, settings.keys, settings.usage) for settings in (before.supervisor, config.supervisor)
-        ]
-        if fixed[0] != fixed[1]:
-            message = (
-                "supervisor.listen, supervisor.keys and supervisor.usage are applied at the next start only: put them "
-                "back as they were, or shut down and serve again"
-            )
-            raise self._refusal(cause, message)
+        if self.fixed_keys_of(config):
+            raise self._refusal(cause, FIXED_CHANGED)
         self.refused = None
         if only is not None and only not in config.models and not self._registry.of_model(only):
             raise config.names.unknown(only, lambda _: True)
         return self.reload(config, cause, how, only)
+
+    def fixed_keys_of(self, config: Config) -> list[str]:
+        """Return the keys of the section ``supervisor`` that differ in a file, and that a reload cannot apply."""
+        before = self._registry.config.supervisor
+        return [key for key in FIXED if getattr(before, key) != getattr(config.supervisor, key)]
+
+    def preview(self, config: Config) -> tuple[list[str], dict[str, Change]]:
+        """Return what a reload would change now: the settings as ``Rollout`` has them, and the change of each model."""
+        return settings_changed(self._registry.config, config), changes(self._specs(), config.models)
 
     def _refusal(self, cause: str, message: str) -> WireError:
         """Note that models.yaml cannot be used: for ``ps``, for the events, and as the error that is returned."""
@@ -96,19 +106,16 @@ class Reloads:
                 models.pop(only, None)  # an earlier order may be removing it already
             config = Config(config.file, models, before.supervisor, before.gateway, before.names.default, before.groups)
             _check_names(config)
-        settings = differing(SupervisorConfig, before.supervisor, config.supervisor)
-        names = ["default_model"] if before.names.default != config.names.default else []
-        names += ["groups"] if before.groups != config.groups else []
-        of_gateway = [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, config.gateway)]
-        if self._adopt(config) and not of_gateway:
-            of_gateway = ["gateway.certificate"]  # the files were renewed under their former names
-        if settings or of_gateway or names:
-            applied = ", ".join([*(f"supervisor.{key}" for key in settings), *of_gateway, *names])
+        settings = settings_changed(before, config)
+        if self._adopt(config) and not any(key.startswith("gateway.") for key in settings):
+            settings.append("gateway.certificate")  # the files were renewed under their former names
+        if settings:
+            applied = ", ".join(key if "." in key or key in _OF_NO_SECTION else f"supervisor.{key}" for key in settings)
             self._log.info("%s: applied %s", cause, applied, extra=noted(EventKind.RELOAD))
         self._registry.adopt(config)
         self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)
-        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings + of_gateway + names)
+        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings)
         self.advance_soon()
         return number
 
@@ -136,14 +143,18 @@ class Reloads:
         self.rollouts.advance()
 
     def _plan(self, config: Config, forced: Sequence[str]) -> Plan:
-        before: dict[str, list[ModelSpec]] = {}
-        for replica in self._registry.replicas.values():
-            before.setdefault(replica.model, []).append(replica.desired_spec)
-        found = changes(before, config.models, forced)
+        found = changes(self._specs(), config.models, forced)
         steps: list[RolloutStep] = []
         for model, change in found.items():
             steps += self._steps(model, change, config.models.get(model), forced=model in forced)
         return Plan(found, steps)
+
+    def _specs(self) -> dict[str, list[ModelSpec]]:
+        """Return the specification of each worker's next process, by model."""
+        specs: dict[str, list[ModelSpec]] = {}
+        for replica in self._registry.replicas.values():
+            specs.setdefault(replica.model, []).append(replica.desired_spec)
+        return specs
 
     def _steps(self, model: str, change: Change, spec: ModelSpec | None, *, forced: bool) -> list[RolloutStep]:
         workers = self._registry.of_model(model)
@@ -176,6 +187,15 @@ def _check_names(config: Config) -> None:
         key = ".".join(map(str, path))
         message = f"nothing is changed: {key} {problem}; reload all models, or remove the name"
         raise WireError(ErrorCode.INVALID_REQUEST, message)
+
+
+def settings_changed(before: Config, after: Config) -> list[str]:
+    """Return the keys that differ, apart from those of models: of the section ``supervisor`` without its name, then
+    ``gateway.KEY``, ``default_model`` and ``groups``."""
+    found = differing(SupervisorConfig, before.supervisor, after.supervisor)
+    found += [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, after.gateway)]
+    found += ["default_model"] if before.names.default != after.names.default else []
+    return found + (["groups"] if before.groups != after.groups else [])
 
 
 def differing(kind: type[Any], before: object, after: object) -> list[str]:

@@ -64,6 +64,7 @@ _OF_VERB = {
     "wake": _ADMIN,
     "restart": _ADMIN,
     "reload": _ADMIN,
+    "config": _ADMIN,
     "logs": _ADMIN,
     "log_level": _ADMIN,
     "shutdown": _ADMIN,
@@ -83,7 +84,7 @@ _OF_KIND = {
 }
 """Kind of any other message → the rights, one of which is enough."""
 Nearest = Callable[[str, Callable[[str], bool]], str | None]
-_OF_ALL_MODELS = frozenset({"reload", "shutdown", "logs", "log_level"})
+_OF_ALL_MODELS = frozenset({"reload", "config", "shutdown", "logs", "log_level"})
 """Verbs that concern all models if they name none, or if they name the supervisor or the gateway."""
 
 

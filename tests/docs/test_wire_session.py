@@ -154,6 +154,7 @@ def test_every_verb(serving: Serving) -> None:
         "wake": {"model": "sleeper"},
         "restart": {"model": "stopped"},
         "reload": {},
+        "config": {"all": True},
         "shutdown": {},
         "cancel_request": {"id": ""},
         "log_level": {"model": "a", "level": "debug"},

@@ -48,6 +48,7 @@ VERBS = {
     "wake": ADMIN,
     "restart": ADMIN,
     "reload": ADMIN,
+    "config": ADMIN,
     "logs": ADMIN,
     "log_level": ADMIN,
     "shutdown": ADMIN,
