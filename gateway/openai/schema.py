@@ -203,7 +203,9 @@ def document() -> Schema:
             "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
             "/v1/events": _get("Return the newest events, or those behind the number in `after`.", query=_EVENTS),
             "/v1/logs": _get("Return the last lines of a log, or those behind the position in `after`.", query=_LOGS),
-            "/v1/config": _get("Return models.yaml, its values and faults, and what a reload would change.", query=_CONFIG),
+            "/v1/config": _get(
+                "Return models.yaml, its values and faults, and what a reload would change.", query=_CONFIG
+            ),
             "/tokenize": _post(
                 "Return the token ids of a prompt or a conversation.",
                 {"model": _MODEL, "prompt": _TEXT, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},
