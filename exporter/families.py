@@ -175,15 +175,19 @@ def _of_gpus(workers: list[Values], gpus: list[Values]) -> Iterator[Metric]:
         if worker.get("vram_estimate_bytes"):
             estimated.add_metric(labels, worker["vram_estimate_bytes"])
     yield from (held, estimated)
-    for name, key, text in (
-        ("gpu_memory_bytes", "total_bytes", "Memory of the GPU."),
-        ("gpu_memory_used_bytes", "used_bytes", "Memory of the GPU that is in use, by anybody."),
-        ("gpu_memory_limit_bytes", "limit_bytes", "Memory of the GPU that models may take."),
+    for name, key, unit, text in (
+        ("gpu_memory_bytes", "total_bytes", 1, "Memory of the GPU."),
+        ("gpu_memory_used_bytes", "used_bytes", 1, "Memory of the GPU that is in use, by anybody."),
+        ("gpu_memory_limit_bytes", "limit_bytes", 1, "Memory of the GPU that models may take."),
+        ("gpu_utilization_ratio", "utilization_percent", 0.01, "Share of the time in which the GPU computed, lately."),
+        ("gpu_temperature_celsius", "temperature_celsius", 1, "Temperature of the GPU."),
+        ("gpu_power_watts", "power_watts", 1, "Power that the GPU takes."),
+        ("gpu_power_limit_watts", "power_limit_watts", 1, "The most power that the GPU may take."),
     ):
         family = gauge(name, text, "gpu")
         for gpu in gpus:
             if gpu.get(key) is not None:
-                family.add_metric([str(gpu["index"])], gpu[key])
+                family.add_metric([str(gpu["index"])], gpu[key] * unit)
         yield family
 
 

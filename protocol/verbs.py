@@ -5,7 +5,7 @@ Every verb also takes the parameter ``on_behalf_of``, see ``protocol.client_mess
 Tables in the supervisor say which clients may use a verb, and on which socket. docs/wire-protocol.md shows them.
 """
 
-from typing import Any, Final, NamedTuple, NotRequired, TypedDict
+from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypedDict
 
 from protocol.activity import (
     CancelRequestParams,
@@ -290,6 +290,15 @@ class GpuStatus(TypedDict):
     """Memory that is free."""
     limit_bytes: Bytes | None
     """The most that all workers together may hold there (`vram_limit` in models.yaml); null for no limit."""
+    utilization_percent: Annotated[int, "%"] | None
+    """The share of the driver's last sample period in which the GPU computed. This value and the following ones are
+    null if the driver does not offer them, and for GPUs of other machines."""
+    temperature_celsius: Annotated[int, "°C"] | None
+    """The temperature of the GPU."""
+    power_watts: Annotated[float, "W"] | None
+    """The power that the GPU takes."""
+    power_limit_watts: Annotated[float, "W"] | None
+    """The most power that the GPU may take."""
 
 
 class StatusResult(TypedDict):

@@ -56,6 +56,17 @@ def cache_in_use(stats: Values) -> str | None:
     return f"{100 * stats[f'{kind}_used'] / total:.0f} %" if total else None
 
 
+def sensors(gpu: Values) -> str:
+    """Return what a GPU's sensors say, without those that the driver does not offer; "" if it offers none."""
+    utilization, temperature = gpu.get("utilization_percent"), gpu.get("temperature_celsius")
+    parts = [f"{utilization} % busy"] if utilization is not None else []
+    parts += [f"{temperature} °C"] if temperature is not None else []
+    if (power := gpu.get("power_watts")) is not None:
+        limit = gpu.get("power_limit_watts")
+        parts.append(f"{power:.0f} W" if limit is None else f"{power:.0f} of {limit:.0f} W")
+    return ", ".join(parts)
+
+
 def counted(count: float, what: str) -> str:
     """Return a count with its noun: ``1 request``, ``2 requests``."""
     return f"{count} {what}{'' if count == 1 else 's'}"

@@ -164,8 +164,9 @@ def _head(status: Values, requests: Sequence[Values], width: int) -> Iterator[st
     yield head(text, width)
     for gpu in status.get("gpus") or ():
         used, total = gpu["used_bytes"], gpu["total_bytes"]
-        text = f"GPU {gpu['index']} {_bar(used, total)} {figures.size(used)} of {figures.size(total)}"
-        yield head(text, width)
+        parts = [f"GPU {gpu['index']} {_bar(used, total)} {figures.size(used)} of {figures.size(total)}"]
+        parts += [sensors] if (sensors := figures.sensors(gpu)) else []
+        yield head(", ".join(parts), width)
     if why := status.get("gpus_unknown"):
         yield head(clean(f"the GPUs cannot be read: {why}"), width)
     if cluster := supervisor.get("cluster"):

@@ -187,7 +187,8 @@ def _until(m: dict[str, Any]) -> str | None:
 
 def _gpu(gpu: dict[str, Any]) -> str:
     used, total, free = (figures.size(gpu[key]) for key in ("used_bytes", "total_bytes", "free_bytes"))
-    return f"{used} of {total} in use, {free} free  {gpu['uuid']}"
+    memory = f"{used} of {total} in use, {free} free  {gpu['uuid']}"
+    return f"{memory}\n  {sensors}" if (sensors := figures.sensors(gpu)) else memory
 
 
 def _age(seconds: float | None) -> str:

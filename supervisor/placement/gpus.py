@@ -10,7 +10,9 @@ messages is checked. ``gpu_reader`` sends the questions and receives the answers
                                                    cpus and nodes are masks in words of 64 bits
     supervisor to child                            {number, only}; only: indices of GPUs, or null for all
     child to supervisor                            {number, took_s, "gpus": [{index, total, used, free,
-                                                   processes: [[pid, bytes or null]], mig}]}
+                                                   processes: [[pid, bytes or null]], mig}]}; in an answer about
+                                                   all GPUs also utilization (%), temperature (°C), power and
+                                                   power_limit (mW), each null if the driver does not offer it
                                                    or {number, took_s, "error": why}
 """
 
@@ -29,8 +31,26 @@ MAX_GPUS = 256
 MAX_TEXT = 200
 _MOST = 1 << 64
 """NVML's numbers have 64 bits."""
+_MOST_CELSIUS = 200
+_MOST_MILLIWATTS = 10_000_000
 _WORDS = 64
 """The most words of a mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensors:
+    """Readings of a GPU's sensors. None where the driver does not offer one, or was not asked.
+
+    utilization  percent of the driver's last sample period (up to 1 s) in which the GPU computed
+    temperature  degrees Celsius
+    power        watts
+    power_limit  the most watts that the GPU takes
+    """
+
+    utilization: int | None = None
+    temperature: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +62,7 @@ class Gpu:
     mig        whether the GPU is divided into MIG instances, which CUDA sees in its place
     cpus       CPUs of this machine that are nearest to the GPU; empty if that is not known
     nodes      NUMA nodes that are nearest to the GPU; empty if that is not known
+    sensors    what the GPU does, and how warm it is
     """
 
     index: int
@@ -53,6 +74,7 @@ class Gpu:
     mig: bool = False
     cpus: frozenset[int] = frozenset()
     nodes: frozenset[int] = frozenset()
+    sensors: Sensors = Sensors()
 
     def is_meant(self, pin: str) -> bool:
         """Return whether a pin of models.yaml means this GPU: its index, its UUID, or the beginning of its UUID."""
@@ -202,7 +224,23 @@ def _gpu(entry: object, fixed: Sequence[FixedFacts]) -> Gpu:
         raise BadAnswer("mig is neither true nor false")
     held = dict(map(_process, _list(reply, "processes", MAX_ANSWER)))
     known = fixed[index]
-    return Gpu(index, known.uuid, total, used, free, held, mig, known.cpus, known.nodes)
+    return Gpu(index, known.uuid, total, used, free, held, mig, known.cpus, known.nodes, _sensors(reply))
+
+
+def _sensors(reply: dict[str, Any]) -> Sensors:
+    power, limit = (_sensor(reply, key, _MOST_MILLIWATTS) for key in ("power", "power_limit"))
+    return Sensors(
+        _sensor(reply, "utilization", 100),
+        _sensor(reply, "temperature", _MOST_CELSIUS),
+        None if power is None else power / 1000,
+        None if limit is None else limit / 1000,
+    )
+
+
+def _sensor(reply: dict[str, Any], key: str, most: int) -> int | None:
+    """Return a reading; None if there is none, or if it is greater than a GPU can have: a broken sensor."""
+    value = reply.get(key)
+    return None if value is None or _is_number(value, key) > most else int(value)
 
 
 def _process(entry: object) -> tuple[int, int | None]:

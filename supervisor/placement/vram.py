@@ -334,4 +334,8 @@ def described_gpu(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> dict[
         "used_bytes": gpu.used,
         "free_bytes": gpu.free,
         "limit_bytes": limit_of(gpu, limits),
+        "utilization_percent": gpu.sensors.utilization,
+        "temperature_celsius": gpu.sensors.temperature,
+        "power_watts": gpu.sensors.power,
+        "power_limit_watts": gpu.sensors.power_limit,
     }

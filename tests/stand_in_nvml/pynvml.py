@@ -2,7 +2,9 @@
 
 ``MODELCTL_TEST_BOX`` names the file: {"gpus": [{"uuid", "total", "processes": {pid: bytes}}], "error": text or null}.
 A GPU may also have "mig": true, "cpus": [numbers] and "nodes": [numbers], and "free" if its free memory is not the
-rest of the total. The file is read at every call, so that a test can change the box by replacing the file.
+rest of the total. Its sensors are "utilization", "temperature", "power" and "power_limit", in NVML's units. The driver
+does not offer those that are missing. The file is read at every call, so that a test can change the box by replacing
+the file.
 
 The driver may misbehave: while "hangs" is true, calls do not return. "says" is text that is written to descriptor 0,
 by which the child answers. "ends" is the exit code with which the process ends.
@@ -93,6 +95,35 @@ def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[Process]:
 
 
 NVML_AFFINITY_SCOPE_NODE = 0
+NVML_TEMPERATURE_GPU = 0
+
+
+@dataclass
+class Utilization:
+    gpu: int
+    memory: int = 0
+
+
+def nvmlDeviceGetUtilizationRates(handle: int) -> Utilization:
+    return Utilization(_sensor(handle, "utilization"))
+
+
+def nvmlDeviceGetTemperature(handle: int, sensor: int) -> int:
+    return _sensor(handle, "temperature")
+
+
+def nvmlDeviceGetPowerUsage(handle: int) -> int:
+    return _sensor(handle, "power")
+
+
+def nvmlDeviceGetEnforcedPowerLimit(handle: int) -> int:
+    return _sensor(handle, "power_limit")
+
+
+def _sensor(handle: int, name: str) -> int:
+    if (value := _answering_box()["gpus"][handle].get(name)) is None:
+        raise NVMLError("Not Supported")
+    return int(value)
 
 
 def nvmlDeviceGetMigMode(handle: int) -> list[int]:

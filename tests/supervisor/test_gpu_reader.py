@@ -24,6 +24,7 @@ from supervisor.placement.gpus import (
     GpusAbsent,
     GpusLate,
     GpusUnknown,
+    Sensors,
     encode_question,
     read_answer,
     read_greeting,
@@ -93,6 +94,10 @@ def test_an_answer_becomes_gpus() -> None:
     reported = read_answer(answer(reading()), 3, [1, 9], FIXED)
     assert (reported.took_s, reported.error) == (0.01, None)
     assert reported.gpus == [Gpu(1, "GPU-1", 80, 30, 50, {7: 30, 8: None})]
+    warm = reading(utilization=87, temperature=71, power=412_250, power_limit=None)
+    assert read_answer(answer(warm), 3, [1], FIXED).gpus[0].sensors == Sensors(87, 71, 412.25, None)
+    broken = reading(utilization=101, temperature=201, power=(1 << 32) - 1, power_limit=700_000)
+    assert read_answer(answer(broken), 3, [1], FIXED).gpus[0].sensors == Sensors(None, None, None, 700.0)
     failed = json.dumps({"number": 3, "took_s": 0.0, "error": "GPU\nis \x1b[1mlost" + "!" * 999}).encode()
     error = read_answer(failed, 3, None, FIXED).error
     assert error is not None
@@ -128,6 +133,8 @@ def test_an_answer_becomes_gpus() -> None:
         answer(reading(total=80.0)),
         answer(reading(free=None)),
         answer(reading(mig=0)),
+        answer(reading(power="412")),
+        answer(reading(temperature=-1)),
         answer(reading(processes=None)),
         answer(reading(processes=[[7]])),
         answer(reading(processes=[[7, -1]])),
@@ -195,14 +202,18 @@ def comes(reader: GpuReader) -> list[Gpu]:
 
 
 def test_it_reads_what_is_asked_for(reader: GpuReader, box: Box) -> None:
-    box.becomes([80, 48], mig=[False, True], cpus=[[0, 1, 65], None], nodes=[[0], None])
+    box.becomes(
+        [80, 48], mig=[False, True], cpus=[[0, 1, 65], None], nodes=[[0], None],
+        utilization=[87, None], temperature=[71, 0], power=[412_250, None], power_limit=[700_000, None],
+    )  # fmt: skip
     box.holds(1, 7, 3 * GIB)
     box.holds(1, 8, None)
     first, second = reader.read()
     assert (first.uuid, first.total, first.free) == ("GPU-0a2b3c4d-0000", 80 * GIB, 80 * GIB)
     assert (first.cpus, first.nodes, first.mig) == ({0, 1, 65}, {0}, False)
     assert (second.free, second.processes, second.mig, second.cpus) == (45 * GIB, {7: 3 * GIB, 8: None}, True, set())
-    assert [gpu.index for gpu in reader.read([1, 5])] == [1]
+    assert (first.sensors, second.sensors) == (Sensors(87, 71, 412.25, 700.0), Sensors(temperature=0))
+    assert [(gpu.index, gpu.sensors) for gpu in reader.read([1, 5])] == [(1, Sensors())]
     box.fails("GPU is lost")
     with pytest.raises(GpusUnknown, match="GPU is lost"):
         reader.read()

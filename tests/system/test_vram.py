@@ -3,7 +3,9 @@
 The stand-in for the package ``pynvml`` reads the description of a box from a file, so the tests control the readings.
 """
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -239,6 +241,27 @@ def test_without_a_driver_it_says_so_and_serves(serve: Serve, box: Box) -> None:
     os.kill(serving.status("a")["pid"], signal.SIGKILL)
     wait_until(lambda: serving.status("a")["generation"] == 2)
     assert serving.wait_state("a", "ready")["vram_return"] == "not watched"
+
+
+def test_sensors_of_the_gpus_are_shown_as_far_as_the_driver_offers_them(serve: Serve, box: Box) -> None:
+    box.becomes(
+        [80, 80], utilization=[87, None], temperature=[71, None], power=[412_250, None], power_limit=[None, 350_000]
+    )
+    serving = serve({"a": on(0)})
+    shown = serving.modelctl("status").stdout
+    assert "GPU-0a2b3c4d-0000\n  87 % busy, 71 °C, 412 W\n" in shown
+    assert "GPU-1a2b3c4d-0000\na" in shown, "no line for nothing"
+    first, second = json.loads(serving.modelctl("status", "--json").stdout)["gpus"]
+    keys = "utilization_percent", "temperature_celsius", "power_watts", "power_limit_watts"
+    assert [first[key] for key in keys] == [87, 71, 412.25, None]
+    assert [second[key] for key in keys] == [None, None, None, 350.0]
+    metrics = [line for line in serving.modelctl("metrics").stdout.splitlines() if re.match("modelctl_gpu_[ptu]", line)]
+    assert metrics == [
+        'modelctl_gpu_utilization_ratio{gpu="0"} 0.87',
+        'modelctl_gpu_temperature_celsius{gpu="0"} 71.0',
+        'modelctl_gpu_power_watts{gpu="0"} 412.25',
+        'modelctl_gpu_power_limit_watts{gpu="1"} 350.0',
+    ]
 
 
 def test_memory_of_others_is_not_waited_for(serve: Serve, box: Box) -> None:
