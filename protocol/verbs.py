@@ -51,6 +51,8 @@ class ModelsResult(TypedDict):
 class StatusParams(TypedDict):
     model: NotRequired[str]
     """A model, or one worker of several (`letters:2`). Unset: all models."""
+    history: NotRequired[bool]
+    """True: each worker also has `speeds`."""
 
 
 class Counters(TypedDict):

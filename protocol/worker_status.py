@@ -1,6 +1,6 @@
 """One worker as ``status`` describes it. See ``protocol.verbs``."""
 
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from protocol.bodies import Bytes, MillisecondsFloat, Seconds, Tokens
 
@@ -83,7 +83,9 @@ class WorkerStatus(TypedDict):
     queued: int
     """Requests that wait for the model, those included that wait in a worker for a place in its batch."""
     tokens_per_s: Annotated[float, "tokens/s"]
-    """The worker's speed in the last seconds."""
+    """The worker's speed in the last second."""
+    speeds: NotRequired[list[float]]
+    """The worker's speed in each of the last two minutes' seconds, the newest one last, if `history` was true."""
     idle_s: Seconds | None
     """The time since the worker's last request; null unless the worker is ready or asleep and has no request."""
     until_s: Seconds | None
@@ -125,7 +127,8 @@ class WorkerStatus(TypedDict):
     totals: Totals
     """Counts of the worker's model."""
     last_exit: dict[str, Any] | None
-    """The end of the worker's last process: `code`, `reason`, `message`, `retry` and `lines` (the last of its log)."""
+    """The end of the worker's last process: `code`, `reason`, `message`, `retry`, `lines` (the last of its log) and
+    `time` (in seconds since 1970)."""
     log: str
     """The path of the worker's log."""
     placed: list[int] | None

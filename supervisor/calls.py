@@ -156,7 +156,8 @@ def ready_worker(context: AdminContext, verb: str, name: object, identity: Ident
 
 
 def _status(context: AdminContext, params: Params, identity: Identity) -> Result:
-    name = _take(params, model=str).get("model")
+    given = _take(params, model=str, history=bool)
+    name = given.get("model")
     replicas = list(context.fleet.registry.replicas.values()) if name is None else _replicas(context, name, identity)
     supervisor = context.status.describe()
     if identity.models is not None:
@@ -169,7 +170,10 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
         "supervisor": supervisor,
         "gpus": context.fleet.vram.describe_gpus(context.fleet.registry.config.supervisor.vram_limit),
         "gpus_unknown": context.fleet.vram.trouble,
-        "models": [_described(context, replica) for replica in replicas],
+        "models": [
+            _described(context, replica) | ({"speeds": list(replica.speeds)} if given.get("history") else {})
+            for replica in replicas
+        ],
     }
 
 

@@ -43,7 +43,13 @@ VOLATILE: Final = frozenset(
         "cluster",
     }
 )
-"""Values that change all the time and are not shown. They would make every picture a new one."""
+"""Values that change all the time. They would make every picture a new one. Where a page needs one of them, the picture
+has a time since 1970 in its place."""
+ONLY_WHOLE: Final = "speeds"
+"""The part of a picture that changes never have: by worker, its tokens/s in each of the last seconds. It moves on by
+one value a second, which a page appends itself."""
+SPEEDS: Final = 120
+"""The seconds that it covers."""
 SHOWN_STATS: Final = frozenset({"prompt_tokens", "cached_tokens"})
 """The engines' figures that are shown."""
 
@@ -72,12 +78,13 @@ class Screen:
         """Take a new picture, and wake the pages if it differs from the one before."""
         changed = {name: value for name, value in picture.items() if self.picture.get(name) != value}
         changed |= {name: None for name in self.picture if name not in picture}
+        changed.pop(ONLY_WHOLE, None)
+        self.picture, self._whole = picture, None
         if not changed:
             return
         if self.number:
             self._changes.append(_event(b"change", changed))
         self.number += 1
-        self.picture, self._whole = picture, None
         self.wake()
 
     def wake(self) -> None:
@@ -198,11 +205,12 @@ async def take_picture(link: SupervisorLink, caller: Caller, before: Picture, af
     before  the picture before this one
     after   the number of the newest event in it; 0 for none
 
-    A key without the rights ``status`` and ``admin`` sees the names and states of the models, and its own requests.
+    A key without the rights ``status`` and ``admin`` sees the names, states and descriptions of the models, and its own
+    requests.
     """
     picture: Picture = {"requests": (await link.call(caller, "requests"))["requests"]}
     try:
-        status = await link.call(caller, "status")
+        status = await link.call(caller, "status", **({} if after else {"history": True}))
     except WireError as e:
         if e.code is not ErrorCode.FORBIDDEN:
             raise
@@ -212,13 +220,17 @@ async def take_picture(link: SupervisorLink, caller: Caller, before: Picture, af
         picture["order"] = [model["name"] for model in models]
         return picture, 0
     picture["order"] = [worker["name"] for worker in status["models"]]
+    speeds = picture[ONLY_WHOLE] = {}
     for worker in status["models"]:
-        old = before.get(f"model {worker['name']}", {})
-        stats = {name: value for name, value in worker["engine_stats"].items() if name in SHOWN_STATS}
-        since = _since(worker["state_s"], old.get("since"))
-        picture[f"model {worker['name']}"] = _steady(worker) | {"engine_stats": stats, "since": since}
-    picture["gpus"] = status["gpus"]
-    picture["supervisor"] = _steady(status["supervisor"])
+        name = worker["name"]
+        if (told := worker.pop("speeds", None)) is None:
+            told = [*before.get(ONLY_WHOLE, {}).get(name, ()), worker["tokens_per_s"]][-SPEEDS:]
+        speeds[name] = told
+        picture[f"model {name}"] = _shown(worker, before.get(f"model {name}", {}))
+    picture["gpus"] = [gpu | {"power_watts": _rounded(gpu["power_watts"])} for gpu in status["gpus"]]
+    supervisor = status["supervisor"]
+    started = _at(-supervisor["uptime_s"], before.get("supervisor", {}).get("started"))
+    picture["supervisor"] = _steady(supervisor) | {"started": started}
     picture["admin"] = "admin" in status["rights"]
     news = await link.call(caller, "events", after=after, limit=100) if after else await link.call(caller, "events")
     picture["events"] = [*before.get("events", []), *news["events"]][-100:] if after else news["events"]
@@ -233,7 +245,22 @@ def _steady(described: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in described.items() if name not in VOLATILE}
 
 
-def _since(state_s: float, before: float | None) -> float:
-    """Return when a state began, in seconds since 1970. A second more or less is no change."""
-    since = round(time.time() - state_s)
-    return before if before is not None and abs(before - since) < 2 else since
+def _shown(worker: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return what a picture holds of a worker, which the picture before showed as ``before``."""
+    idle_s, until_s = worker["idle_s"], worker["until_s"]
+    return _steady(worker) | {
+        "engine_stats": {name: value for name, value in worker["engine_stats"].items() if name in SHOWN_STATS},
+        "since": _at(-worker["state_s"], before.get("since")),
+        "idle_since": None if idle_s is None else _at(-idle_s, before.get("idle_since")),
+        "until": None if until_s is None else _at(until_s, before.get("until")),
+    }
+
+
+def _at(in_s: float, before: int | None) -> int:
+    """Return a time from now in seconds since 1970. A second more or less than ``before`` is no change."""
+    at = round(time.time() + in_s)
+    return before if before is not None and abs(before - at) < 2 else at
+
+
+def _rounded(value: float | None) -> int | None:
+    return None if value is None else round(value)

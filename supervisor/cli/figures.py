@@ -2,6 +2,7 @@
 unchanged."""
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 from protocol.process.worker_spec import PAGE_TOKENS
@@ -137,8 +138,10 @@ def _pairs(values: Values) -> list[str]:
 def _exit(values: Values) -> list[str]:
     again = "" if values.get("retry") or values.get("reason") == "asked" else "; not tried again by itself"
     message = str(values.get("message"))
+    at = values.get("time")
+    when = "" if at is None else f", {datetime.fromtimestamp(at).strftime('%Y-%m-%d %H:%M:%S')}"
     return [
-        f"{values.get('reason')} (exit code {values.get('code')}){again}",
+        f"{values.get('reason')} (exit code {values.get('code')}){when}{again}",
         message,
         *(f"  {line}" for line in values.get("lines", ()) if line.strip() != message),
     ]

@@ -295,7 +295,7 @@ class Fleet:
             if timer is not None:
                 timer.cancel()
         replica.ladder.clear()
-        replica.last_exit = report
+        replica.last_exit, replica.last_exit_at = report, time.time()
         replica.stats, replica.progress, replica.tokens_per_s = {}, {}, 0.0
         now = time.monotonic()
         blames_request = report.retry and self._scheduler.finds_culprit(replica.name, now)
@@ -337,6 +337,7 @@ class Fleet:
             if running or tokens != replica.tokens_seen:
                 replica.last_active = time.monotonic()
             replica.tokens_per_s = (tokens - replica.tokens_seen) / elapsed_s
+            replica.speeds.append(round(replica.tokens_per_s, 1))
             replica.tokens_seen = tokens
 
     # --- actions ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The record of one worker of a configured model, and what ``status`` and errors say about the worker."""
 
 import math
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from supervisor.workers.worker_life import Desired, RestartPolicy, WorkerLife
 
 ROOM_RETRY_S = 10.0
 """Seconds for which requests for a lazy model are refused after a start that found no room."""
+
+SPEEDS = 120
+"""Values of ``tokens_per_s`` that are kept."""
 
 
 class Replica:
@@ -74,6 +78,8 @@ class Replica:
         self.detector: HangDetector | None = None
         """The progress of the present process. None if there is no process, or it does not show its progress."""
         self.last_exit: ExitReport | None = None
+        self.last_exit_at = 0.0
+        """The time of ``last_exit`` in seconds since 1970."""
         self.restarts = 0
         self.progress: dict[str, Any] = {}
         self.info: dict[str, Any] = {}
@@ -94,6 +100,8 @@ class Replica:
         self.woken = 0
         """How many times the present process has been woken."""
         self.tokens_per_s = 0.0
+        self.speeds: deque[float] = deque(maxlen=SPEEDS)
+        """The newest values of ``tokens_per_s``, one for each second."""
         self.tokens_seen = 0
 
     @property
@@ -326,6 +334,6 @@ class Replica:
             "progress": self.how_far(),
             "engine_stats": self.stats,
             "totals": scheduler.totals(self.model),
-            "last_exit": asdict(self.last_exit) if self.last_exit else None,
+            "last_exit": asdict(self.last_exit) | {"time": round(self.last_exit_at, 3)} if self.last_exit else None,
             "log": str(self.log_path),
         }

@@ -1,9 +1,12 @@
 """Each figure of `status` has its unit and names the thing that it counts."""
 
+from datetime import datetime
+
 import pytest
 
 from supervisor.cli.figures import duration, engine_lines, lines, percent, size
 
+NOON = datetime(2026, 11, 23, 12).timestamp()
 EXLLAMAV2 = {
     "pending": 2, "active": 4, "steps": 12345, "prefilling": 1, "pages_used": 30, "pages_cached": 12,
     "pages_total": 256, "vram_used": 5 << 30, "step_ms": 6.543, "jobs_per_step": 3.21, "tokens_per_step": 4.5,
@@ -81,9 +84,15 @@ def test_no_figure_is_lost() -> None:
         ("totals", {"tokens": 20, "errors": 1}, "totals", ["tokens generated: 20", "requests ended with an error: 1"]),
         (
             "last_exit",
-            {"code": 70, "reason": "out of VRAM", "message": "the GPU's memory is used up", "retry": True},
+            {
+                "code": 70,
+                "reason": "out of VRAM",
+                "message": "the GPU's memory is used up",
+                "retry": True,
+                "time": NOON,
+            },
             "last_exit",
-            ["out of VRAM (exit code 70)", "the GPU's memory is used up"],
+            ["out of VRAM (exit code 70), 2026-11-23 12:00:00", "the GPU's memory is used up"],
         ),
         ("log", "/x/a.log", "log", ["/x/a.log"]),
     ],

@@ -221,6 +221,34 @@ def test_the_picture_is_whole_first_and_then_tells_changes(serving: tuple[Servin
     running.wait_state("n", "ready")
 
 
+def test_speeds_and_times_outlive_a_page_and_change_nothing_by_themselves(tmp_path: Path) -> None:
+    port = free_port()
+    model = engine(step_s=0.05, lazy=True, autostart=True, ttl="10m")
+    with Serving({"m": model}, gateway={"listen": port, "auth": "none"}) as serving, serving.client() as client:
+        page = Page(port, {})
+        assert client.complete("m", "x", max_tokens=20)
+        wait_until(lambda: sum(client.call("status", history=True)["models"][0]["speeds"]) > 19)
+        wait_until(lambda: serving.status("m")["tokens_per_s"] == 0)
+        pictures = page.pictures({})
+        _, first = next(pictures)
+        assert sum(first["speeds"]["m"]) == pytest.approx(20, abs=2), "nobody had the page open meanwhile"
+        assert 590 < first["model m"]["until"] - time.time() < 610
+        assert abs(first["supervisor"]["started"] - time.time()) < 60
+        client.complete("m", "x", max_tokens=60)
+        for _, change in pictures:
+            assert "speeds" not in change
+            if change.get("model m", {}).get("idle_since"):  # the request has ended
+                break
+        told = change["model m"]
+        wait_until(lambda: time.time() > told["idle_since"] + 4)
+        _, beside = next(page.pictures({}))
+        for key in ("until", "since", "idle_since"):
+            assert beside["model m"][key] == told[key]
+        assert len(beside["speeds"]["m"]) > len(first["speeds"]["m"]) + 4
+        assert sum(beside["speeds"]["m"]) > sum(first["speeds"]["m"]) + 20, "the gateway has gone on"
+        assert beside["speeds"]["m"][-1] == 0
+
+
 def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Page]) -> None:
     running, page = serving
     _, seen = next(page.pictures(page.sign_in("watcher")))

@@ -8,7 +8,7 @@ import pytest
 
 from modelctl import AsyncClient
 from protocol.errors import ErrorCode, WireError
-from tests.serving import WITHIN, Serving, engine
+from tests.serving import WITHIN, Serving, engine, wait_until
 
 LONG = 90_000
 
@@ -36,6 +36,22 @@ def test_a_client_lists_requests_and_an_admin_cancels_one(serving: Serving) -> N
             client.cancel_request("1-1")
         assert refused.value.code is ErrorCode.UNSUPPORTED
     serving.wait_idle("m")
+
+
+def test_status_has_the_speed_of_the_last_two_minutes_for_a_client_that_wants_it(serving: Serving) -> None:
+    with serving.client() as client:
+        client.complete("m", "x", max_tokens=100)
+
+        def speeds() -> list[float]:
+            found: list[float] = client.call("status", history=True)["models"][0]["speeds"]
+            return found
+
+        # A request that ends within one second is in one value, or in two.
+        told = wait_until(lambda: sum(found := speeds()) >= 100 and found, what="the speed of the request")
+        assert sum(speed > 0 for speed in told) <= 3
+        later = wait_until(lambda: len(found := speeds()) > len(told) and found, what="the next second")
+        assert later[: len(told)] == told, "the newest value is the last"
+        assert "speeds" not in client.status("m")["models"][0]
 
 
 def test_a_client_reads_events_and_logs_and_goes_on_behind_them(serving: Serving) -> None:
