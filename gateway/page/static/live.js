@@ -9,7 +9,7 @@
 // right status also gpus, supervisor, events. It is {} before the first news. connection is { state, text }: waiting, live, lost or
 // signed out.
 
-import { useEffect, useReducer } from "./ui.js";
+import { useLayoutEffect, useReducer } from "./ui.js";
 import { ask, serverSentEvents } from "./session.js";
 
 const live = { picture: {}, connection: { state: "waiting", text: "connecting" } };
@@ -23,7 +23,7 @@ function changed(parts) {
 
 export function useLive() {
   const [, draw] = useReducer((count) => count + 1, 0);
-  useEffect(() => {
+  useLayoutEffect(() => { // at once: news may come before effects run
     drawn.add(draw);
     return () => drawn.delete(draw);
   }, []);

@@ -74,7 +74,7 @@ export async function order(what, f) {
 
 export function Said({ trouble }) {
   const [, draw] = useReducer((n) => n + 1, 0);
-  useEffect(() => {
+  useLayoutEffect(() => {
     said.drawn.add(draw);
     return () => said.drawn.delete(draw);
   }, []);
