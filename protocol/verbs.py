@@ -33,7 +33,7 @@ from protocol.orders import (
     ShutdownParams,
     StopParams,
 )
-from protocol.story import StoryParams, StoryResult
+from protocol.story import EndedRequestsParams, EndedRequestsResult, StoryParams, StoryResult
 from protocol.worker_status import WorkerStatus
 
 
@@ -393,6 +393,7 @@ VERBS: Final[dict[str, Verb]] = {
     "models": Verb("List the models.", ModelsResult, NoParams),
     "status": Verb("Describe the supervisor, its models and its GPUs.", StatusResult, StatusParams),
     "requests": Verb("List the unfinished requests, the oldest first.", RequestsResult, RequestsParams),
+    "ended_requests": Verb("List the last requests that have ended.", EndedRequestsResult, EndedRequestsParams),
     "story": Verb("Tell what became of a request.", StoryResult, StoryParams),
     "events": Verb("Return the latest events of the supervisor and its workers.", EventsResult, EventsParams),
     "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, NoParams),

@@ -28,6 +28,7 @@ from supervisor.requests import request_list
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.request_figures import HISTOGRAMS
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.stories import MOST_LISTED
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
 from supervisor.supervisor_status import SupervisorDescription
@@ -296,6 +297,14 @@ def _requests(context: AdminContext, params: Params, identity: Identity) -> Resu
     return context.scheduler.unfinished.describe(identity, limit, shown, time.monotonic())
 
 
+def _ended_requests(context: AdminContext, params: Params, identity: Identity) -> Result:
+    given = _take(params, after=int, limit=int)
+    limit = _whole(given, "limit", 100, 1, MOST_LISTED)
+    after = None if "after" not in given else _whole(given, "after", 0, 0, limits.MAX_U64)
+    unix = time.time() - time.monotonic()
+    return {"session": context.status.session, **context.scheduler.unfinished.ended(identity, after, limit, unix)}
+
+
 def _cancel_request(context: AdminContext, params: Params, identity: Identity) -> Result:
     name = _take(params, id=str).get("id")
     if name is None:
@@ -372,6 +381,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "models": (_models, False),
     "status": (_status, False),
     "requests": (_requests, False),
+    "ended_requests": (_ended_requests, False),
     "story": (_story, False),
     "events": (_events, False),
     "start": (_start, True),

@@ -30,8 +30,6 @@ LEAVE_S: Final = 3.0
 """Seconds that a supervisor that ends waits for the last lines."""
 PIPE_BYTES: Final = 1 << 20
 """What the pipe holds while the disk is slow: some 3,000 lines. The kernel may allow less."""
-_LEFT_OUT: Final = ("state", "prompt_tokens_estimate", "steps", "notes")
-"""Parts of a story that are not in its line."""
 
 
 def line_of(story: Story, unix: float) -> dict[str, Any]:
@@ -39,10 +37,8 @@ def line_of(story: Story, unix: float) -> dict[str, Any]:
 
     unix  what has to be added to monotonic seconds to get seconds since 1970
     """
-    told = story.describe("ended", unix)
-    worker = next((step["worker"] for step in reversed(told["steps"]) if step["step"] == "placed"), None)
     ended = round((story.accepted if story.ended is None else story.ended) + unix, 3)
-    return {"time": ended, **{key: value for key, value in told.items() if key not in _LEFT_OUT}, "worker": worker}
+    return {"time": ended, **story.summary(unix)}
 
 
 class RequestLog:

@@ -230,6 +230,17 @@ class Client:
         """
         return self.call("requests", reply_timeout=self.timeout, **given(limit=limit))
 
+    def ended_requests(self, after: int | None = None, limit: int | None = None) -> dict[str, Any]:
+        """Return the last requests that have ended, the oldest first: the reply to the verb "ended_requests".
+
+        after  the ``last`` of an earlier reply: return only requests that have ended since then
+        limit  the greatest number of requests, from 1 to 1000; 100 by default. Older ones are left out
+
+        A key without the rights status and admin sees its own requests only. If ``session`` differs from that of the
+        earlier reply, the supervisor was started again: ask without ``after``.
+        """
+        return self.call("ended_requests", reply_timeout=self.timeout, **given(after=after, limit=limit))
+
     def story(self, request: str) -> dict[str, Any]:
         """Return what became of a request, or of the requests of one HTTP request: the reply to the verb "story".
 

@@ -50,6 +50,7 @@ _OF_VERB = {
     "models": _ANY,
     "status": SEES_ALL,
     "requests": _ANY,
+    "ended_requests": _ANY,
     "story": _ANY,
     "events": SEES_ALL,
     "usage": _ANY,
@@ -72,8 +73,8 @@ _OF_VERB = {
 }
 """Verb of CALL → the rights, one of which is enough. Any other verb needs admin.
 
-For ``requests``, ``story`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each request. The answer
-to ``usage`` has only what the key may see."""
+For ``requests``, ``ended_requests``, ``story`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each
+request. The answer to ``usage`` has only what the key may see."""
 _OF_KIND = {
     Hello.kind: _ANY,
     Ping.kind: _ANY,

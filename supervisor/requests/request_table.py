@@ -154,7 +154,7 @@ class RequestTable:
     def end_running(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
         """Send the terminal event of a request whose worker still has its job."""
         self.count_failed(request, error.code.wire_name)
-        self.tell(request, now, Outcome(None, error.code.wire_name))
+        self.tell(request, now, Outcome.of_error(error))
         self.queues[request.model].totals.errors += 1
         request.phase = RequestPhase.ENDED
         return [self.credit.end_with_error(request, error)]
@@ -170,7 +170,7 @@ class RequestTable:
         """Send the terminal event of a request that is in no queue, and that no worker has."""
         if not request.held_terminal:  # the worker had finished that one
             self.count_failed(request, error.code.wire_name)
-        self.tell(request, now, Outcome(None, error.code.wire_name))
+        self.tell(request, now, Outcome.of_error(error))
         self.queues[request.model].totals.errors += 1
         end = self.credit.end_with_error(request, error)
         self.leave(request)

@@ -7,9 +7,9 @@ handful of steps for each request, and none for a token. No step holds a text of
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
-from protocol.errors import RequestError
+from protocol.errors import RequestError, WireError
 from supervisor.keys.rights import Identity, may_see
 
 KEPT: Final = 2000
@@ -18,6 +18,10 @@ MOST_STEPS: Final = 50
 """Steps that are noted of one request. Further ones are left out, except for its end."""
 MOST_FOUND: Final = 100
 """The most requests that one id finds: an HTTP request for many answers is many requests."""
+MOST_LISTED: Final = 1000
+"""The most ended requests in one list."""
+MOST_CHARACTERS: Final = 256
+"""Characters of an error's message that are kept."""
 
 
 class Step(NamedTuple):
@@ -42,6 +46,8 @@ class Outcome(NamedTuple):
     completion_tokens  tokens of the answer; None for those that its client got
     max_tokens         the most tokens that the answer could have, if the context has cut the request's own max_tokens
     left_out           the options that the worker did without
+    queue_ms           milliseconds until the worker began to compute the request, if the worker has said so
+    error_message      the error in words. It never holds a text of the request, see ``worker_events._kept_words``
     """
 
     finish_reason: str | None
@@ -50,6 +56,13 @@ class Outcome(NamedTuple):
     completion_tokens: int | None = None
     max_tokens: int | None = None
     left_out: tuple[str, ...] = ()
+    queue_ms: float | None = None
+    error_message: str | None = None
+
+    @classmethod
+    def of_error(cls, error: WireError) -> Self:
+        """Return the outcome of a request that the supervisor itself ends with an error."""
+        return cls(None, error.code.wire_name, error_message=error.message[:MOST_CHARACTERS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +97,40 @@ class Story:
         """Return whether the id, or one of the names, is ``name``."""
         return self.id == name or name in self.trace_ids
 
+    def summary(self, unix: float) -> dict[str, Any]:
+        """Return who asked, what the request took, and how it ended, see protocol.story.RequestSummary.
+
+        unix  what has to be added to monotonic seconds to get seconds since 1970
+        """
+        outcome = self.outcome or _NO_OUTCOME
+        tokens = self.tokens if outcome.completion_tokens is None else outcome.completion_tokens
+        answer_s = (self.ended or 0.0) - self.first_token if self.first_token else 0.0
+        return {
+            "id": self.id,
+            "trace_ids": list(self.trace_ids),
+            "model": self.model,
+            "key": self.owner.name,
+            "priority": self.priority,
+            "finish_reason": outcome.finish_reason,
+            "error": outcome.error,
+            "error_message": outcome.error_message,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": outcome.cached_tokens,
+            "tokens": tokens,
+            "resumes": self.resumes,
+            "accepted": round(self.accepted + unix, 3),
+            "queue_ms": self._since(self.started) if outcome.queue_ms is None else round(outcome.queue_ms, 1),
+            "first_token_ms": self._since(self.first_token or None),
+            "total_ms": self._since(self.ended),
+            "tokens_per_s": round((tokens - 1) / answer_s, 1) if tokens > 1 and answer_s > 0 else None,
+            "worker": next((step.facts["worker"] for step in reversed(self.steps) if step.step == "placed"), None),
+        }
+
     def describe(self, state: str, unix: float) -> dict[str, Any]:
         """Return the story as the verb ``story`` shows it, without the events of workers.
 
         state  the state of the request
-        unix   what has to be added to monotonic seconds to get seconds since 1970
+        unix   as for ``summary``
         """
         steps = [*self.steps]
         if self.first_token:
@@ -96,28 +138,14 @@ class Story:
         steps.sort(key=lambda step: step.at)
         if self.ended is not None and self.outcome is not None:
             steps.append(Step(self.ended, "ended", {}))
-        outcome = self.outcome or Outcome(None, None)
+        outcome = self.outcome or _NO_OUTCOME
         ignored = [f"ignored {name}" for name in outcome.left_out]
         cut = [] if outcome.max_tokens is None else [f"changed max_tokens={outcome.max_tokens}"]
         return {
-            "id": self.id,
-            "trace_ids": list(self.trace_ids),
+            **self.summary(unix),
             "notes": [*self.notes, *ignored, *cut],
-            "model": self.model,
-            "key": self.owner.name,
-            "priority": self.priority,
             "state": state,
-            "finish_reason": outcome.finish_reason,
-            "error": outcome.error,
-            "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_estimate": self.prompt_tokens_estimate,
-            "cached_tokens": outcome.cached_tokens,
-            "tokens": self.tokens if outcome.completion_tokens is None else outcome.completion_tokens,
-            "resumes": self.resumes,
-            "accepted": round(self.accepted + unix, 3),
-            "queue_ms": self._since(self.started),
-            "first_token_ms": self._since(self.first_token or None),
-            "total_ms": self._since(self.ended),
             "steps": [{"ms": self._since(step.at), "step": step.step, **step.facts} for step in steps],
         }
 
@@ -125,19 +153,47 @@ class Story:
         return None if at is None else round(1000 * max(0.0, at - self.accepted), 1)
 
 
+_NO_OUTCOME: Final = Outcome(None, None)
+
+
 class Stories:
-    """The last requests that have ended. ``listener``, if it is set, is called with each one that ends."""
+    """The last requests that have ended. ``listener``, if it is set, is called with each one that ends.
+
+    newest  the number of the last request that has ended. The first one has number 1, and there are no gaps
+    """
 
     def __init__(self, listener: Callable[[Story], None] | None = None) -> None:
         """listener  told of each request that has ended"""
         self._ended: deque[Story] = deque(maxlen=KEPT)
         self._listener = listener
+        self.newest = 0
 
     def add(self, story: Story) -> None:
         """Remember a request that has ended."""
         self._ended.append(story)
+        self.newest += 1
         if self._listener is not None:
             self._listener(story)
+
+    def since(self, after: int | None, limit: int, identity: Identity, unix: float) -> dict[str, Any]:
+        """Return the result of the verb ``ended_requests`` without the session: the newest requests, the oldest first.
+
+        after  the number of the last request that the caller knows; None if it knows none
+        limit  the most requests
+        unix   as for ``Story.summary``
+        """
+        found: list[dict[str, Any]] = []
+        number, known, full = self.newest, after or 0, False
+        for story in reversed(self._ended):
+            if number <= known:
+                break
+            if may_see(identity, story.owner) and identity.may_use(story.model):
+                if full := len(found) == limit:
+                    break
+                found.append({"number": number, **story.summary(unix)})
+            number -= 1
+        lost = full or known < self.newest - len(self._ended)
+        return {"requests": found[::-1], "last": self.newest, "dropped": after is not None and lost}
 
     def find(self, name: str, identity: Identity, unfinished: Iterable[Story]) -> list[Story]:
         """Return the requests that a name means, the oldest first, as far as ``identity`` may know of them.

@@ -7,6 +7,7 @@ time. The time that a compilation takes is charged as tokens to the client that 
 in the queue, and to the budget of its key (``RequestAuthorizer.charge_party``).
 """
 
+import re
 from typing import Any
 
 from protocol.codec import encode, unpack_body
@@ -17,7 +18,7 @@ from supervisor.requests.reports import report
 from supervisor.requests.request_figures import OTHER
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
-from supervisor.requests.stories import Outcome
+from supervisor.requests.stories import MOST_CHARACTERS, Outcome
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.usage.counters import CACHED, COMPLETION, PROMPT
 
@@ -31,9 +32,14 @@ LONGEST_MS = 3_600_000
 _ERROR_NAMES = frozenset(code.wire_name for code in ErrorCode)
 MOST_TOKENS = 1 << 31
 """The longest prompt that the supervisor believes."""
+MOST_QUEUE_MS = 1e12
+"""The longest wait that the supervisor believes."""
 LONGEST_REASON = 64
-MOST_LEFT_OUT = 8
 """Characters of a finish reason that are kept."""
+MOST_LEFT_OUT = 8
+_WITHOUT_VALUES = frozenset({ErrorCode.CONTEXT_OVERFLOW.wire_name, ErrorCode.HELPER_FAILED.wire_name})
+"""Errors of workers whose messages hold numbers, but no value of the request."""
+_OPTION = re.compile("[a-z_]{1,32}")
 _USAGE = ("prompt_tokens", "cached_tokens")
 
 
@@ -225,7 +231,7 @@ class WorkerEvents:
             error = body.get("error")
             name = error.get("name") if isinstance(error, dict) else None
             known: str = name if name in _ERROR_NAMES else OTHER
-            request.outcome = Outcome(None, known)
+            request.outcome = Outcome(None, known, error_message=_kept_words(known, error))
             self._table.count_failed(request, known)
             return
         usage, reason = body.get("usage", {}), body.get("finish_reason")
@@ -237,12 +243,28 @@ class WorkerEvents:
             tokens if type(tokens) is int and 0 <= tokens <= MOST_TOKENS else None,
             cut if type(cut) is int and 0 <= cut <= MOST_TOKENS else None,
             _left_out(body.get("left_out")),
+            _milliseconds(body.get("timings")),
         )
         _count_prompt(request, usage.get("prompt_tokens", 0))
         if request.counters is not None:
             request.counters[CACHED] += usage.get("cached_tokens", 0)
         age_s, resumed = now - request.accepted, request.resumes > 0
         self._table.figures_of(request).finished(request.owner.name, body, age_s, resumed=resumed)
+
+
+def _kept_words(name: str, error: Any) -> str | None:
+    """Return what is kept of the message of a worker's error. A message may quote the request, such as its schema."""
+    message, field = (error.get(part) if isinstance(error, dict) else None for part in ("message", "field"))
+    if name in _WITHOUT_VALUES and isinstance(message, str):
+        return message[:MOST_CHARACTERS]
+    option = _OPTION.match(field) if isinstance(field, str) else None
+    return None if option is None else f"{option[0]} was refused: the client was told why"
+
+
+def _milliseconds(timings: Any) -> float | None:
+    """Return the time until the worker began to compute the request, if the worker tells one that can be."""
+    value = timings.get("queue_ms") if isinstance(timings, dict) else None
+    return float(value) if isinstance(value, (int, float)) and 0 <= value <= MOST_QUEUE_MS else None
 
 
 def _left_out(given: Any) -> tuple[str, ...]:

@@ -159,6 +159,27 @@ def test_requests_of_some_models_are_listed(serving: Serving) -> None:
     assert "the 7 youngest requests of all models were not looked at" in text_of(reply, None)
 
 
+def test_ended_requests_are_listed(serving: Serving) -> None:
+    serving.modelctl("start", "b")
+    with serving.client() as client:
+        for model in ("a", "b", "a"):
+            client.complete(model, "x" * 40, max_tokens=3)
+        header, *rows = serving.modelctl("requests", "--ended", "-n", "2").stdout.splitlines()
+        assert header.split()[4:9] == ["END", "PROMPT", "CACHED", "ANSWER", "WAITED"]
+        assert [row.split()[3] for row in rows] == ["b", "a"]
+        assert all(" length " in row and "xxx" not in row for row in rows)
+        of_b = json.loads(serving.modelctl("requests", "b", "--ended", "--json").stdout)["requests"]
+        assert {each["model"] for each in of_b} == {"b"}
+        assert (of_b[-1]["prompt_tokens"], of_b[-1]["tokens"]) == (40, 3)
+        done = serving.modelctl("requests", "-n", "501")
+        assert (done.returncode, "501 is more than 500 unfinished requests" in done.stderr) == (2, True)
+    with Terminal(
+        "requests", "--ended", "--runtime-dir", serving.runtime_dir, environment=serving.environment, columns=60
+    ) as terminal:
+        assert terminal.wait_for_exit() == 0
+        assert max(map(len, terminal.look().splitlines())) <= 60
+
+
 def test_requests_fit_a_narrow_terminal(serving: Serving) -> None:
     command = ("requests", "--runtime-dir", serving.runtime_dir)
     with Terminal(*command, environment=serving.environment, columns=60) as terminal:

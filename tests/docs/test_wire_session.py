@@ -140,6 +140,7 @@ def test_every_verb(serving: Serving) -> None:
         "models": {},
         "status": {},
         "requests": {"limit": 5},
+        "ended_requests": {"after": 0, "limit": 5},
         "story": {"id": ""},
         "events": {"after": 0, "limit": 500},
         "metrics": {},

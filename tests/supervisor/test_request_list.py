@@ -10,6 +10,7 @@ from supervisor.keys.rights import NOBODY, OWNER, Identity, Right
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.request_list import MOST
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.stories import KEPT
 from tests.supervisor.test_scheduler import DOWN, FINISHED, NOW, deliver, frame, messages
 from tests.supervisor.test_turns import reports
 
@@ -178,3 +179,68 @@ def test_a_trace_id_means_every_unfinished_request_of_it_that_may_be_cancelled(s
         found(boss, "req_a")
     with pytest.raises(WireError, match="never was"):
         found(USER, "chatcmpl-3")
+
+
+def ended(scheduler: Scheduler, identity: Identity = ADMIN, after: int | None = None, limit: int = 10) -> Any:
+    return scheduler.unfinished.ended(identity, after, limit, 0.0)
+
+
+def numbers(result: dict[str, Any]) -> list[int]:
+    return [request["number"] for request in result["requests"]]
+
+
+def test_ended_requests_have_numbers_behind_which_a_follower_goes_on(scheduler: Scheduler) -> None:
+    assert ended(scheduler) == {"requests": [], "last": 0, "dropped": False}
+    for request in range(1, 6):
+        ask(scheduler, request)
+        scheduler.cancel(5, request, NOW)
+        deliver(scheduler, frame(5, (request, 0, FINISHED)))
+    assert [request["id"] for request in ended(scheduler)["requests"]] == ["5-1", "5-2", "5-3", "5-4", "5-5"]
+    assert numbers(ended(scheduler)) == [1, 2, 3, 4, 5]
+    assert numbers(ended(scheduler, limit=2)) == [4, 5], "the newest ones"
+    assert (numbers(ended(scheduler, after=3)), ended(scheduler, after=3)["dropped"]) == ([4, 5], False)
+    assert (numbers(ended(scheduler, after=2, limit=2)), ended(scheduler, after=2, limit=2)["dropped"]) == (
+        [4, 5],
+        True,
+    )
+    assert ended(scheduler, after=5) == {"requests": [], "last": 5, "dropped": False}
+    assert ended(scheduler, after=99)["last"] == 5, "a number of a supervisor before this one"
+
+
+def test_a_bounded_number_of_ended_requests_is_kept(scheduler: Scheduler) -> None:
+    for request in range(1, KEPT + 8):
+        ask(scheduler, request, USER if request < 20 else OWNER)
+        deliver(scheduler, frame(5, (request, 0, FINISHED)))
+    result = ended(scheduler, after=0, limit=10_000)
+    assert numbers(result) == [*range(8, KEPT + 8)]
+    assert (result["last"], result["dropped"]) == (KEPT + 7, True)
+    assert numbers(ended(scheduler, USER, after=7)) == [*range(10, 20)], "those of its key, the newest ten"
+    assert ended(scheduler, USER, after=9)["dropped"] is False
+
+
+@pytest.mark.parametrize(
+    ("identity", "sees"),
+    [
+        (OWNER, [1, 2]), (ADMIN, [1, 2]), (STATUS, [1, 2]), (USER, [1]), (NOBODY, []),
+        (Identity("some", "key of some", frozenset({Right.ADMIN}), models=("x*",)), []),
+    ],
+)  # fmt: skip
+def test_rights_and_models_decide_about_ended_requests_too(
+    scheduler: Scheduler, identity: Identity, sees: list[int]
+) -> None:
+    for request, owner in ((1, USER), (2, OWNER)):
+        ask(scheduler, request, owner)
+        deliver(scheduler, frame(5, (request, 0, FINISHED)))
+    assert numbers(ended(scheduler, identity)) == sees
+
+
+def test_the_supervisors_own_error_is_kept_in_words(scheduler: Scheduler) -> None:
+    for request in (1, 2, 3):
+        ask(scheduler, request, queue_ms=50)
+    for request in (4, 5):
+        ask(scheduler, request, queue_ms=50)
+    scheduler.expire(NOW + 1)
+    (last, *_) = ended(scheduler)["requests"]
+    assert (last["error"], last["finish_reason"], last["worker"]) == ("queue_timeout", None, None)
+    assert last["error_message"] == "the request waited for a worker for 50 ms, which is its queue_ms"
+    assert (last["queue_ms"], last["first_token_ms"], last["total_ms"]) == (None, None, 1000.0)

@@ -46,8 +46,10 @@ def writer(log: RequestLog) -> int:
 def test_a_line_says_who_asked_what_it_took_and_how_it_ended() -> None:
     assert line_of(a_story(3), 1000.0) == {
         "time": 1013.0, "id": "1-3", "trace_ids": ["req_1"], "model": "m", "key": "ann", "priority": "normal",
-        "finish_reason": "stop", "error": None, "prompt_tokens": 5, "cached_tokens": 4, "tokens": 7, "resumes": 0,
-        "accepted": 1010.0, "queue_ms": 1000.0, "first_token_ms": 2000.0, "total_ms": 3000.0, "worker": "m:2",
+        "finish_reason": "stop", "error": None, "error_message": None,
+        "prompt_tokens": 5, "cached_tokens": 4, "tokens": 7, "resumes": 0,
+        "accepted": 1010.0, "queue_ms": 1000.0, "first_token_ms": 2000.0, "total_ms": 3000.0,
+        "tokens_per_s": 6.0, "worker": "m:2",
     }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ VERBS = {
     "models": ANYBODY,
     "status": STATUS,
     "requests": ANYBODY,
+    "ended_requests": ANYBODY,
     "story": ANYBODY,
     "events": STATUS,
     "metrics": STATUS,

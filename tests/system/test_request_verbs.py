@@ -210,6 +210,9 @@ def test_what_is_no_id_is_refused(keyed: Keyed, given: str) -> None:
         ("requests", {"limit": 501}, "limit is 501"),
         ("requests", {"limit": True}, "limit must be an integer"),
         ("requests", {"limit": "5"}, "limit must be an integer"),
+        ("ended_requests", {"limit": 1001}, "limit is 1001: must be from 1 to 1000"),
+        ("ended_requests", {"after": -1}, "after is -1"),
+        ("ended_requests", {"after": "1"}, "after must be an integer"),
         ("requests", {"model": "m"}, "unknown parameter 'model'"),
     ],
 )
@@ -236,7 +239,7 @@ def test_any_parameters_are_answered(keyed: Keyed) -> None:
     names = ["limit", "after", "lines", "model", "id", "on_behalf_of", "", "x" * 1000]
     with keyed.raw("boss") as raw:
         for number in range(1, 1001):
-            verb = chance.choice(["requests", "events", "logs", "cancel_request"])
+            verb = chance.choice(["requests", "ended_requests", "events", "logs", "cancel_request"])
             params = {name: chance.choice(values) for name in chance.sample(names, chance.randrange(4))}
             raw.send(Call(number, verb, pack_body(params)))
         raw.barrier()

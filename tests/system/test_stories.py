@@ -98,6 +98,31 @@ def test_an_error_has_its_name_and_nothing_of_the_request(keyed: Keyed) -> None:
         assert story["error"] is not None
         assert story["finish_reason"] is None
         assert "secret" not in str(story)
+        assert story["error_message"] == "regex was refused: the client was told why"
+        with pytest.raises(WireError):
+            one.complete("m", "secret", max_tokens=3 * LONG)
+        told_of = one.ended_requests(limit=1)["requests"][0]
+        assert (told_of["error"], "secret" in str(told_of)) == ("context_overflow", False)
+        assert f"max_tokens is {3 * LONG}" in told_of["error_message"], "it has numbers only"
+
+
+def test_ended_requests_are_listed_for_a_follower(keyed: Keyed) -> None:
+    with keyed.client("one") as one, keyed.client("two") as two, keyed.client("viewer") as viewer:
+        before = viewer.ended_requests(limit=1)
+        one.complete("m", "secret words", max_tokens=5, trace_ids=["followed"])
+        two.complete("m", "secret words", max_tokens=1)
+        news = viewer.ended_requests(after=before["last"])
+        assert (news["session"], news["dropped"]) == (before["session"], False)
+        first, second = news["requests"]
+        assert [first["number"], second["number"]] == [before["last"] + 1, news["last"]]
+        story = told(viewer, "followed")
+        assert first == {"number": first["number"]} | {name: story[name] for name in first if name != "number"}
+        assert (first["key"], first["tokens"], first["finish_reason"], first["worker"]) == ("one", 5, "length", "m")
+        assert first["tokens_per_s"] > 0
+        assert 0 <= first["queue_ms"] <= first["first_token_ms"] <= first["total_ms"]
+        assert "secret" not in str(news)
+        assert [request["key"] for request in two.ended_requests(after=before["last"])["requests"]] == ["two"]
+        assert viewer.ended_requests(after=news["last"])["requests"] == []
 
 
 def test_another_key_sees_nothing_of_it(keyed: Keyed) -> None:
