@@ -1,7 +1,8 @@
-"""GET /v1/usage, /v1/events, /v1/logs and /v1/config: what has happened, and models.yaml, for scripts and for the page.
+"""GET /v1/requests, /v1/usage, /v1/events, /v1/logs and /v1/config: what happens, and models.yaml, for scripts and for
+the page.
 
-The supervisor checks the rights. The tokens are those of the caller's key, and with the right status or admin those of
-all keys. Events take one of these two rights. Logs and models.yaml take admin.
+The supervisor checks the rights. The requests and tokens are those of the caller's key, and with the right status or
+admin those of all keys. Events take one of these two rights. Logs and models.yaml take admin.
 """
 
 from collections.abc import Mapping
@@ -14,11 +15,23 @@ from starlette.responses import Response
 from gateway.http.callers import caller_of, check_keys
 from gateway.http.errors import ApiError
 
+_REQUESTS: Final = {"limit": int}
+_ENDED: Final = {"after": int, "limit": int}
 _USAGE: Final = {"key": str, "model": str, "since": str}
 _EVENTS: Final = {"model": str, "after": int, "limit": int}
 _LOGS: Final = {"model": str, "lines": int, "after": str}
 _CONFIG: Final = {"all": bool}
 """The parameters of each path, which are those of its verb."""
+
+
+async def requests(request: Request) -> Response:
+    """GET /v1/requests: the unfinished requests."""
+    return await _answer(request, "requests", _REQUESTS)
+
+
+async def ended_requests(request: Request) -> Response:
+    """GET /v1/requests/ended: the last requests that have ended, or those after the number ``after``."""
+    return await _answer(request, "ended_requests", _ENDED)
 
 
 async def usage(request: Request) -> Response:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway.activity import configuration, events, logs, usage
+from gateway.activity import configuration, ended_requests, events, logs, requests, usage
 from gateway.anthropic.answers import count_tokens, messages
 from gateway.http.body import BodyMemory
 from gateway.http.cors import Cors
@@ -66,6 +66,8 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("GET", "/loras", adapters),
     ("GET", "/lora/list", adapters),
     ("GET", "/models", models),
+    ("GET", "/requests", requests),
+    ("GET", "/requests/ended", ended_requests),
     ("GET", "/usage", usage),
     ("GET", "/events", events),
     ("GET", "/logs", logs),

@@ -59,6 +59,20 @@ async def reload_all(request: Request) -> Response:
     return _answer(await request.app.state.link.call(caller, "reload"))
 
 
+async def cancel_request(request: Request) -> Response:
+    """POST /v1/requests/{id}/cancel: the client of the request gets what was computed until then."""
+    caller = _checked(request)
+    await _body(request, caller, (), "a cancel takes none")
+    name = request.path_params["id"]
+    try:
+        await request.app.state.link.call(caller, "cancel_request", id=name)
+    except WireError as e:
+        if e.code is not ErrorCode.INVALID_REQUEST:
+            raise
+        raise ApiError(404, e.message, param="id", code="not_found") from None
+    return _answer({"id": name, "cancelled": True})
+
+
 async def load_named(request: Request) -> Response:
     """POST /v1/model/load: load the model that the body names, or the default model, as TabbyAPI does."""
     caller = _checked(request)
@@ -99,6 +113,7 @@ async def use_post(request: Request) -> Response:
 def _orders() -> tuple[tuple[str, Endpoint], ...]:
     return (
         *((f"/models/{{name:path}}/{end}", partial(order, verb)) for end, verb in VERBS.items()),
+        ("/requests/{id:path}/cancel", cancel_request),
         ("/reload", reload_all),
         ("/model/load", load_named),
         ("/model/unload", unload_named),
@@ -125,13 +140,18 @@ def _checked(request: Request) -> Caller:
     return caller_of(request)
 
 
-async def _body(request: Request, caller: Caller, known: tuple[str, ...]) -> dict[str, Any]:
-    """Return the body of an order, which may be empty. Raises ApiError for an unknown key."""
+async def _body(
+    request: Request, caller: Caller, known: tuple[str, ...], hint: str = "models.yaml says how a model is loaded"
+) -> dict[str, Any]:
+    """Return the body of an order, which may be empty. Raises ApiError for an unknown key.
+
+    hint  says in the error what to do, if no key is known
+    """
     if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return {}
     body = await read_json(request, MOST_BYTES, caller)
     if unknown := sorted(set(body) - set(known)):
-        why = f"known is {', '.join(known)}" if known not in ((), NAMES) else "models.yaml says how a model is loaded"
+        why = f"known is {', '.join(known)}" if known not in ((), NAMES) else hint
         message = f"unknown parameter {unknown[0][:32]!r}: {why}"
         raise ApiError(400, message, param=unknown[0][:32])
     return body

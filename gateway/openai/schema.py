@@ -200,6 +200,12 @@ def document() -> Schema:
             "/unload": _order("Unload all models, as llama-swap does.", _NAMED_MODEL),
             "/running": _get("List the models that have a process, as llama-swap does."),
             "/v1/reload": _order("Read models.yaml again, and apply what it changes.", {}),
+            "/v1/requests": _get("List the unfinished requests.", query=_REQUESTS),
+            "/v1/requests/ended": _get(
+                "List the last requests that have ended, or those that have ended after the number in `after`.",
+                query=_ENDED,
+            ),
+            "/v1/requests/{id}/cancel": _order("Cancel a request.", {}, "id"),
             "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
             "/v1/events": _get("Return the newest events, or those behind the number in `after`.", query=_EVENTS),
             "/v1/logs": _get("Return the last lines of a log, or those behind the position in `after`.", query=_LOGS),
@@ -256,6 +262,8 @@ _OPTIONS: Final[dict[str, Schema]] = {
 }
 _NAMED_MODEL: Final[Schema] = {"model_name": _TEXT}
 _COUNT: Final[Schema] = {"type": "integer", "minimum": 1}
+_REQUESTS: Final[Schema] = {"limit": _COUNT | {"maximum": 500}}
+_ENDED: Final[Schema] = {"after": {"type": "integer", "minimum": 0}, "limit": _COUNT | {"maximum": 1000}}
 _EVENTS: Final[Schema] = {
     "model": _TEXT,
     "after": {"type": "integer", "minimum": 0},

@@ -29,7 +29,7 @@ def test_a_gateway_starts_without_what_only_the_document_needs() -> None:
 
 
 def test_every_endpoint_of_the_api_is_described() -> None:
-    paths = {path.replace("{id}", "{name:path}") for path in document()["paths"]}
+    paths = {path.replace("{id}", end) for path in document()["paths"] for end in ("{name:path}", "{id:path}")}
     for _, path, _ in API:
         assert {path, f"/v1{path}"} & paths
 

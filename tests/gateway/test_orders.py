@@ -157,6 +157,48 @@ def test_who_may_read_logs_and_events_and_how(keyed: Http, unkeyed: Http) -> Non
     assert unkeyed.ask("GET", "/v1/events")[0] == 200
 
 
+def test_a_script_lists_follows_and_cancels_requests(keyed: Http) -> None:
+    def of(path: str, key: str) -> list[dict[str, Any]]:
+        status, reply = keyed.ask("GET", path, key=key)
+        assert status == 200, reply
+        found: list[dict[str, Any]] = reply["requests"]
+        return found
+
+    before = keyed.ask("GET", "/v1/requests/ended?limit=1", key="watcher")[1]
+    body = {"model": "m", "prompt": "secret words", "max_tokens": 3}
+    assert keyed.ask("POST", "/v1/completions", body, key="guest")[0] == 200
+    with keyed.serving.client() as client:
+        stream = client.generate("m", "secret words", max_tokens=4000)
+        next(stream)
+        (running,) = of("/v1/requests", "watcher")
+        assert (running["model"], running["key"], running["state"]) == ("m", None, "running")
+        assert of("/v1/requests", "guest") == [], "it belongs to no key of this person"
+        path = f"/v1/requests/{running['id']}/cancel"
+        for key, status in ((None, 401), ("watcher", 403), ("guest", 404), ("other", 404)):
+            assert keyed.ask("POST", path, key=key or "")[0] == status, key
+        assert keyed.ask("GET", path, key="ops")[0] == 405
+        assert keyed.ask("POST", path, {"now": True}, key="ops")[1]["error"]["param"] == "now"
+        assert keyed.ask("POST", path, key="ops", sec_fetch_site="cross-site")[0] == 403
+        assert keyed.ask("POST", path, key="ops") == (200, {"id": running["id"], "cancelled": True})
+        assert stream.complete().finish_reason == "cancelled"
+        status, reply = keyed.ask("POST", path, key="ops")
+        assert (status, reply["error"]["param"], reply["error"]["code"]) == (404, "id", "not_found")
+    follow = f"/v1/requests/ended?after={before['last']}"
+    first, second = of(follow, "watcher")
+    assert [name.partition("_")[0].partition("-")[0] for name in first["trace_ids"]] == ["req", "cmpl"]
+    assert (first["key"], first["tokens"], first["finish_reason"]) == ("guest", 3, "length")
+    assert (second["id"], second["key"], second["finish_reason"]) == (running["id"], None, "cancelled")
+    assert "secret" not in str((first, second, running))
+    assert of(follow, "guest") == [first]
+    assert of(follow, "other") == [], "it may not use the model"
+    for path, name in (
+        ("/v1/requests?limit=501", "limit"), ("/v1/requests?after=5", "after"),
+        ("/v1/requests/ended?after=-1", "after"), ("/v1/requests/ended?limit=1001", "limit"),
+    ):  # fmt: skip
+        status, reply = keyed.ask("GET", path, key="ops")
+        assert (status, reply["error"]["param"]) == (400, name), path
+
+
 def test_the_names_of_other_servers_work(keyed: Http) -> None:
     assert keyed.ask("POST", "/v1/model/load", {"model_name": "n"}, key="ops")[0] == 200
     keyed.serving.wait_state("n", "ready")
