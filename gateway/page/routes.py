@@ -1,4 +1,4 @@
-"""The routes of the page: its files, sign-in, live updates, orders and logs."""
+"""The routes of the page: its files, sign-in, and live updates. For the rest it asks as scripts do."""
 
 import hashlib
 from functools import partial
@@ -32,13 +32,7 @@ HEADERS: Final = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-ORDERS: Final = {
-    "start": "model", "stop": "model", "unload": "model", "sleep": "model", "wake": "model", "restart": "model",
-    "reload": None, "cancel_request": "id",
-}  # fmt: skip
-"""The orders that the page may give, each with its parameter."""
 MOST_ORDER_BYTES: Final = 4096
-MOST_LINES: Final = 200
 
 
 def page_routes() -> list[BaseRoute]:
@@ -50,8 +44,7 @@ def page_routes() -> list[BaseRoute]:
         Route("/page/sign-in", sign_in, methods=["POST"]),
         Route("/page/sign-out", sign_out, methods=["POST"]),
         Route("/page/events", events),
-        Route("/page/logs", logs),
-        Route("/page/orders/{verb}", order, methods=["POST"]),
+        Route("/page/orders/cancel_request", cancel_request, methods=["POST"]),
     ]
 
 
@@ -106,25 +99,12 @@ async def events(request: Request) -> StreamedAnswer:
     return StreamedAnswer(produce)
 
 
-async def order(request: Request) -> Response:
-    """Give an order: start, stop, unload, restart or reload a model, let it sleep or wake it, or cancel a request."""
+async def cancel_request(request: Request) -> Response:
+    """Cancel a request."""
     check_own_script(request)
     caller = caller_of(request)
-    verb = request.path_params["verb"]
-    if verb not in ORDERS:
-        raise ApiError(404, f"no order {verb[:32]!r}: there are {', '.join(ORDERS)}", code="not_found")
     body = await read_json(request, MOST_ORDER_BYTES, caller)
-    allowed = {ORDERS[verb] or "model", "now"} if verb == "stop" else {ORDERS[verb] or "model"}
-    if unknown := sorted(set(body) - allowed):
+    if unknown := sorted(set(body) - {"id"}):
         raise ApiError(400, f"unknown parameter {unknown[0][:32]!r}", param=unknown[0][:32])
-    reply = await request.app.state.link.call(caller, verb, **body)
-    return Response(orjson.dumps(reply), media_type="application/json", headers={"cache-control": "no-store"})
-
-
-async def logs(request: Request) -> Response:
-    """Return the last lines of the log of ``?model=``, or of the supervisor."""
-    caller = caller_of(request)
-    name = request.query_params.get("model")
-    params = {"lines": MOST_LINES} | ({} if not name else {"model": name})
-    reply = await request.app.state.link.call(caller, "logs", **params)
+    reply = await request.app.state.link.call(caller, "cancel_request", **body)
     return Response(orjson.dumps(reply), media_type="application/json", headers={"cache-control": "no-store"})

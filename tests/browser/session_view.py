@@ -128,5 +128,5 @@ def cookies(page: Page) -> str:
 def status(port: int, headers: dict[str, str]) -> int:
     """Return the status of a request for what the page shows."""
     with closing(HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
-        connection.request("GET", "/page/logs", headers=headers)
+        connection.request("GET", "/v1/logs", headers=headers)
         return connection.getresponse().status

@@ -195,7 +195,7 @@ def test_ended_sessions_are_remembered_within_a_bound() -> None:
 
 
 def test_nobody_sees_anything_without_a_session(page: Page) -> None:
-    for path in ("/page/events", "/page/logs"):
+    for path in ("/page/events", "/v1/logs"):
         assert page.ask("GET", path)[0] == 401
         forged = f"{COOKIE}_{page.port}=forged.99999999999.00.00"
         assert page.ask("GET", path, cookie=forged, **OWN)[0] == 401
@@ -262,24 +262,24 @@ def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Pag
     }  # fmt: skip
     for name, status in (("watcher", 403), ("guest", 403), ("ops", 200)):
         session = page.sign_in(name)
-        assert page.ask("POST", "/page/orders/stop", {"model": "n"}, **session)[0] == status
-        assert page.ask("GET", "/page/logs", **session)[0] == status
-        answered, _, text = page.ask("POST", "/page/orders/sleep", {"model": "m"}, **session)
+        assert page.ask("POST", "/v1/models/n/stop", {}, **session)[0] == status
+        assert page.ask("GET", "/v1/logs", **session)[0] == status
+        answered, _, text = page.ask("POST", "/v1/models/m/sleep", {}, **session)
         assert (answered, b"cannot sleep" in text) == ((400, True) if status == 200 else (status, False)), text
     wait_until(lambda: running.status("n")["state"] == "stopped")
-    assert page.ask("POST", "/page/orders/start", {"model": "n"}, **session)[0] == 200
+    assert page.ask("POST", "/v1/models/n/load", {}, **session)[0] == 200
     running.wait_state("n", "ready")
 
 
 def test_another_site_can_order_nothing(page: Page) -> None:
     session = page.sign_in("ops")
-    body = {"model": "m"}
     cookie = session["cookie"]
-    assert page.ask("POST", "/page/orders/stop", body, cookie=cookie)[0] == 403
-    assert page.ask("POST", "/page/orders/stop", body, sec_fetch_site="cross-site", **session)[0] == 403
+    assert page.ask("POST", "/v1/models/m/stop", {}, cookie=cookie)[0] == 401
+    assert page.ask("POST", "/page/orders/cancel_request", {"id": "x"}, cookie=cookie)[0] == 403
+    assert page.ask("POST", "/v1/models/m/stop", {}, sec_fetch_site="cross-site", **session)[0] == 403
     assert page.ask("POST", "/page/sign-out", {}, cookie=cookie)[0] == 403
     status, headers, _ = page.ask(
-        "OPTIONS", "/page/orders/stop", origin="https://evil.example", access_control_request_method="POST",
+        "OPTIONS", "/v1/models/m/stop", origin="https://evil.example", access_control_request_method="POST",
         access_control_request_headers="x-modelctl-page",
     )  # fmt: skip
     assert "access-control-allow-origin" not in headers
@@ -289,27 +289,18 @@ def test_another_site_can_order_nothing(page: Page) -> None:
     assert page.ask("POST", "/v1/completions", prompt, **session)[0] == 200
 
 
-def test_an_unknown_order_or_parameter_is_refused_by_name(page: Page) -> None:
-    session = page.sign_in("ops")
-    assert page.ask("POST", "/page/orders/shutdown", {}, **session)[0] == 404
-    status, _, text = page.ask("POST", "/page/orders/stop", {"model": "m", "force": 1}, **session)
-    assert status == 400
-    assert b"force" in text
-    assert page.ask("POST", "/page/orders/stop", {"model": "nosuch"}, **session)[0] == 404
-
-
 def statuses(page: Page, session: dict[str, str]) -> set[int]:
     """Return the statuses of many requests, so that each process of the gateway has answered some."""
-    return {page.ask("GET", "/page/logs", **session)[0] for _ in range(20)}
+    return {page.ask("GET", "/v1/logs", **session)[0] for _ in range(20)}
 
 
 def test_another_port_that_receives_the_cookie_can_do_nothing_with_it(page: Page) -> None:
     stolen = page.sign_in("ops")["cookie"]
     thiefs = page.sign_in("guest")
     for header in ({}, OWN, {"x-modelctl-page": stolen}, {"x-modelctl-page": thiefs["x-modelctl-page"]}):
-        for path in ("/page/events", "/page/logs", "/v1/models", "/v1/usage"):
+        for path in ("/page/events", "/v1/logs", "/v1/models", "/v1/usage"):
             assert page.ask("GET", path, cookie=stolen, **header)[0] == 401
-        assert page.ask("POST", "/page/orders/stop", {"model": "n"}, cookie=stolen, **header)[0] in (401, 403)
+        assert page.ask("POST", "/v1/models/n/stop", {}, cookie=stolen, **header)[0] in (401, 403)
 
 
 def test_signing_out_ends_the_session_in_all_processes_and_in_those_that_come(
@@ -339,8 +330,8 @@ def test_gateways_of_one_host_do_not_sign_each_other_out(page: Page) -> None:
     elsewhere = page.sign_in("ops", host="127.0.0.1:9")
     assert elsewhere["cookie"].startswith(f"{COOKIE}_9=")
     both = f"{elsewhere['cookie']}; {session['cookie']}"
-    assert page.ask("GET", "/page/logs", **session | {"cookie": both})[0] == 200
-    assert page.ask("GET", "/page/logs", host="127.0.0.1:9", **elsewhere | {"cookie": both})[0] == 200
+    assert page.ask("GET", "/v1/logs", **session | {"cookie": both})[0] == 200
+    assert page.ask("GET", "/v1/logs", host="127.0.0.1:9", **elsewhere | {"cookie": both})[0] == 200
     assert page.sign_in("ops", host="localhost")["cookie"].startswith(f"{COOKIE}=")
     assert page.sign_in("ops", host="[::1]:7")["cookie"].startswith(f"{COOKIE}_7=")
 
@@ -360,7 +351,7 @@ def test_over_tls_the_cookie_belongs_to_this_host_and_to_tls_only(page: Page) ->
     assert cookie.startswith(f"__Host-{COOKIE}_8443=")
     assert {"secure", "httponly", "path=/", "samesite=strict"} <= {part.strip().lower() for part in cookie.split(";")}
     session = {"cookie": cookie.partition(";")[0], "x-modelctl-page": json.loads(text)["session"]}
-    assert page.ask("GET", "/page/logs", **session, **proxied)[0] == 200
+    assert page.ask("GET", "/v1/logs", **session, **proxied)[0] == 200
     status, headers, _ = page.ask("POST", "/page/sign-out", {}, **session, **proxied)
     assert headers["set-cookie"].startswith(f"__Host-{COOKIE}_8443=")
     assert "secure" in headers["set-cookie"].lower()
@@ -378,4 +369,4 @@ def test_sessions_outlive_a_reload_but_not_a_change_of_the_port(tmp_path: Path) 
             serving.order("reload")
             wait_until(lambda: described(serving)["ready"])
             page = Page(section["listen"], tokens)
-            assert page.ask("GET", "/page/logs", **session, host=f"127.0.0.1:{port}")[0] == status
+            assert page.ask("GET", "/v1/logs", **session, host=f"127.0.0.1:{port}")[0] == status

@@ -47,11 +47,10 @@ POSTS: dict[str, dict[str, Any]] = {
     "/v1/token/decode": {"tokens": [1]},
     "/v1/model/load": {},
     "/v1/model/unload": {},
-    **{f"/page/orders/{verb}": {} for verb in ("start", "stop", "unload", "sleep", "wake", "restart")},
 }
 GETS = (
     "/v1/models/{}", "/v1/model?model={}", "/props?model={}", "/tokenizer_info?model={}", "/v1/usage?model={}",
-    "/page/logs?model={}", "/v1/logs?model={}", "/v1/events?model={}", "/readyz?model={}",
+    "/v1/logs?model={}", "/v1/events?model={}", "/readyz?model={}",
 )  # fmt: skip
 
 
@@ -148,7 +147,7 @@ def test_what_names_no_model_tells_of_none_that_is_hidden(keyed: Keyed, client: 
         generated(client, ""),
         *(called(client, verb) for verb in ("models", "status", "requests", "events", "metrics", "usage", "logs")),
         *(asked(keyed, "GET", path, None, token) for path in (
-            "/v1/models", "/v1/model", "/v1/template/list", "/metrics", "/v1/usage", "/props", "/page/logs",
+            "/v1/models", "/v1/model", "/v1/template/list", "/metrics", "/v1/usage", "/props",
             "/v1/events", "/v1/logs",
         )),
         *(asked(keyed, "POST", path, body, token) for path, body in POSTS.items()),
