@@ -198,6 +198,13 @@ class ConfigSetting(TypedDict):
     """The line in models.yaml; 0 if the value comes from elsewhere."""
 
 
+class SettingsResult(TypedDict):
+    settings: list[ConfigSetting]
+    """Every key of the model, also one with its default, as models.yaml was when the supervisor last read it."""
+    more: bool
+    """True if there are more keys than fit into a reply."""
+
+
 class ConfigProblem(TypedDict):
     """A fault of models.yaml. A reload changes nothing as long as there is one."""
 

@@ -18,6 +18,7 @@ from protocol.activity import (
     MetricsResult,
     RequestsParams,
     RequestsResult,
+    SettingsResult,
     UsageParams,
     UsageResult,
 )
@@ -396,7 +397,7 @@ VERBS: Final[dict[str, Verb]] = {
     "ended_requests": Verb("List the last requests that have ended.", EndedRequestsResult, EndedRequestsParams),
     "story": Verb("Tell what became of a request.", StoryResult, StoryParams),
     "events": Verb("Return the latest events of the supervisor and its workers.", EventsResult, EventsParams),
-    "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, NoParams),
+    "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, StatusParams),
     "usage": Verb("Return the requests and tokens by key, model and day.", UsageResult, UsageParams),
     "tokenize": Verb(
         "Return the ids that the model would read for a prompt or a conversation.", TokenizeResult, TokenizeParams
@@ -426,6 +427,9 @@ VERBS: Final[dict[str, Verb]] = {
         "Return models.yaml as it is on the disk, its values and faults, and what a reload would change.",
         ConfigResult,
         ConfigParams,
+    ),
+    "settings": Verb(
+        "Return the keys of a model, their values, and where each comes from.", SettingsResult, ModelParams
     ),
     "shutdown": Verb("Stop every model, then end the supervisor.", NoResult, ShutdownParams),
     "cancel_request": Verb(

@@ -11,7 +11,7 @@ from typing import Any, Final
 from protocol import limits
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import QUESTION_VERBS
-from supervisor.config_report import describe_config
+from supervisor.config_report import describe_config, describe_settings
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.event_history import KEPT, EventHistory
 from supervisor.fleet.fleet import Fleet
@@ -282,6 +282,12 @@ def _config(context: AdminContext, params: Params, identity: Identity) -> Result
     return describe_config(context.fleet.registry.config.file, context.reloads, every=given.get("all", False))
 
 
+def _settings(context: AdminContext, params: Params, identity: Identity) -> Result:
+    replica = _replicas(context, _take(params, model=str).get("model"), identity)[0]
+    config = context.fleet.registry.config  # which has no model that a reload is about to remove
+    return describe_settings(config.models.get(replica.model, replica.spec), config.file)
+
+
 def _shutdown(context: AdminContext, params: Params, identity: Identity) -> Result:
     context.shutdown.begin(f"shutdown {_by(identity)}", now=_take(params, now=bool).get("now", False))
     return {}
@@ -344,8 +350,9 @@ def _events(context: AdminContext, params: Params, identity: Identity) -> Result
 
 
 def _metrics(context: AdminContext, params: Params, identity: Identity) -> Result:
-    _take(params)
-    models = {replica.model for replica in context.fleet.registry.replicas.values() if identity.may_use(replica.model)}
+    name = _take(params, model=str).get("model")
+    replicas = context.fleet.registry.replicas.values() if name is None else _replicas(context, name, identity)
+    models = {replica.model for replica in replicas if identity.may_use(replica.model)}
     return {
         "session": context.status.session,
         "cpu_s": time.process_time(),
@@ -392,6 +399,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "restart": (_restart, True),
     "reload": (_reload, True),
     "config": (_config, False),
+    "settings": (_settings, False),
     "shutdown": (_shutdown, True),
     "metrics": (_metrics, False),
     "cancel_request": (_cancel_request, True),

@@ -69,6 +69,8 @@ class ModelSpec:
         self.lora = lora
         self.model_roots = model_roots
         self.template_file = template_file
+        self.source: YamlSource | None = None
+        """The file as it was when the model was read from it. None for a model that was not read from a file."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -274,6 +276,8 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
         path_of_file, models, parsed.supervisor, parsed.gateway, parsed.default_model, parsed.groups,
         parsed.cluster,
     )  # fmt: skip
+    for spec in models.values():
+        spec.source = source
     whole.notes = [str(note) for note in notes]
     whole.read = source.read
     return Examined(source, whole, problems)

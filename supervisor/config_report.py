@@ -1,15 +1,15 @@
-"""The answer to the verb ``config``: models.yaml as it is on the disk, its values, its faults, and what a reload would
-change."""
+"""The answers to the verbs ``config`` (models.yaml as it is on the disk, its values, its faults, and what a reload
+would change) and ``settings`` (the keys that a model was given when models.yaml was last read)."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from supervisor.config import Examined, examine_config
+from supervisor.config import Examined, ModelSpec, examine_config
 from supervisor.config_settings import Setting, settings_of
 from supervisor.fleet.reloads import FIXED_CHANGED, Reloads
 from supervisor.fleet.rollout import Change
-from supervisor.yaml_source import ConfigError, Problem, read_file
+from supervisor.yaml_source import ConfigError, Problem, YamlSource, read_file
 
 MOST_ENTRIES: Final = 3000
 MOST_BYTES: Final = 768 << 10
@@ -35,7 +35,7 @@ def describe_config(file: Path, reloads: Reloads, *, every: bool) -> dict[str, A
     except ConfigError as e:
         problems = e.problems
     faults, more_faults = _fitting(_described(problem, file) for problem in problems)
-    found, more = _fitting(_settings(examined, file, every)) if examined is not None else ([], False)
+    found, more = _fitting(_settings(examined.source, file, every=every)) if examined is not None else ([], False)
     changes = None
     if examined is not None and not problems:
         keys, models = reloads.preview(examined.config)
@@ -64,8 +64,18 @@ def _described(problem: Problem, file: Path) -> dict[str, Any]:
     return {"line": line, "place": problem.file, "key": problem.path, "message": problem.message}
 
 
-def _settings(examined: Examined, file: Path, every: bool) -> Iterator[dict[str, Any]]:
-    for setting in settings_of(examined):
+def describe_settings(spec: ModelSpec, file: Path) -> dict[str, Any]:
+    """Return the result of the verb ``settings``, see ``protocol.activity.SettingsResult``. No file is read for it.
+
+    spec  a model
+    file  the models.yaml
+    """
+    found, more = _fitting(_settings(spec.source, file, spec.name, every=True)) if spec.source else ([], False)
+    return {"settings": found, "more": more}
+
+
+def _settings(source: YamlSource, file: Path, *models: str, every: bool) -> Iterator[dict[str, Any]]:
+    for setting in settings_of(source, models):
         if every or setting.origin != "default":
             yield {
                 "key": setting.key,

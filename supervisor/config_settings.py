@@ -9,11 +9,10 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import yaml
 
 from supervisor.cli.figures import duration
-from supervisor.config import Examined
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import ClusterConfig, GroupConfig, SupervisorConfig
-from supervisor.yaml_source import KeyPath
+from supervisor.yaml_source import KeyPath, YamlSource
 
 _SECONDS = ("duration", "duration, or never", "duration from 1s to 24h")
 
@@ -59,43 +58,43 @@ def _as_yaml(value: Any) -> str:
     return text.removesuffix("...\n").rstrip("\n")
 
 
-def settings_of(examined: Examined, models: Sequence[str] = ()) -> Iterator[Setting]:
+def settings_of(source: YamlSource, models: Sequence[str] = ()) -> Iterator[Setting]:
     """Yield every key of a file that was read, with its value.
 
     models  only the keys of these models; empty: all sections
     """
-    data = examined.source.data if isinstance(examined.source.data, dict) else {}
+    data = source.data if isinstance(source.data, dict) else {}
     entries = data.get("models")
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         if not models or name in models:
-            yield from _section(examined, ModelConfig, entry, ("models", name))
+            yield from _section(source, ModelConfig, entry, ("models", name))
     if models:
         return
     if data.get("default_model") is not None:
-        yield _given(examined, ("default_model",), data["default_model"])
-    yield from _section(examined, SupervisorConfig, data.get("supervisor"), ("supervisor",))
+        yield _given(source, ("default_model",), data["default_model"])
+    yield from _section(source, SupervisorConfig, data.get("supervisor"), ("supervisor",))
     for name, kind in (("gateway", GatewayConfig), ("cluster", ClusterConfig)):
         if data.get(name) is not None:
-            yield from _section(examined, kind, data[name], (name,))
+            yield from _section(source, kind, data[name], (name,))
     groups = data.get("groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
-        yield from _section(examined, GroupConfig, group, ("groups", name))
+        yield from _section(source, GroupConfig, group, ("groups", name))
 
 
-def _section(examined: Examined, kind: type, given: Any, path: KeyPath) -> Iterator[Setting]:
+def _section(source: YamlSource, kind: type, given: Any, path: KeyPath) -> Iterator[Setting]:
     """Yield the keys of a dataclass, in its order. ``given``: the mapping that the file has there."""
     values = given if isinstance(given, dict) else {}
     hints = _hints(kind)
     for field in fields(kind):
         place = (*path, field.name)
         if is_dataclass(hints[field.name]):
-            yield from _section(examined, hints[field.name], values.get(field.name), place)
+            yield from _section(source, hints[field.name], values.get(field.name), place)
         elif field.name in values:
-            yield from _key(examined, place, values[field.name])
+            yield from _key(source, place, values[field.name])
         elif field.default is not MISSING:
             yield Setting(".".join(map(str, place)), _as_in_file(field.default, hints[field.name]), "default")
     for name in values.keys() - hints.keys():
-        yield _given(examined, (*path, name), values[name])
+        yield _given(source, (*path, name), values[name])
 
 
 @cache
@@ -103,19 +102,19 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _key(examined: Examined, path: KeyPath, value: Any) -> Iterator[Setting]:
+def _key(source: YamlSource, path: KeyPath, value: Any) -> Iterator[Setting]:
     """Yield a key with its value, or the parts of its map if some of them stand elsewhere in the file."""
-    if isinstance(value, dict) and any((*path, part) in examined.source.moved for part in value):
+    if isinstance(value, dict) and any((*path, part) in source.moved for part in value):
         for part, what in value.items():
-            yield _given(examined, (*path, part), what)
+            yield _given(source, (*path, part), what)
     else:
-        yield _given(examined, path, value)
+        yield _given(source, path, value)
 
 
-def _given(examined: Examined, path: KeyPath, value: Any) -> Setting:
-    source, line = examined.source.origin(path) or (examined.source.file, 0)
-    origin = "file" if source == examined.source.file else "model" if line else "environment"
-    return Setting(".".join(map(str, path)), value, origin, source, line)
+def _given(source: YamlSource, path: KeyPath, value: Any) -> Setting:
+    place, line = source.origin(path) or (source.file, 0)
+    origin = "file" if place == source.file else "model" if line else "environment"
+    return Setting(".".join(map(str, path)), value, origin, place, line)
 
 
 def _as_in_file(default: Any, hint: Any) -> Any:

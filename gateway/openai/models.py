@@ -26,8 +26,12 @@ STATUS: Final = {
 """llama-server's word for each of our states of a model. Every other state is "unloaded"."""
 WORKER: Final = (
     "name", "state", "reason", "state_s", "progress", "active", "queued", "tokens_per_s", "until_s", "generation",
+    "lazy", "can_sleep", "engine", "node", "gpu", "placed", "device", "attention", "decoding", "context",
+    "max_batch_size", "chat", "template", "end_tokens", "tool_format", "parallel_tool_calls", "reasoning", "pid",
+    "restarts", "load_seconds", "wake_s", "host_bytes", "vram_bytes", "vram_estimate_bytes",
 )  # fmt: skip
-"""The fields about each worker in the description of one model, by their names in the verb ``status``."""
+"""The fields about each worker in the description of one model, by their names in the verb ``status``. Neither the last
+lines of a worker nor the path of its log is among them, because logs take another right."""
 CREATED = int(time.time())
 """The API asks for a time of creation. Models have none here, so the gateway's start stands for it."""
 
@@ -44,25 +48,59 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{id}. A key with the right status or admin also gets the state of each worker."""
+    """GET /v1/models/{id}. A key with the right status or admin also gets what ``_details`` returns."""
     name, known = request.path_params["name"], await listed(request)
     for one in known:
         if means(one, name):
             described = _described(one, name, request)
-            described["modelctl"]["workers"] = await _workers(request, one["name"])
+            described["modelctl"] |= await _details(request, one["name"])
             return Response(orjson.dumps(described), media_type="application/json")
     raise unknown_among(known, name)
 
 
-async def _workers(request: Request, model: str) -> list[dict[str, Any]] | None:
-    """Return the states of a model's workers. None if the sender may not know them."""
+async def _details(request: Request, model: str) -> dict[str, Any]:
+    """Return the workers, the keys of models.yaml and the figures of a model. None in place of each if the sender may
+    not know them."""
+    link, caller = request.app.state.link, caller_of(request)
     try:
-        reply = await request.app.state.link.call(caller_of(request), "status", model=model)
+        status = await link.call(caller, "status", model=model)
     except WireError as e:
         if e.code is not ErrorCode.FORBIDDEN:
             raise
-        return None
-    return [{name: worker.get(name) for name in WORKER} for worker in reply["models"]]
+        return {"workers": None, "settings": None, "figures": None}
+    workers = status["models"]
+    settings = await link.call(caller, "settings", model=model)
+    metrics = await link.call(caller, "metrics", model=model)
+    return {
+        "workers": [{name: worker.get(name) for name in WORKER} for worker in workers],
+        "settings": settings["settings"],
+        "figures": _figures(metrics["models"][model], workers[0]["totals"]),
+    }
+
+
+def _figures(ended: dict[str, Any], totals: dict[str, int]) -> dict[str, Any]:
+    """Return what the requests of a model have taken since the supervisor's start. A mean of nothing is None.
+
+    ended   the figures of the ended requests, as the verb ``metrics`` has them
+    totals  the counts of the model in the verb ``status``
+    """
+    histograms, tokens = ended["histograms"], ended["tokens"]
+    between_s = _mean(histograms.get("inter_token_latency_seconds"))
+    return {
+        **totals,
+        "ends": ended["ends"],
+        "errors_by_name": ended["errors"],
+        "prompt_tokens": tokens["prompt"],
+        "cached_tokens": tokens["cached"],
+        "cached_share": tokens["cached"] / tokens["prompt"] if tokens["prompt"] else None,
+        "queue_s": _mean(histograms.get("request_queue_time_seconds")),
+        "time_to_first_token_s": _mean(histograms.get("time_to_first_token_seconds")),
+        "tokens_per_s": 1 / between_s if between_s else None,
+    }
+
+
+def _mean(histogram: dict[str, Any] | None) -> float | None:
+    return None if histogram is None else histogram["sum"] / sum(histogram["counts"])
 
 
 async def current_model(request: Request) -> Response:

@@ -70,7 +70,7 @@ def config(
         message = f"{examined.config.file} has no model {unknown[0]!r}{hint}"
         raise CommandFailure(exit_codes.USAGE, "model_not_found", message)
     found = [] if models else _of_command(context, examined.config.file, runtime_dir, given=given)
-    found += [s for s in settings_of(examined, models) if every or s.origin != "default"]
+    found += [s for s in settings_of(examined.source, models) if every or s.origin != "default"]
     if as_json:
         problems = [str(problem) for problem in examined.problems]
         shown = {"settings": [vars(setting) for setting in found], "notes": examined.config.notes}

@@ -55,6 +55,7 @@ _OF_VERB = {
     "events": SEES_ALL,
     "usage": _ANY,
     "metrics": SEES_ALL,
+    "settings": SEES_ALL,
     "tokenize": _INFER,
     "detokenize": _INFER,
     "chat_template": _INFER,

@@ -16,7 +16,12 @@ from tests.serving import WITHIN, Serving, engine, wait_until
 
 RIGHTS = {"ops": "infer,status,admin", "watcher": "status", "guest": "infer"}
 MODELS = {
-    "m": engine(aliases=["folder/M-exl2"]),
+    "m": engine(
+        aliases=["folder/M-exl2"],
+        description="for tests",
+        variants={"brief": {"sampling": {"max_tokens": 3}}},
+        context=8192,
+    ),
     "n": engine(lazy=True),
     "s": {"model_dir": ".", "engine": "tests.sleeping_engine:Sleeper", "lazy": True, "autostart": True},
 }
@@ -113,6 +118,63 @@ def test_a_script_stops_restarts_and_reloads(keyed: Http) -> None:
         config.write_text(text)
         assert keyed.ask("POST", "/v1/reload", key="ops")[0] == 200
     assert keyed.ask("POST", "/v1/reload", key="other")[0] == 403, "it concerns models that the key may not know"
+
+
+def test_a_model_is_described_to_keys_that_may_know_it(keyed: Http) -> None:
+    keyed.serving.wait_state("m", "ready")
+    before = keyed.ask("GET", "/v1/models/m", key="watcher")[1]["modelctl"]["figures"]
+    prompt = {"model": "m", "prompt": "same " * 400, "max_tokens": 20}
+    for _ in range(2):
+        assert keyed.ask("POST", "/v1/completions", prompt, key="ops")[0] == 200
+    too_long = prompt | {"max_tokens": 10**6, "cut_to_context": False}
+    assert keyed.ask("POST", "/v1/completions", too_long, key="ops")[0] == 400
+    described = keyed.ask("GET", "/v1/models/folder/M-exl2", key="watcher")[1]
+    about, figures = described["modelctl"], described["modelctl"]["figures"]
+    assert (described["description"], about["aliases"]) == ("for tests", ["folder/M-exl2"])
+    assert about["variants"] == ["brief"]
+    worker = about["workers"][0]
+    assert (worker["engine"], worker["context"], worker["chat"]) == (MODELS["m"]["engine"], 8192, True)
+    assert {"tool_format", "reasoning", "template", "attention", "restarts", "load_seconds"} <= worker.keys()
+    assert not {"log", "last_exit"} & worker.keys(), "they have lines of the log"
+    assert figures["finished"] - before["finished"] == 2
+    assert figures["errors"] - before["errors"] == 1
+    assert figures["errors_by_name"]["context_overflow"] == before["errors_by_name"].get("context_overflow", 0) + 1
+    assert figures["prompt_tokens"] - before["prompt_tokens"] >= 800
+    assert figures["tokens"] - before["tokens"] == 40
+    assert 0 <= figures["cached_share"] <= 1
+    assert figures["time_to_first_token_s"] > 0
+    assert 0 < figures["tokens_per_s"] < 1 / 0.002, "the engine takes 2 ms for a token"
+    settings = {one["key"].removeprefix("models.m."): one for one in about["settings"]}
+    assert settings["description"]["value"] == "for tests"
+    assert settings["description"]["source"].startswith("models.yaml:")
+    assert settings["variants"]["value"] == "{brief: {sampling: {max_tokens: 3}}}"
+    assert (settings["max_batch_size"]["value"], settings["max_batch_size"]["source"]) == ("8", "default")
+    idle = keyed.ask("GET", "/v1/models/s", key="ops")[1]["modelctl"]["figures"]
+    assert idle["finished"] == 0
+    assert {idle[name] for name in ("time_to_first_token_s", "tokens_per_s", "queue_s", "cached_share")} == {None}
+    told = keyed.ask("GET", "/v1/models/m", key="guest")[1]["modelctl"]
+    assert (told["workers"], told["settings"], told["figures"]) == (None, None, None)
+    assert keyed.ask("GET", "/v1/models/m", key="other")[0] == 404
+
+
+def test_the_settings_are_those_that_were_read_and_not_those_of_the_disk(keyed: Http) -> None:
+    config = keyed.serving.config
+    text = config.read_text()
+
+    def described() -> str:
+        about = keyed.ask("GET", "/v1/models/m", key="ops")[1]["modelctl"]["settings"]
+        return next(str(one["value"]) for one in about if one["key"] == "models.m.description")
+
+    try:
+        config.write_text(text.replace("for tests", "for others"))
+        assert described() == "for tests"
+        assert keyed.ask("POST", "/v1/models/m/reload", key="ops")[0] == 200
+        wait_until(lambda: described() == "for others")
+    finally:
+        config.write_text(text)
+        assert keyed.ask("POST", "/v1/reload", key="ops")[0] == 200
+        wait_until(lambda: described() == "for tests")
+        keyed.serving.wait_state("m", "ready")
 
 
 def test_a_log_and_the_events_are_followed(keyed: Http) -> None:

@@ -24,7 +24,7 @@ VERBS: dict[str, dict[str, Any]] = {
         verb: {}
         for verb in (
             *("status", "usage", "start", "stop", "unload", "sleep", "wake", "restart", "reload", "logs"),
-            "events",
+            *("events", "metrics", "settings"),
         )
     },
     "log_level": {"level": "info"},
@@ -32,7 +32,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "detokenize": {"token_ids": b"\0\0\0\0"},
     "chat_template": {},
 }
-NAME_NO_MODEL = {"models", "requests", "ended_requests", "story", "metrics", "config", "shutdown", "cancel_request"}
+NAME_NO_MODEL = {"models", "requests", "ended_requests", "story", "config", "shutdown", "cancel_request"}
 POSTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": MESSAGES},

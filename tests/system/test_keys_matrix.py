@@ -39,6 +39,7 @@ VERBS = {
     "story": ANYBODY,
     "events": STATUS,
     "metrics": STATUS,
+    "settings": STATUS,
     "tokenize": INFER,
     "detokenize": INFER,
     "chat_template": INFER,
