@@ -74,11 +74,11 @@ async def _details(request: Request, model: str) -> dict[str, Any]:
     return {
         "workers": [{name: worker.get(name) for name in WORKER} for worker in workers],
         "settings": settings["settings"],
-        "figures": _figures(metrics["models"][model], workers[0]["totals"]),
+        "figures": figures_of(metrics["models"][model], workers[0]["totals"]),
     }
 
 
-def _figures(ended: dict[str, Any], totals: dict[str, int]) -> dict[str, Any]:
+def figures_of(ended: dict[str, Any], totals: dict[str, int]) -> dict[str, Any]:
     """Return what the requests of a model have taken since the supervisor's start. A mean of nothing is None.
 
     ended   the figures of the ended requests, as the verb ``metrics`` has them

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.openai.models import figures_of
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.deterministic_engine import answer
@@ -143,7 +144,6 @@ def test_a_model_is_described_to_keys_that_may_know_it(keyed: Http) -> None:
     assert figures["tokens"] - before["tokens"] == 40
     assert 0 <= figures["cached_share"] <= 1
     assert figures["time_to_first_token_s"] > 0
-    assert 0 < figures["tokens_per_s"] < 1 / 0.002, "the engine takes 2 ms for a token"
     settings = {one["key"].removeprefix("models.m."): one for one in about["settings"]}
     assert settings["description"]["value"] == "for tests"
     assert settings["description"]["source"].startswith("models.yaml:")
@@ -155,6 +155,20 @@ def test_a_model_is_described_to_keys_that_may_know_it(keyed: Http) -> None:
     told = keyed.ask("GET", "/v1/models/m", key="guest")[1]["modelctl"]
     assert (told["workers"], told["settings"], told["figures"]) == (None, None, None)
     assert keyed.ask("GET", "/v1/models/m", key="other")[0] == 404
+
+
+def test_the_figures_of_a_model_are_those_of_the_metrics() -> None:
+    """Two requests: their first tokens came after 0.2 s and 0.4 s, and then 30 tokens in 1.5 s."""
+    histograms = {
+        "time_to_first_token_seconds": {"counts": [0, 1, 1], "sum": 0.6},
+        "inter_token_latency_seconds": {"counts": [30, 0, 0], "sum": 1.5},
+    }
+    tokens = {"prompt": 800, "cached": 200, "draft_accepted": 0, "draft_rejected": 0}
+    ended = {"histograms": histograms, "tokens": tokens, "ends": {"stop": 2}, "errors": {}}
+    found = figures_of(ended, {"finished": 2, "errors": 0})
+    assert found["time_to_first_token_s"] == pytest.approx(0.3)
+    assert found["tokens_per_s"] == pytest.approx(20)
+    assert (found["cached_share"], found["queue_s"], found["finished"]) == (0.25, None, 2)
 
 
 def test_the_settings_are_those_that_were_read_and_not_those_of_the_disk(keyed: Http) -> None:
@@ -188,9 +202,11 @@ def test_a_log_and_the_events_are_followed(keyed: Http) -> None:
     keyed.serving.wait_state("n", "unloaded")
     news = keyed.ask("GET", f"/v1/events?after={seen['last']}", key="watcher")[1]
     assert min(event["number"] for event in news["events"]) == seen["last"] + 1
-    of_model = keyed.ask("GET", f"/v1/events?after={seen['last']}&model=n", key="watcher")[1]["events"]
-    assert [event for event in news["events"] if event["model"] == "n"] == of_model != []
-    assert keyed.ask("GET", f"/v1/events?after={seen['last']}&model=m", key="watcher")[1]["events"] == []
+    assert {"n"} <= {event["model"] for event in news["events"]}
+    for name in ("n", "m"):
+        of_model = keyed.ask("GET", f"/v1/events?after={seen['last']}&model={name}", key="watcher")[1]["events"]
+        known = [event for event in of_model if event["number"] <= news["last"]]
+        assert known == [event for event in news["events"] if event["model"] == name]
     after = first["position"]
     fresh = keyed.ask("GET", f"/v1/logs?model=n&after={after}", key="ops")[1]
     assert any("ready" in line for line in fresh["lines"])
