@@ -44,7 +44,6 @@ def page_routes() -> list[BaseRoute]:
         Route("/page/sign-in", sign_in, methods=["POST"]),
         Route("/page/sign-out", sign_out, methods=["POST"]),
         Route("/page/events", events),
-        Route("/page/orders/cancel_request", cancel_request, methods=["POST"]),
     ]
 
 
@@ -97,14 +96,3 @@ async def events(request: Request) -> StreamedAnswer:
         await live.send_to(caller, stream)
 
     return StreamedAnswer(produce)
-
-
-async def cancel_request(request: Request) -> Response:
-    """Cancel a request."""
-    check_own_script(request)
-    caller = caller_of(request)
-    body = await read_json(request, MOST_ORDER_BYTES, caller)
-    if unknown := sorted(set(body) - {"id"}):
-        raise ApiError(400, f"unknown parameter {unknown[0][:32]!r}", param=unknown[0][:32])
-    reply = await request.app.state.link.call(caller, "cancel_request", **body)
-    return Response(orjson.dumps(reply), media_type="application/json", headers={"cache-control": "no-store"})

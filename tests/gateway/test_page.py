@@ -275,7 +275,7 @@ def test_another_site_can_order_nothing(page: Page) -> None:
     session = page.sign_in("ops")
     cookie = session["cookie"]
     assert page.ask("POST", "/v1/models/m/stop", {}, cookie=cookie)[0] == 401
-    assert page.ask("POST", "/page/orders/cancel_request", {"id": "x"}, cookie=cookie)[0] == 403
+    assert page.ask("POST", "/v1/requests/x/cancel", {}, cookie=cookie)[0] == 401
     assert page.ask("POST", "/v1/models/m/stop", {}, sec_fetch_site="cross-site", **session)[0] == 403
     assert page.ask("POST", "/page/sign-out", {}, cookie=cookie)[0] == 403
     status, headers, _ = page.ask(
