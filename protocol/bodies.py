@@ -5,8 +5,8 @@ generated from both. ``Annotated[int, "ms"]`` states a unit. A class whose name 
 ``Body`` describes the body of that message. ``APPEARS`` says where each error can appear.
 
 Other places describe the rest: ``protocol.verbs``, ``protocol.activity`` and ``protocol.orders`` the parameters and
-results of CALL, ``protocol.request`` the body of GENERATE, docs/wire-protocol.md its route, and ``protocol.messages``
-the maps between the supervisor and its workers.
+results of CALL, ``protocol.request`` the body of GENERATE, and ``protocol.messages`` the maps between
+the supervisor and its workers.
 """
 
 from enum import StrEnum
@@ -27,6 +27,43 @@ class HelloBody(TypedDict):
 
     library: NotRequired[str]
     """Name and version of the client, for people: `mylib/1.2`."""
+
+
+class RouteKeys(TypedDict, total=False):
+    """The keys of ``route``, in GENERATE: options that the supervisor itself reads."""
+
+    resume: bool
+    """When the request's worker dies, go on with the answer in another worker: no token twice, none missing."""
+    priority: str
+    """Share of the workers while other requests wait: ``interactive`` requests get most, ``batch`` requests least."""
+    queue_ms: int
+    """Longest wait for a worker, and in it for a place in its batch. A request that waits longer ends with
+    ``queue_timeout``."""
+    ttft_ms: int
+    """Longest time to the first token. A request that takes longer ends with ``deadline_exceeded``."""
+    deadline_ms: int
+    """Longest time to the end of the answer. A request that takes longer ends with ``deadline_exceeded``."""
+    affinity: str
+    """Requests with the same text here go to the same worker, where their prefix is in the cache. If this is not set,
+    the beginning of the prompt is used."""
+    progress: bool
+    """Report the place in the queue, and how far the load and the prompt are, until the first token."""
+    keep_alive: float | str
+    """For a lazy model: unload it when it has had no request for so long, as in Ollama. A number of seconds, or a text
+    such as `5m` or `1h30m`; 0: as soon as it has nothing to do; a negative one: never. It holds in place of the model's
+    `ttl` until the model is unloaded, or another request sets it. A key needs `--keep-alive` for it."""
+    ttl: int
+    """As `keep_alive`, by the name that LM Studio has for it: whole seconds."""
+    on_behalf_of: str
+    """Send the request for the HTTP key with this id: the SHA-256 of its token, 64 digits of lower-case hex. Then that
+    key's rights, models, limits and place in the queue apply. Only connections over ipc, and keys with the right
+    ``gateway``, may give it."""
+    trace_ids: list[str]
+    """Names of the request, such as the id of the HTTP request that it belongs to. The verb ``story`` finds the request
+    by them."""
+    notes: list[str]
+    """What the sender of the request has to know, such as an option that a gateway has ignored or changed. The verb
+    ``story`` shows it."""
 
 
 class Model(TypedDict):

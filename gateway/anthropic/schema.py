@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from gateway.openai.option_schemas import STREAM, said
 from gateway.openai.tools import MOST_TOOLS, NAME
 
 Schema = dict[str, Any]
@@ -69,22 +70,56 @@ _THOUGHT: Final[Schema] = {
 }
 _SHAPE: Final = _of_type("json_schema", ["schema"], schema=_OBJECT)
 RENDERED: Final[Schema] = {
-    "messages": _MESSAGES,
-    "system": _TEXTS,
-    "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
-    "tool_choice": _CHOICE,
-    "thinking": _THOUGHT,
-    "output_config": {"type": "object", "properties": {"effort": _TEXT, "format": _SHAPE}},
+    "messages": said(
+        _MESSAGES,
+        "The conversation, with blocks of the types `text`, `tool_use`, `tool_result`, `thinking` and "
+        '`redacted_thinking`, of which the last is left out. `is_error` of a result puts "Error:" before it. A last '
+        "message of the assistant is continued. A message of the role `system` becomes a part of the turn before it, "
+        "so that the model's cache keeps what precedes it.",
+    ),
+    "system": said(_TEXTS, "Instructions before the conversation, as a text or text blocks."),
+    "tools": said(
+        {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
+        "Tools that the model may call. One with `defer_loading` is shown to the model after a result has a "
+        "`tool_reference` with its name. Tools that Anthropic's servers run are left out, and the header "
+        "`x-modelctl-changed` says so.",
+    ),
+    "tool_choice": said(
+        _CHOICE,
+        "Whether the model calls a tool: as it likes (`auto`), always (`any`), the named one, or never (`none`).",
+    ),
+    "thinking": said(
+        _THOUGHT,
+        "`enabled` and `adaptive` set the variables `enable_thinking` and `thinking` of the chat template to true, and "
+        "`disabled` sets them to false. `budget_tokens` is the `reasoning_budget`. A model whose reasoning is not "
+        "known answers without the budget, and the header `x-modelctl-ignored` says so. Without `thinking`, and with "
+        "`disabled`, the answer has no block of the reasoning. With `display: omitted` the block has no text, and its "
+        "signature brings the reasoning back to the model with the next request.",
+    ),
+    "output_config": said(
+        {"type": "object", "properties": {"effort": _TEXT, "format": _SHAPE}},
+        "`effort` becomes the variable `reasoning_effort` of the chat template. `format` with a JSON schema gives the "
+        "answer that shape.",
+    ),
 }
 """Properties of a request to /v1/messages/count_tokens, besides ``model``. Unknown properties are ignored."""
+_STOPS: Final[Schema] = {"type": "array", "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 256}}
 MESSAGES: Final[Schema] = RENDERED | {
-    "max_tokens": {"type": "integer", "minimum": 1},
-    "stop_sequences": {"type": "array", "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 256}},
-    "stream": {"type": "boolean", "default": False},
-    "temperature": {"type": "number", "minimum": 0},
-    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": 0},
-    "metadata": _OBJECT,
+    "max_tokens": said(
+        {"type": "integer", "minimum": 1},
+        "Most tokens of the answer. It may be more than the prompt leaves of the context.",
+    ),
+    "stop_sequences": said(_STOPS, "Strings that end the answer. They are not part of it."),
+    "stream": STREAM,
+    "temperature": said(
+        {"type": "number", "minimum": 0}, "The randomness of the draw. 0 is greedy: always the likeliest token."
+    ),
+    "top_p": said(
+        {"type": "number", "minimum": 0, "maximum": 1},
+        "Draw from the smallest set of tokens whose probabilities sum to this. 0 is greedy.",
+    ),
+    "top_k": said({"type": "integer", "minimum": 0}, "Draw from this number of likeliest tokens. 0 is off."),
+    "metadata": said(_OBJECT, "An option about the account. It changes nothing here."),
 }
 """Properties of a request to /v1/messages, besides ``model``. Unknown properties are ignored."""
 ERROR: Final[Schema] = {

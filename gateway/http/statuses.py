@@ -34,6 +34,23 @@ STATUS: Final[dict[ErrorCode, int]] = {
 }
 """HTTP status of each error."""
 
+MEANINGS: Final = {
+    400: "Something in the request is wrong or not offered. `param` names it.",
+    401: "The request has no token, or one that is not valid.",
+    403: "The key lacks a right, or may not use the model. Or a page of another site has sent the request.",
+    404: "There is no such model, or the key may not know of it.",
+    408: "The body did not come in time, or the client read too slowly.",
+    409: "The state of the model does not allow the order.",
+    413: "The body or the prompt is too large.",
+    415: "The body is compressed, or its charset is not UTF-8.",
+    429: "A limit of the key is reached, or the queue is full. `Retry-After` says when to try again.",
+    502: "The worker died, and the answer could not go on elsewhere.",
+    503: "The model or the supervisor does not answer now. `Retry-After`, if there is one, says when to try again.",
+    504: "A deadline of the request has passed, or the supervisor did not answer in time.",
+    529: "Anthropic's status for a full queue.",
+}
+"""The statuses of errors in words, for the OpenAPI document."""
+
 NAMES: Final[dict[ErrorCode, str]] = {
     ErrorCode.CONTEXT_OVERFLOW: "context_length_exceeded",
 }

@@ -56,29 +56,44 @@ ABOUT_THE_ACCOUNT: Final = frozenset(
     }
 )  # fmt: skip
 """Options that say nothing about the answer. They are accepted and not used."""
-NO_EFFECT: Final = ABOUT_THE_ACCOUNT | frozenset(
-    {
-        # vLLM, SGLang, LMDeploy: ids, caches, where and how the request is computed
-        "request_id", "rid", "session_id", "cache_salt", "extra_key", "kv_transfer_params", "with_cache",
-        "preserve_cache", "spaces_between_special_tokens", "mm_processor_kwargs", "guided_decoding_backend",
-        "guided_whitespace_pattern", "structured_outputs_backend", "separate_reasoning", "stream_reasoning",
-        "bootstrap_host", "bootstrap_port", "bootstrap_room", "client_metadata", "prediction", "nvext",
-        # llama-server
-        "cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "timings_per_token", "return_progress", "verbose",
-        "sse_ping_interval", "reasoning_format", "parse_tool_calls", "chat_format", "post_sampling_probs", "n_indent",
-        "reasoning_in_content", "generation_prompt", "preserved_tokens", "grammar_lazy", "grammar_triggers",
-        "backend_sampling", "t_max_prompt_ms", "num_ctx", "speculative_ngram", "num_speculative_tokens",
-        # TabbyAPI, KoboldAI and the front ends for role-play. The context of a model is what its operator has set
-        "truncation_length", "max_context_length", "generate_window", "trim_stop", "genkey", "quiet", "api_type",
-        "api_server", "use_default_badwordsids", "singleline", "disable_input_formatting", "use_story", "use_memory",
-        "use_authors_note", "use_world_info", "frmttriminc", "frmtrmblln", "frmtrmspch", "frmtadsnsp",
-        "minimum_message_content_tokens", "adaptive_decay", "char_name", "user_name", "group_names",
-        # OpenRouter, LiteLLM
-        "usage", "provider", "plugins", "transforms", "trace", "session", "litellm_session_id", "litellm_trace_id",
-        "litellm_metadata", "drop_params", "stream_timeout", "timeout", "num_retries", "caching",
-    }
-)  # fmt: skip
-"""Options of other servers that change nothing about the answer of this one."""
+NO_EFFECT_OF: Final[Mapping[str, frozenset[str]]] = {
+    "OpenAI about the account": ABOUT_THE_ACCOUNT,
+    # ids, caches, where and how the request is computed
+    "vLLM, SGLang or LMDeploy": frozenset(
+        {
+            "request_id", "rid", "session_id", "cache_salt", "extra_key", "kv_transfer_params", "with_cache",
+            "preserve_cache", "spaces_between_special_tokens", "mm_processor_kwargs", "guided_decoding_backend",
+            "guided_whitespace_pattern", "structured_outputs_backend", "separate_reasoning", "stream_reasoning",
+            "bootstrap_host", "bootstrap_port", "bootstrap_room", "client_metadata", "prediction", "nvext",
+        }
+    ),
+    "llama-server": frozenset(
+        {
+            "cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "timings_per_token", "return_progress",
+            "verbose", "sse_ping_interval", "reasoning_format", "parse_tool_calls", "chat_format", "n_indent",
+            "post_sampling_probs", "reasoning_in_content", "generation_prompt", "preserved_tokens", "grammar_lazy",
+            "grammar_triggers", "backend_sampling", "t_max_prompt_ms", "num_ctx", "speculative_ngram",
+            "num_speculative_tokens",
+        }
+    ),
+    # The context of a model is what its operator has set.
+    "TabbyAPI, KoboldAI or front ends for role-play": frozenset(
+        {
+            "truncation_length", "max_context_length", "generate_window", "trim_stop", "genkey", "quiet", "api_type",
+            "api_server", "use_default_badwordsids", "singleline", "disable_input_formatting", "use_story",
+            "use_memory", "use_authors_note", "use_world_info", "frmttriminc", "frmtrmblln", "frmtrmspch", "frmtadsnsp",
+            "minimum_message_content_tokens", "adaptive_decay", "char_name", "user_name", "group_names",
+        }
+    ),
+    "OpenRouter or LiteLLM": frozenset(
+        {
+            "usage", "provider", "plugins", "transforms", "trace", "session", "litellm_session_id", "litellm_trace_id",
+            "litellm_metadata", "drop_params", "stream_timeout", "timeout", "num_retries", "caching",
+        }
+    ),
+}  # fmt: skip
+"""Options of other servers that change nothing about the answer of this one, by the servers that have them."""
+NO_EFFECT: Final = frozenset[str]().union(*NO_EFFECT_OF.values())
 IGNORED: Final = frozenset(
     {"models", "route", "samplers", "sampler_order", "sampler_priority", "include_reasoning", "memory", "top_n"}
 )

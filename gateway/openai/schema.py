@@ -1,6 +1,6 @@
 """The OpenAPI document of the gateway, at /openapi.json.
 
-The options of this project come from the model that the worker validates requests with, so no limit stands twice.
+The page /docs shows it, and the endpoints in docs/http-api.md are made of it (``tools.docs.http_options``).
 """
 
 import asyncio
@@ -12,113 +12,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.anthropic.schema import ERROR, MESSAGES, RENDERED
-from gateway.openai.foreign_options import NO_EFFECT, SYNONYMS
-from gateway.openai.options import MOST_ANSWERS, OWN
-from gateway.openai.tools import MOST_TOOLS, NAME
-from gateway.responses.options import KNOWN
+from gateway.http.dialect import OVERLOADED
+from gateway.http.statuses import MEANINGS
+from gateway.openai.option_schemas import (
+    ADD_PROMPT,
+    BOTH,
+    CHAT,
+    COMPLETION,
+    IDS,
+    MODEL,
+    OBJECT,
+    TEXT,
+    own_options,
+    said,
+    with_other_names,
+)
+from gateway.openai.option_schemas import MESSAGES as CONVERSATION
+from gateway.responses.options import KNOWN, NOT_OFFERED
 from gateway.responses.schema import RESPONSES
 from protocol import __version__
 
 Schema = dict[str, Any]
-_TEXT: Final[Schema] = {"type": "string"}
-_OBJECT: Final[Schema] = {"type": "object"}
-_MODEL: Final[Schema] = {"type": "string", "description": "The name of a model: GET /v1/models lists them."}
-_MESSAGES: Final[Schema] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": ["developer", "system", "user", "assistant", "tool"]},
-            "content": {
-                "anyOf": [
-                    _TEXT,
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"const": "text"}, "text": _TEXT},
-                        },
-                    },
-                    {"type": "null"},
-                ]
-            },
-            "name": _TEXT,
-            "tool_calls": {"type": "array", "items": _OBJECT},
-            "tool_call_id": _TEXT,
-            "reasoning_content": {"anyOf": [_TEXT, {"type": "null"}]},
-        },
-    },
-}
-_NAMED: Final[Schema] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}},
-    },
-}
-_TOOL: Final[Schema] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
-                "description": _TEXT,
-                "parameters": {**_OBJECT, "description": "The JSON schema of the arguments."},
-                "strict": {"type": ["boolean", "null"]},
-            },
-        },
-    },
-}
-_ALLOWED: Final[Schema] = {
-    "type": "object",
-    "required": ["type", "allowed_tools"],
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "required": ["mode", "tools"],
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "minItems": 1, "items": _NAMED},
-            },
-        },
-    },
-}
-_OF_TOOLS: Final[Schema] = {
-    "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
-    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _NAMED, _ALLOWED]},
-    "parallel_tool_calls": {"type": "boolean", "default": True},
-    "reasoning_effort": _TEXT,
-    "reasoning_budget": {"type": "integer", "minimum": 0},
-    **{name: {"type": "integer", "minimum": 0} for name, ours in SYNONYMS.items() if ours == "reasoning_budget"},
-}
-_COMMON: Final[Schema] = {
-    "model": _MODEL,
-    "stream": {"type": "boolean", "default": False, "description": "Send the answer as server-sent events."},
-    "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
-    "n": {"type": "integer", "minimum": 1, "maximum": MOST_ANSWERS, "default": 1},
-    "response_format": {
-        "type": "object",
-        "required": ["type"],
-        "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _OBJECT},
-    },
-}
-_ROUTE: Final[Schema] = {
-    "resume": {"type": "boolean"},
-    "priority": {"enum": ["interactive", "normal", "batch"]},
-    **{name: {"type": "integer", "minimum": 1} for name in ("queue_ms", "ttft_ms", "deadline_ms")},
-    "affinity": {"type": "string", "minLength": 1, "maxLength": 256},
-    "keep_alive": {"type": ["number", "string"], "description": "Seconds, or a duration such as 5m."},
-    "ttl": {"type": "integer", "minimum": 1},
-}
 _ERROR: Final[Schema] = {
     "type": "object",
     "required": ["error"],
@@ -127,14 +41,18 @@ _ERROR: Final[Schema] = {
             "type": "object",
             "required": ["message", "type", "param", "code"],
             "properties": {
-                "message": _TEXT,
-                "type": _TEXT,
+                "message": TEXT,
+                "type": TEXT,
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
         }
     },
 }
+_READING: Final = (400, 401, 403, 404, 503, 504)
+_ORDERING: Final = (400, 401, 403, 404, 409, 503, 504)
+_ASKING: Final = (400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 504)
+"""Statuses of errors: of a question without a body, of an order, and of a request with a body."""
 
 
 async def openapi(request: Request) -> Response:
@@ -146,201 +64,442 @@ async def openapi(request: Request) -> Response:
 @cache
 def document() -> Schema:
     """Return the OpenAPI document."""
-    options = _options()
-    chat = options | _COMMON | _OF_TOOLS | {
-        "messages": _MESSAGES,
-        "chat_template_kwargs": _OBJECT,
-    }  # fmt: skip
-    ids: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-    prompt: Schema = {"anyOf": [_TEXT, ids, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, ids]}}]}
-    completion = options | _COMMON | {"prompt": prompt, "logprobs": {"type": "integer", "minimum": 0, "maximum": 20}}
+    groups = {
+        "Answers": _answers(),
+        "Models": _models(),
+        "Orders": _orders(),
+        "Tokens": _tokens(),
+        "Administration": _administration(),
+        "Probes": _probes(),
+    }
+    for tag, paths in groups.items():
+        for methods in paths.values():
+            for described in methods.values():
+                described["tags"] = [tag]
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "modelctl",
             "version": __version__,
-            "description": "OpenAI's and Anthropic's APIs for models of modelctl.",
+            "description": "OpenAI's and Anthropic's APIs for models of modelctl. Each path also exists with a slash "
+            "at its end, without `/v1`, and with two of them.",
         },
-        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "responses": _errors("", _ERROR) | _errors("anthropic-", ERROR),
+        },
         "security": [{"token": []}],
-        "paths": {
-            "/v1/chat/completions": _post("Answer a conversation.", chat, ["model", "messages"], stream=True),
-            "/v1/completions": _post("Continue a text.", completion, ["model", "prompt"], stream=True),
-            "/v1/responses": _post(
-                "Answer a conversation of the Responses API.",
-                {name: schema for name, schema in options.items() if name in KNOWN}
-                | RESPONSES
-                | {"model": _MODEL, "n": {"const": 1}, "logprobs": {"const": False}},
-                ["model", "input"],
-                stream=True,
-            ),
-            "/v1/messages": _post(
-                "Answer a conversation of Anthropic's API.",
-                MESSAGES | {"model": _MODEL},
-                ["model", "max_tokens", "messages"],
-                stream=True,
-                anthropic=True,
-            ),
-            "/v1/messages/count_tokens": _post(
-                "Count the tokens of a conversation of Anthropic's API.",
-                RENDERED | {"model": _MODEL},
-                ["model", "messages"],
-                anthropic=True,
-            ),
-            "/v1/models": _get("List the models."),
-            "/v1/models/{id}": _get("Describe a model.", "id"),
-            **{
-                f"/v1/models/{{id}}/{end}": _order(f"{words}.", _OPTIONS.get(end, {}), "id")
-                for end, words in _ORDERS.items()
-            },
-            "/v1/model/load": _order("Load the model that the body names, as TabbyAPI does.", _NAMED_MODEL),
-            "/v1/model/unload": _order(
-                "Unload the model that the body names, or all models, as TabbyAPI does.", _NAMED_MODEL
-            ),
-            "/unload": _order("Unload all models, as llama-swap does.", _NAMED_MODEL),
-            "/running": _get("List the models that have a process, as llama-swap does."),
-            "/v1/reload": _order("Read models.yaml again, and apply what it changes.", {}),
-            "/v1/requests": _get("List the unfinished requests.", query=_REQUESTS),
-            "/v1/requests/ended": _get(
-                "List the last requests that have ended, or those that have ended after the number in `after`.",
-                query=_ENDED,
-            ),
-            "/v1/requests/{id}/cancel": _order("Cancel a request.", {}, "id"),
-            "/v1/usage": _get("Return the tokens of the caller's key, by day and model."),
-            "/v1/events": _get("Return the newest events, or those behind the number in `after`.", query=_EVENTS),
-            "/v1/logs": _get("Return the last lines of a log, or those behind the position in `after`.", query=_LOGS),
-            "/v1/config": _get(
-                "Return models.yaml, its values and faults, and what a reload would change.", query=_CONFIG
-            ),
-            "/tokenize": _post(
-                "Return the token ids of a prompt or a conversation.",
-                {"model": _MODEL, "prompt": _TEXT, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},
-                ["model"],
-            ),
-            "/detokenize": _post(
-                "Return the text of token ids.", {"model": _MODEL, "tokens": ids}, ["model", "tokens"]
-            ),
-            "/v1/token/encode": _post(
-                "Return the token ids of a text, as TabbyAPI does.", {"model": _MODEL, "text": _TEXT}, ["text"]
-            ),
-            "/v1/token/decode": _post(
-                "Return the text of token ids, as TabbyAPI does.", {"model": _MODEL, "tokens": ids}, ["tokens"]
-            ),
-            "/apply-template": _post(
-                "Return the text that the chat template makes of a conversation.",
-                {"model": _MODEL, "messages": _MESSAGES, "add_generation_prompt": {"type": "boolean"}},
-                ["messages"],
-            ),
-            "/tokenizer_info": _get("Return the chat template and the special tokens of a loaded model."),
-            "/props": _get("Describe a loaded model, as llama-server does."),
-            "/version": _get("Return the version of the gateway."),
-            "/v1/model": _get("Describe the default model, or one that is loaded, as TabbyAPI does."),
-            "/v1/model/list": _get("List the models."),
-            **{
-                f"/v1/{path}": _get("List the models that have a chat template.")
-                for path in ("template/list", "templates")
-            },
-            **{f"/v1/{path}": _get("List no adapter, since they belong to models.") for path in _ADAPTERS},
-            "/livez": _get("Answer while the gateway's process lives.", public=True),
-            "/readyz": _get("Answer 200 if a model answers requests.", public=True),
-            "/health": _get("Answer 200 if a model answers requests, and none is being loaded.", public=True),
-        },
+        "tags": [{"name": tag} for tag in groups],
+        "paths": {path: methods for paths in groups.values() for path, methods in paths.items()},
     }
 
 
-_ORDERS: Final = {
-    "load": "Load a model",
-    "unload": "End the process of a model until its next request",
-    "reload": "Replace the workers of a model",
-    "sleep": "Put a model to sleep",
-    "wake": "Wake a model",
-    "stop": "Stop a model, so that no request starts it again",
-    "restart": "Stop and start the workers of a model, one after the other",
-}
-_OPTIONS: Final[dict[str, Schema]] = {
-    "stop": {"now": {"type": "boolean", "default": False, "description": "Do not wait for unfinished requests."}}
-}
-_NAMED_MODEL: Final[Schema] = {"model_name": _TEXT}
-_COUNT: Final[Schema] = {"type": "integer", "minimum": 1}
-_REQUESTS: Final[Schema] = {"limit": _COUNT | {"maximum": 500}}
-_ENDED: Final[Schema] = {"after": {"type": "integer", "minimum": 0}, "limit": _COUNT | {"maximum": 1000}}
-_EVENTS: Final[Schema] = {
-    "model": _TEXT,
-    "after": {"type": "integer", "minimum": 0},
-    "limit": _COUNT | {"maximum": 512},
-}
-_LOGS: Final[Schema] = {"model": _TEXT, "lines": _COUNT | {"maximum": 1000}, "after": _TEXT}
-_CONFIG: Final[Schema] = {"all": {"type": "boolean", "default": False}}
-_ADAPTERS: Final = ("lora", "loras", "lora/list")
+def _answers() -> Schema:
+    options = with_other_names(own_options() | BOTH)
+    chat = with_other_names(own_options() | BOTH | CHAT)
+    refused = {name: f"Not offered: {remedy}." for name, remedy in NOT_OFFERED.items()}
+    responses = {
+        name: said(schema, refused.get(name, schema["description"]))
+        for name, schema in options.items()
+        if name in KNOWN
+    }
+    responses |= RESPONSES | {
+        "model": MODEL,
+        "n": said({"const": 1}, "One response has one answer."),
+        "logprobs": said({"const": False}, refused["logprobs"]),
+    }
+    own = {name: schema for name, schema in own_options().items() if name not in ("logprobs", "top_logprobs")}
+    return {
+        "/v1/chat/completions": _post(
+            "Answer a conversation.",
+            "The model's own chat template renders the conversation.",
+            "A `chat.completion`, or a stream of `chat.completion.chunk`, which ends with `data: [DONE]`.",
+            chat,
+            ["model", "messages"],
+            stream=True,
+        ),
+        "/v1/completions": _post(
+            "Continue a text, or several.",
+            "A prompt is text or an array of token ids. No chat template is used.",
+            "A `text_completion`, or a stream of such parts, which ends with `data: [DONE]`.",
+            options | COMPLETION,
+            ["model", "prompt"],
+            stream=True,
+        ),
+        "/v1/responses": _post(
+            "Answer a conversation of OpenAI's Responses API.",
+            "Earlier items are kept in memory for an hour, for `previous_response_id`. A response cannot be fetched.",
+            "A `response`, or a stream of its events.",
+            responses,
+            ["model", "input"],
+            stream=True,
+        ),
+        "/v1/messages": _post(
+            "Answer a conversation of Anthropic's API.",
+            "Unknown options are ignored, and the header `x-modelctl-ignored` names them.",
+            "A `message`, or a stream of its events.",
+            own | MESSAGES | {"model": MODEL},
+            ["model", "max_tokens", "messages"],
+            stream=True,
+            anthropic=True,
+        ),
+        "/v1/messages/count_tokens": _post(
+            "Count the tokens of a conversation of Anthropic's API.",
+            "The conversation is rendered with the model's chat template, and no answer is computed.",
+            "`input_tokens`, as the `usage` of an answer would have it.",
+            RENDERED | {"model": MODEL},
+            ["model", "messages"],
+            anthropic=True,
+        ),
+    }
 
 
-def _options() -> Schema:
-    """Return the options that a request gives by this project's names, and by other servers' names for them."""
-    from protocol.request import GenerateRequest  # brings pydantic: 80 ms that no start of a gateway has to take
+def _models() -> Schema:
+    listed = "A `list`. Each alias and each variant is an entry of its own."
+    which = {"model": said(TEXT, "The name of another model than the default one.")}
+    page = {
+        "limit": said({"type": "integer", "minimum": 1, "maximum": 1000}, "Most entries. Without it: all."),
+        "after_id": said(TEXT, "The list begins behind this id."),
+        "before_id": said(TEXT, "The list ends before this id."),
+    }
+    templates = _get("List the models that have a chat template.", "TabbyAPI's list.", "A `list` of names.")
+    adapters = _get("List no adapter.", "TabbyAPI's list. Adapters belong to their model here.", "An empty `list`.")
+    return {
+        "/v1/models": _get(
+            "List the models.", "Every model of models.yaml that the key may use. It loads none.", listed, query=page
+        ),
+        "/v1/models/{id}": _get(
+            "Describe a model.",
+            "A key with the right `status` or `admin` also gets the state of each worker, in `modelctl.workers`.",
+            "A `model`, with the keys that clients of several servers look for.",
+            path="id",
+        ),
+        "/v1/model": _get(
+            "Describe the default model.",
+            "TabbyAPI's path. If there is no default model, the answer describes one that is loaded.",
+            "A `model`, and its `parameters`.",
+            query=which,
+        ),
+        "/v1/model/list": _get("List the models.", "TabbyAPI's path for `GET /v1/models`.", listed, query=page),
+        "/v1/template/list": templates,
+        "/v1/templates": templates,
+        "/v1/lora": adapters,
+        "/v1/loras": adapters,
+        "/v1/lora/list": adapters,
+        "/running": _get(
+            "List the models that have a process.", "llama-swap's path.", "`running`: a list of `model` and `state`."
+        ),
+        "/tokenizer_info": _get(
+            "Return the chat template and the special tokens of a loaded model.",
+            "vLLM's path. It loads no model: the answer is 503 while the model is not loaded.",
+            "The special tokens by name, and `chat_template`.",
+            query=which,
+        ),
+        "/props": _get(
+            "Describe a loaded model.",
+            "llama-server's path. It loads no model: the answer is 503 while the model is not loaded.",
+            "Its context, chat template and special tokens.",
+            query=which,
+        ),
+        "/version": _get("Return the version of the gateway.", "vLLM's path.", "`version`."),
+    }
 
-    known: Schema = GenerateRequest.model_json_schema()["properties"]
-    options = {name: schema for name, schema in known.items() if name in OWN}
-    options |= {name: options[ours] for name, ours in SYNONYMS.items() if ours in options}
-    options |= _ROUTE | {name: {} for name in NO_EFFECT}
-    for schema in options.values():
-        schema.pop("title", None)
-    return options
+
+def _orders() -> Schema:
+    now = {"now": said({"type": "boolean"}, "Do not wait for unfinished requests.", default=False)}
+    named = {"model_name": said(TEXT, "The name of the model. `name` and `model` are other names of this key.")}
+    of_model = {
+        "load": ("Load a model.", "As `modelctl start`.", {}),
+        "unload": ("End the process of a model until its next request starts it again.", "As `modelctl unload`.", {}),
+        "stop": ("Stop a model, so that no request starts it again.", "As `modelctl stop`.", now),
+        "restart": ("Stop and start the workers of a model, one after the other.", "As `modelctl restart`.", {}),
+        "reload": ("Replace the workers of a model, without losing a request.", "As `modelctl reload MODEL`.", {}),
+        "sleep": ("Put a model to sleep in host memory.", "As `modelctl sleep`.", {}),
+        "wake": ("Wake a model.", "As `modelctl wake`.", {}),
+    }
+    return {
+        **{f"/v1/models/{{id}}/{end}": _order(*order, path="id") for end, order in of_model.items()},
+        "/v1/reload": _order(
+            "Read models.yaml again, and apply what it changes.",
+            "As `modelctl reload`. The key must be one for all models. `GET /v1/config` shows what would change.",
+            {},
+        ),
+        "/v1/requests/{id}/cancel": _order(
+            "Cancel a request.",
+            "The client of the request gets what was computed, with the finish reason `cancelled`. A request of another "
+            "key takes the right `admin`.",
+            {},
+            path="id",
+        ),
+        "/v1/model/load": _order(
+            "Load the model that the body names.",
+            "TabbyAPI's path. Without a name it loads the default model. Other options of a load are refused: they "
+            "belong in models.yaml.",
+            named,
+        ),
+        "/v1/model/unload": _order(
+            "Unload the model that the body names.", "TabbyAPI's path. Without a name it unloads all models.", named
+        ),
+        "/unload": _order("Unload all models, or the one that the body names.", "llama-swap's path.", named),
+    }
+
+
+def _tokens() -> Schema:
+    boolean = {"type": "boolean"}
+    rendered = {
+        "messages": said(CONVERSATION, "A conversation, which the model's chat template renders."),
+        "tools": said({"type": "array", "items": OBJECT}, "Functions for the chat template."),
+        "chat_template_kwargs": said(OBJECT, "Further variables of the chat template."),
+        "add_generation_prompt": ADD_PROMPT,
+        "continue_final_message": said(boolean, "Continue the last message.", default=False),
+    }
+    content = said(TEXT, "The text, by the name that llama-server has for it.")
+    special = {
+        name: said(boolean, "False: leave out the token that marks the beginning of a text.", default=True)
+        for name in ("add_special_tokens", "add_special")
+    }
+    waits = "A lazy model is loaded for it."
+    return {
+        "/tokenize": _post(
+            "Return the token ids of a prompt or a conversation.",
+            f"vLLM's and llama-server's path. Give `prompt`, `content` or `messages`. {waits}",
+            "`tokens`, `count` and `max_model_len`.",
+            {
+                "model": MODEL,
+                "prompt": said(TEXT, "The text."),
+                "content": content,
+                **rendered,
+                **special,
+                "return_token_strs": said(boolean, "Add the text of each token, in `token_strs`.", default=False),
+                "with_pieces": said(boolean, "Make each token an object with `id` and `piece`.", default=False),
+            },
+            ["model"],
+        ),
+        "/detokenize": _post(
+            "Return the text of token ids.",
+            f"vLLM's and llama-server's path. Special tokens are left out. {waits}",
+            "The text, as `prompt`, `content` and `text`.",
+            {"model": MODEL, "tokens": said(IDS, "The token ids.")},
+            ["model", "tokens"],
+        ),
+        "/v1/token/encode": _post(
+            "Return the token ids of a text.",
+            f"TabbyAPI's path. {waits}",
+            "`tokens` and `length`.",
+            {
+                "model": MODEL,
+                "text": said({"anyOf": [TEXT, CONVERSATION]}, "The text, or a conversation."),
+                "add_bos_token": said(
+                    boolean, "False: leave out the token that marks the beginning of a text.", default=True
+                ),
+            },
+            ["text"],
+        ),
+        "/v1/token/decode": _post(
+            "Return the text of token ids.",
+            f"TabbyAPI's path. Special tokens are left out. {waits}",
+            "`text`.",
+            {"model": MODEL, "tokens": said(IDS, "The token ids.")},
+            ["tokens"],
+        ),
+        "/apply-template": _post(
+            "Return the text that the chat template makes of a conversation.",
+            f"llama-server's path. {waits}",
+            "`prompt`.",
+            {"model": MODEL, **rendered},
+            ["messages"],
+        ),
+    }
+
+
+def _administration() -> Schema:
+    name = said(TEXT, "The name of a model. Without it: all models.")
+    return {
+        "/v1/requests": _get(
+            "List the unfinished requests.",
+            "Those of the caller's key. With the right `status` or `admin`: all. No text of a prompt or answer.",
+            "`requests`, the oldest first, and `total`.",
+            query={"limit": said({"type": "integer", "minimum": 1, "maximum": 500}, "Most requests.", default=100)},
+        ),
+        "/v1/requests/ended": _get(
+            "List the last requests that have ended.",
+            "The same requests as above. The supervisor remembers the last 2000, in memory.",
+            "`requests`, the newest last, and `last`, which is the next `after`.",
+            query={
+                "after": said({"type": "integer", "minimum": 0}, "`last` of the answer before: only newer requests."),
+                "limit": said({"type": "integer", "minimum": 1, "maximum": 1000}, "Most requests.", default=100),
+            },
+        ),
+        "/v1/usage": _get(
+            "Return requests and tokens by day, key and model.",
+            "Those of the caller's key. With the right `status` or `admin`: those of all keys.",
+            "`rows`, and their `total`.",
+            query={
+                "key": said(TEXT, "The name of a key. Without it: all keys that the caller may see."),
+                "model": name,
+                "since": said(TEXT, "The first day, such as `2026-01-31`."),
+            },
+        ),
+        "/v1/events": _get(
+            "Return what the supervisor and its workers did.",
+            "For keys with the right `status` or `admin`. The newest events, or those behind `after`.",
+            "`events`, the oldest first, and `last`, which is the next `after`.",
+            query={
+                "model": name,
+                "after": said({"type": "integer", "minimum": 0}, "`last` of the answer before: only newer events."),
+                "limit": said({"type": "integer", "minimum": 1, "maximum": 512}, "Most events.", default=100),
+            },
+        ),
+        "/v1/logs": _get(
+            "Return the lines of a log.",
+            "For keys with the right `admin`. The last lines, or those behind `after`. Off with `auth: none`.",
+            "`lines`, the oldest first, and `position`, which is the next `after`.",
+            query={
+                "model": said(TEXT, "A model, a worker such as `llama:2`, or `gateway`. Without it: the supervisor."),
+                "lines": said({"type": "integer", "minimum": 1, "maximum": 1000}, "Most lines.", default=200),
+                "after": said(TEXT, "`position` of the answer before: only newer lines."),
+            },
+        ),
+        "/v1/config": _get(
+            "Return models.yaml, its values and faults, and what a reload would change.",
+            "For keys for all models with the right `admin`. Off with `auth: none`.",
+            "`text`, `settings`, `problems` and `changes`.",
+            query={
+                "all": said({"type": "boolean"}, "True: `settings` has the keys with defaults, too.", default=False)
+            },
+        ),
+    }
+
+
+def _probes() -> Schema:
+    return {
+        "/livez": _probe(
+            "Say whether the gateway's process lives.", "For what restarts a process that hangs. It asks nobody."
+        ),
+        "/readyz": _probe(
+            "Say whether a model answers requests.",
+            "For load balancers. A model that its next request would load counts, too.",
+            {"model": said(TEXT, "Say it of this model. This takes a token of a key that may use the model.")},
+        ),
+        "/health": _probe(
+            "Say whether a model answers requests, and none is being loaded.",
+            "For scripts that wait until everything has started.",
+        ),
+    }
 
 
 def _post(
-    summary: str, properties: Schema, required: list[str], *, stream: bool = False, anthropic: bool = False
+    summary: str,
+    about: str,
+    answer: str,
+    properties: Schema,
+    required: list[str],
+    *,
+    stream: bool = False,
+    anthropic: bool = False,
 ) -> Schema:
     """Return the description of a path.
 
+    about      what else there is to know about it
+    answer     what an answer with the status 200 is
     anthropic  the path is one of Anthropic's API, whose errors have another shape
     """
-    # null stands for an option that is left out
-    shown = {
-        name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}
-        for name, schema in sorted(properties.items())
-    }
+    shown = {name: _optional(schema, name in required) for name, schema in sorted(properties.items())}
     body = {"type": "object", "required": required, "properties": shown, "additionalProperties": True}
-    answers: Schema = {"application/json": {"schema": _OBJECT}}
+    answers: Schema = {"application/json": {"schema": OBJECT}}
     if stream:
-        answers["text/event-stream"] = {"schema": _TEXT}
-    content = {"application/json": {"schema": body}}
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {"required": True, "content": content},
-            "responses": {"200": {"description": "The answer.", "content": answers}}
-            | _errors(ERROR if anthropic else _ERROR),
-        }
-    }
+        answers["text/event-stream"] = {"schema": TEXT}
+    described = _described(summary, about, answer, (*_ASKING, OVERLOADED) if anthropic else _ASKING, anthropic)
+    described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    described["responses"]["200"]["content"] = answers
+    return {"post": described}
 
 
-def _order(summary: str, properties: Schema, parameter: str | None = None) -> Schema:
+def _optional(schema: Schema, required: bool) -> Schema:
+    """Return the schema of an option. For one that is not required, null is as good as leaving it out."""
+    kept = {key: schema[key] for key in schema if key in ("description", "default") or key.startswith("x-")}
+    value = {key: schema[key] for key in schema if key not in kept}
+    nullable = not value or {"type": "null"} in value.get("anyOf", ())
+    return kept | (value if required or nullable else {"anyOf": [value, {"type": "null"}]})
+
+
+def _order(summary: str, about: str, properties: Schema, *, path: str | None = None) -> Schema:
     """Return the description of a path that gives an order.
 
     properties  the keys that the body may have
-    parameter   the name of a parameter in the path; None for none
+    path        the name of a parameter in the path; None for none
     """
-    described = _post(summary, properties, [])
-    described["post"]["requestBody"]["required"] = False
-    if parameter is not None:
-        described["post"]["parameters"] = [_parameter(parameter, "path", _TEXT)]
-    return described
+    answer = "What the order begins: the `state` of each worker. The order goes on."
+    described = _post(summary, about, answer, properties, [])["post"]
+    described["responses"] = _described(summary, about, answer, _ORDERING)["responses"]
+    described["requestBody"]["required"] = False
+    if path is not None:
+        described["parameters"] = [_id(path)]
+    return {"post": described}
 
 
-def _get(summary: str, parameter: str | None = None, *, query: Schema | None = None, public: bool = False) -> Schema:
-    described: Schema = {"summary": summary, "responses": {"200": {"description": "The answer."}} | _errors()}
-    parameters = [_parameter(parameter, "path", _TEXT)] if parameter is not None else []
-    parameters += [_parameter(name, "query", schema) for name, schema in (query or {}).items()]
-    if parameters:
+def _get(summary: str, about: str, answer: str, *, path: str | None = None, query: Schema | None = None) -> Schema:
+    """Return the description of a path without a body, see ``_post`` and ``_order``. ``query``: its parameters."""
+    described = _described(summary, about, answer, _READING)
+    parameters = [_id(path)] if path is not None else []
+    if parameters := parameters + _query(query or {}):
         described["parameters"] = parameters
-    if public:
-        described |= {"security": [], "responses": {"200": {"description": "Yes."}, "503": {"description": "No."}}}
     return {"get": described}
 
 
-def _parameter(name: str, place: str, schema: Schema) -> Schema:
-    return {"name": name, "in": place, "required": place == "path", "schema": schema}
+def _probe(summary: str, about: str, query: Schema | None = None) -> Schema:
+    described: Schema = {
+        "summary": summary,
+        "description": about,
+        "security": [],
+        "responses": {"200": {"description": "Yes."}, "503": {"description": "No."}},
+    }
+    if query:
+        described["parameters"] = _query(query)
+        described["responses"]["401"] = {"$ref": "#/components/responses/401"}
+    return {"get": described}
 
 
-def _errors(schema: Schema = _ERROR) -> Schema:
-    return {"default": {"description": "An error.", "content": {"application/json": {"schema": schema}}}}
+def _described(summary: str, about: str, answer: str, statuses: tuple[int, ...], anthropic: bool = False) -> Schema:
+    name = "anthropic-" if anthropic else ""
+    errors = {str(status): {"$ref": f"#/components/responses/{name}{status}"} for status in statuses}
+    return {
+        "summary": summary,
+        "description": about,
+        "responses": {
+            "200": {"description": answer},
+            **errors,
+            "default": {"$ref": f"#/components/responses/{name}default"},
+        },
+    }
+
+
+def _id(name: str) -> Schema:
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "description": MODEL["description"],
+        "schema": TEXT,
+    }
+
+
+def _query(parameters: Schema) -> list[Schema]:
+    """Return the parameters of a query. The description of each stands beside its schema."""
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "description": schema["description"],
+            "schema": {key: value for key, value in schema.items() if key != "description"},
+        }
+        for name, schema in parameters.items()
+    ]
+
+
+def _errors(prefix: str, schema: Schema) -> Schema:
+    """Return the answers with errors, by their names in the components of the document."""
+    content = {"application/json": {"schema": schema}}
+    found = {f"{prefix}{status}": {"description": words, "content": content} for status, words in MEANINGS.items()}
+    return found | {f"{prefix}default": {"description": "Any other error.", "content": content}}

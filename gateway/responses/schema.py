@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from gateway.openai.option_schemas import PARALLEL, STREAM, said
 from gateway.openai.tools import MOST_TOOLS, NAME
 
 Schema = dict[str, Any]
@@ -65,21 +66,54 @@ _FORMAT: Final[Schema] = {
         _of_type("json_schema", ["schema"], schema=_OBJECT, name=_TEXT, strict={"type": ["boolean", "null"]}),
     ]
 }
+_TOOLS: Final[Schema] = {"type": "array", "maxItems": MOST_TOOLS, "items": {"anyOf": [_TOOL, _LEFT_OUT]}}
+_CHOICES: Final[Schema] = {
+    "anyOf": [{"enum": ["auto", "none", "required"]}, _of_type("function", ["name"], name=_TEXT)],
+}
 RESPONSES: Final[Schema] = {
-    "input": {"anyOf": [_TEXT, _ITEMS]},
-    "instructions": _TEXT,
-    "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": {"anyOf": [_TOOL, _LEFT_OUT]}},
-    "tool_choice": {
-        "anyOf": [{"enum": ["auto", "none", "required"]}, _of_type("function", ["name"], name=_TEXT)],
-    },
-    "parallel_tool_calls": {"type": "boolean", "default": True},
-    "max_output_tokens": {"type": "integer", "minimum": 1},
-    "text": {"type": "object", "properties": {"format": _FORMAT, "verbosity": _TEXT}},
-    "reasoning": {"type": "object", "properties": {"effort": _TEXT}},
-    "include": {"type": "array", "items": _TEXT},
-    "previous_response_id": {"type": ["string", "null"]},
-    "store": {"type": ["boolean", "null"]},
-    "truncation": {"enum": ["auto", "disabled", None]},
-    "stream": {"type": "boolean", "default": False},
+    "input": said(
+        {"anyOf": [_TEXT, _ITEMS]},
+        "The conversation: a text, or messages, calls of functions, their results, and reasoning. A picture of a user "
+        "is refused.",
+    ),
+    "instructions": said(_TEXT, "A system message before the conversation."),
+    "tools": said(
+        _TOOLS,
+        "Functions that the model may call, also those within a tool of the type `namespace`. Other tools are left "
+        "out, and the header `x-modelctl-changed` says so.",
+    ),
+    "tool_choice": said(
+        _CHOICES,
+        "Whether the model calls a tool: as it likes (`auto`, the default with `tools`), never, always, or the named "
+        "one.",
+    ),
+    "parallel_tool_calls": PARALLEL,
+    "max_output_tokens": said(
+        {"type": "integer", "minimum": 1},
+        "Most tokens of the answer, reasoning included. Unset: what is left of the context.",
+    ),
+    "text": said(
+        {"type": "object", "properties": {"format": _FORMAT, "verbosity": _TEXT}},
+        "`format` gives the answer the shape of any JSON object or of a schema. `verbosity` changes nothing.",
+    ),
+    "reasoning": said(
+        {"type": "object", "properties": {"effort": _TEXT}},
+        "`effort` is the variable `reasoning_effort` of the model's chat template. A summary is never written.",
+    ),
+    "include": said(
+        {"type": "array", "items": _TEXT},
+        "`reasoning.encrypted_content` adds the reasoning in encrypted form. All else changes nothing.",
+    ),
+    "previous_response_id": said(
+        {"type": ["string", "null"]},
+        "The conversation goes on behind this response. The gateway keeps it for an hour, and until its next restart.",
+    ),
+    "store": said(
+        {"type": ["boolean", "null"]},
+        "False: the response is not kept. It is kept in memory only, never on disk, so OpenAI's 30 days do not hold.",
+        default=True,
+    ),
+    "truncation": said({"enum": ["auto", "disabled", None]}, "A prompt that is too long is refused, also with `auto`."),
+    "stream": STREAM,
 }
 """Properties of a request to /v1/responses that other requests do not have, or have in another shape."""

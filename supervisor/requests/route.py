@@ -26,41 +26,20 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The keys of ``route``, in GENERATE. Times are in milliseconds; None is no limit."""
+    """The keys of ``route``, in GENERATE, as ``protocol.bodies.RouteKeys`` describes them. None is no limit."""
 
     resume: bool = True
-    """When the request's worker dies, go on with the answer in another worker: no token twice, none missing."""
     priority: str = "normal"
-    """Share of the workers while other requests wait: ``interactive`` requests get most, ``batch`` requests least."""
     queue_ms: int | None = None
-    """Longest wait for a worker, and in it for a place in its batch. A request that waits longer ends with
-    ``queue_timeout``."""
     ttft_ms: int | None = None
-    """Longest time to the first token. A request that takes longer ends with ``deadline_exceeded``."""
     deadline_ms: int | None = None
-    """Longest time to the end of the answer. A request that takes longer ends with ``deadline_exceeded``."""
     affinity: str | None = None
-    """Requests with the same text here go to the same worker, where their prefix is in the cache. If this is not set,
-    the beginning of the prompt is used."""
     progress: bool = False
-    """Report the place in the queue, and how far the load and the prompt are, until the first token."""
     keep_alive: float | str | None = None
-    """For a lazy model: unload it when it has had no request for so long, as in Ollama. A number of seconds, or a text
-    such as `5m` or `1h30m`; 0: as soon as it has nothing to do; a negative one: never. It holds in place of the model's
-    `ttl` until the model is unloaded, or another request sets it. A key needs `--keep-alive` for it."""
     ttl: int | None = None
-    """As `keep_alive`, by the name that LM Studio has for it: whole seconds."""
     on_behalf_of: str | None = None
-    """Send the request for the HTTP key with this id: the SHA-256 of its token, 64 digits of lower-case hex. Then that
-    key's rights, models, limits and place in the queue apply. Only connections over ipc, and keys with the right
-    ``gateway``, may give it."""
-
     trace_ids: tuple[str, ...] = ()
-    """Names of the request, such as the id of the HTTP request that it belongs to. The verb ``story`` finds the request
-    by them."""
     notes: tuple[str, ...] = ()
-    """What the sender of the request has to know, such as an option that a gateway has ignored or changed. The verb
-    ``story`` shows it."""
 
 
 _EMPTY = Route()

@@ -5,7 +5,7 @@ from enum import IntEnum
 import pytest
 from pydantic import BaseModel
 
-from tools.docs.attribute_docs import attribute_docs
+from protocol.attribute_docs import attribute_docs
 from tools.docs.docstrings import render
 from tools.docs.outside import outside
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import click
 
+from protocol.attribute_docs import attribute_docs
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.root import ALIASES, cli
-from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import page, table, text
 
 INTRODUCTION = """\

@@ -1,7 +1,7 @@
 """Make the table of error codes from ``protocol.errors``."""
 
+from protocol.attribute_docs import attribute_docs
 from protocol.errors import RETRYABLE, ErrorCode
-from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import GENERATED, table, text
 
 

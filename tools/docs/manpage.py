@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import click
 
 from protocol import __version__
+from protocol.attribute_docs import attribute_docs
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
 from supervisor.cli.root import ALIASES, cli
-from tools.docs.attribute_docs import attribute_docs
 from tools.docs.commands import walk
 
 COMMON = 5

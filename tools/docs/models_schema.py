@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from answer_formats.families import FORMATS
+from protocol.attribute_docs import attribute_docs
 from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
@@ -24,7 +25,6 @@ from supervisor.config_schema import FileConfig
 from supervisor.config_values import LEAST_HELD, MAX_DURATION_S, MIN_LEASE_S, MOST_HELD, MOST_MARKER
 from supervisor.placement.sizes import MAX_BYTES
 from supervisor.schema_validation import Read, Within
-from tools.docs.attribute_docs import attribute_docs
 from tools.docs.configuration import split
 
 Schema = dict[str, Any]

@@ -17,6 +17,7 @@ from tools.docs.decoding_plot import decoding_plot
 from tools.docs.errors import error_table
 from tools.docs.headlines import readme
 from tools.docs.http_errors import http_error_table
+from tools.docs.http_options import anthropic_options, http_endpoints, http_options, http_orders, responses_options
 from tools.docs.manpage import man_page
 from tools.docs.models_schema import models_schema
 from tools.docs.request_options import request_options_page
@@ -30,6 +31,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "python-client.md": client_page,
     "_generated/errors.md": error_table,
     "_generated/http-errors.md": http_error_table,
+    "_generated/http-endpoints.md": http_endpoints,
+    "_generated/http-orders.md": http_orders,
+    "_generated/http-options.md": http_options,
+    "_generated/responses-options.md": responses_options,
+    "_generated/anthropic-options.md": anthropic_options,
     "images/decoding.svg": decoding_plot,
     "../deploy/grafana/modelctl.json": dashboard,
     **PARTS,

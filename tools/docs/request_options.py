@@ -1,4 +1,4 @@
-"""Make the page of a request's options from ``GenerateRequest``, the route, and what the engines offer."""
+"""Make the page of a request's options from ``GenerateRequest``, ``RouteKeys``, and what the engines offer."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,13 +7,14 @@ from typing import Any
 
 from model_worker.engines.embedded import check as embedded
 from model_worker.engines.exllamav2 import options as exllamav2
+from protocol.attribute_docs import attribute_docs
+from protocol.bodies import RouteKeys
 from protocol.chat import ChatFields
 from protocol.presets import PRESETS
 from protocol.request import ALIASES, GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, LIMITS
 from protocol.sampling_params import SamplingParams
 from supervisor.requests.route import CHECKS, Route
-from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import page, table, text
 
 OFFERED: dict[str, frozenset[str]] = {"exllamav2": exllamav2.OFFERED, "transformers": embedded.OFFERED}
@@ -39,7 +40,7 @@ def request_options_page() -> str:
     limited = ", ".join(f"`{name}`" for name in LIMITS if name != "prompt_tokens")
     return page(
         "Options of a request",
-        "protocol/request.py, protocol/sampling_params.py and supervisor/requests/route.py",
+        "protocol/request.py, protocol/sampling_params.py and protocol/bodies.py",
         INTRODUCTION,
         "## What is asked",
         "Give exactly one of `prompt`, `messages` and `token_ids`.",
@@ -124,7 +125,7 @@ def _default(value: Any) -> str:
 
 
 def _route_rows() -> list[tuple[str, str, str, str]]:
-    docs = attribute_docs(Route)
+    docs = attribute_docs(RouteKeys)
     return [
         (f'<span id="{key.name}"></span>`{key.name}`', CHECKS[key.name][1], _default(key.default), text(docs[key.name]))
         for key in fields(Route)

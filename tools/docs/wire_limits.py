@@ -1,6 +1,7 @@
 """Describe the errors and the limits of the wire."""
 
 from protocol import limits
+from protocol.attribute_docs import attribute_docs
 from protocol.bodies import APPEARS, Place
 from protocol.chat import DEEPEST
 from protocol.errors import ErrorCode
@@ -10,7 +11,6 @@ from supervisor.ports.arrivals import ArrivalLimits
 from supervisor.requests import pending_queries
 from supervisor.requests.advance import MOST_UNREAD
 from supervisor.requests.credit_control import SendBufferLimits
-from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import GENERATED, table
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import types
 from typing import Annotated, Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from protocol import bodies
-from tools.docs.attribute_docs import attribute_docs
+from protocol.attribute_docs import attribute_docs
 from tools.docs.markdown import table, text
 
 NAMES = {

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from protocol import bodies
+from protocol.attribute_docs import attribute_docs
 from protocol.chat import ChatMessage
 from protocol.messages import (
     CLIENT_TO_SUPERVISOR,
@@ -23,7 +24,6 @@ from supervisor import calls
 from supervisor.event_history import EventKind
 from supervisor.keys.rights import _OF_VERB, Right
 from supervisor.workers.lifecycle import WorkerState
-from tools.docs.attribute_docs import attribute_docs
 from tools.docs.markdown import GENERATED, table, text
 from tools.docs.wire_maps import KEY_HEADER, described, inner_maps, map_section, type_name
 

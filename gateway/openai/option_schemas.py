@@ -1,0 +1,276 @@
+"""What the OpenAPI document says about the options of OpenAI's chats and completions. Pure.
+
+The options of this project come from the model that the worker validates requests with. Their descriptions are the
+texts below its fields, of which docs/request-options.md is made, too. The descriptions of the other options stand here,
+and docs/http-api.md is made of them (``tools.docs.http_options``). So neither a limit nor a description stands twice.
+"""
+
+from functools import cache
+from typing import Any, Final
+
+from gateway.openai.foreign_options import NO_EFFECT_OF, SYNONYMS
+from gateway.openai.options import MOST_ANSWERS, MOST_TOP, OWN
+from gateway.openai.tools import MOST_TOOLS, NAME
+from protocol.attribute_docs import attribute_docs
+from protocol.bodies import RouteKeys
+
+Schema = dict[str, Any]
+SAME: Final = "x-modelctl-same-as"
+"""Key of the schema of a synonym: the option that it stands for."""
+UNUSED: Final = "x-modelctl-unused"
+"""Key of the schema of an option that changes nothing."""
+TEXT: Final[Schema] = {"type": "string"}
+OBJECT: Final[Schema] = {"type": "object"}
+_BOOL: Final[Schema] = {"type": "boolean"}
+
+
+def said(schema: Schema, description: str, **more: Any) -> Schema:
+    """Return a schema with a description."""
+    return {**schema, "description": description, **more}
+
+
+MODEL: Final = said(TEXT, "The name of a model, an alias or a variant: `GET /v1/models` lists them.")
+_MESSAGE: Final[Schema] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": ["developer", "system", "user", "assistant", "tool"]},
+        "content": {
+            "anyOf": [
+                TEXT,
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": TEXT},
+                    },
+                },
+                {"type": "null"},
+            ]
+        },
+        "name": TEXT,
+        "tool_calls": {"type": "array", "items": OBJECT},
+        "tool_call_id": TEXT,
+        "reasoning_content": {"anyOf": [TEXT, {"type": "null"}]},
+    },
+}
+MESSAGES: Final = said(
+    {"type": "array", "minItems": 1, "items": _MESSAGE},
+    "The conversation. The content of a message is a text or an array of text parts. The role `developer` stands for "
+    "`system`. If the last message is the assistant's and has `prefix: true`, the answer continues it.",
+)
+_NAMED: Final[Schema] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": TEXT}},
+    },
+}
+_TOOL: Final[Schema] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+                "description": TEXT,
+                "parameters": said(OBJECT, "The JSON schema of the arguments."),
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+_ALLOWED: Final[Schema] = {
+    "type": "object",
+    "required": ["type", "allowed_tools"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "required": ["mode", "tools"],
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "minItems": 1, "items": _NAMED},
+            },
+        },
+    },
+}
+_CHOICES: Final[Schema] = {"anyOf": [{"enum": ["auto", "none", "required"]}, _NAMED, _ALLOWED]}
+_BUDGET: Final[Schema] = {"type": "integer", "minimum": 0}
+_IDS: Final[Schema] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPTS: Final[Schema] = {"anyOf": [TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [TEXT, _IDS]}}]}
+IDS: Final = _IDS
+ADD_PROMPT: Final = said(_BOOL, "End the text where the assistant speaks next.", default=True)
+STREAM: Final = said(_BOOL, "Send the answer as server-sent events.", default=False)
+PARALLEL: Final = said(_BOOL, "Allow more than one call of a tool in an answer.", default=True)
+_SHAPES: Final[Schema] = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": OBJECT},
+}
+_THINKING: Final[Schema] = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": ["enabled", "disabled", "adaptive", "auto"]}, "budget_tokens": _BUDGET},
+}
+_REASONING: Final[Schema] = {
+    "type": "object",
+    "properties": {"enabled": _BOOL, "effort": TEXT, "max_tokens": _BUDGET},
+}
+BOTH: Final[Schema] = {
+    "model": MODEL,
+    "stream": STREAM,
+    "stream_options": said(
+        {"type": "object", "properties": {"include_usage": _BOOL}},
+        "With `include_usage: true` the last event of a stream has no choices, but `usage` and `timings`.",
+    ),
+    "n": said(
+        {"type": "integer", "minimum": 1, "maximum": MOST_ANSWERS},
+        "The number of answers. Their seeds are `seed`, `seed` + 1, and so on. The prompts of a completion times `n` "
+        "are at most 1024.",
+        default=1,
+    ),
+    "response_format": said(
+        _SHAPES,
+        "The shape of the answer: any text, any JSON object, or JSON that validates against a schema. Other than at "
+        "OpenAI, `strict: false` makes no difference: the answer always has the shape.",
+    ),
+    "cut_to_context": said(
+        _BOOL,
+        "Let the end of the context cut the answer, if `max_tokens` is more than the prompt leaves of the context. "
+        "False refuses such a request.",
+        default=True,
+    ),
+    "prompt_logprobs": said(
+        {"type": "integer", "minimum": 0, "maximum": MOST_TOP},
+        "Add a list of vLLM's shape with the log-probability of each token of the prompt, and this number of likeliest "
+        "tokens at its place. Not for streams, and only with `n: 1`.",
+    ),
+    "structured_outputs": said(
+        {
+            "type": "object",
+            "properties": {"json": {}, "regex": TEXT, "choice": {"type": "array", "items": TEXT}},
+        },
+        "vLLM's form of `json_schema`, `regex` and `choice`. Give one of the three.",
+    ),
+    "do_sample": said(_BOOL, "False: greedy decoding, as `temperature: 0`."),
+    "dynamic_temperature": said(_BOOL, "False: leave `min_temp`, `max_temp` and `temp_exponent` out."),
+}
+"""Options of chats and of completions, besides those of this project that have the same form over HTTP."""
+CHAT: Final[Schema] = {
+    "messages": MESSAGES,
+    "tools": said(
+        {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
+        "Functions that the model may call. Tools of other types are left out, and the header `x-modelctl-changed` "
+        "says so.",
+    ),
+    "tool_choice": said(
+        _CHOICES,
+        "Whether the model calls a tool: as it likes (`auto`, the default with `tools`), never, always, the named "
+        "one, or one of those in `allowed_tools`.",
+    ),
+    "parallel_tool_calls": PARALLEL,
+    "reasoning_effort": said(
+        TEXT,
+        "A word such as `low` or `high`: the variable `reasoning_effort` of the model's chat template, which only some "
+        "templates read. `none` switches reasoning off.",
+    ),
+    "reasoning_budget": said(
+        _BUDGET,
+        "Most tokens of reasoning. After that many, the reasoning is ended in the model's place, and the model goes on "
+        "with the answer. If it is not known how the model reasons, the budget is ignored, and the header "
+        "`x-modelctl-ignored` says so.",
+    ),
+    "chat_template_kwargs": said(OBJECT, "Further variables of the model's chat template."),
+    "add_generation_prompt": ADD_PROMPT,
+    "continue_final_message": said(_BOOL, "Continue the last message, instead of beginning a new turn.", default=False),
+    "response_prefix": said(TEXT, "The beginning of the answer, which the model continues. As TabbyAPI has it."),
+    "enable_thinking": said(
+        {"type": ["boolean", "string"]},
+        "Switch reasoning on or off, for chat templates that have such a switch. A text is the `reasoning_effort`.",
+    ),
+    "thinking": said(
+        {"anyOf": [_BOOL, _THINKING]},
+        "Reasoning on or off, as `enable_thinking`. `budget_tokens` is the `reasoning_budget`.",
+    ),
+    "reasoning": said(
+        {"anyOf": [_BOOL, _REASONING]},
+        "Reasoning in OpenRouter's form: `enabled` as `enable_thinking`, `effort` as `reasoning_effort`, and "
+        "`max_tokens` as `reasoning_budget`.",
+    ),
+    "verbosity": said(
+        {"enum": ["low", "medium", "high"]},
+        "The variable `verbosity` of the model's chat template. Few templates read it.",
+    ),
+}
+"""Options of chats alone."""
+COMPLETION: Final[Schema] = {
+    "prompt": said(
+        _PROMPTS,
+        "The text that the model continues, as it is: without a chat template. An array of token ids is one prompt, "
+        "and an array of texts, or of such arrays, several.",
+    ),
+    "token_ids": said(_IDS, "The prompt as token ids, in place of `prompt`."),
+    "logprobs": said(
+        {"type": "integer", "minimum": 0, "maximum": MOST_TOP},
+        "Report the log-probability of each token, and this number of likeliest tokens at its place.",
+    ),
+    "echo": said(
+        _BOOL,
+        "Put the prompt before the text. With `logprobs` the lists have the prompt's tokens, too, of which the first "
+        "has null.",
+        default=False,
+    ),
+}
+"""Options of completions alone."""
+_OTHERWISE: Final = {
+    "budget_if_reasoning": "Leave `reasoning_budget` out for a model of which it is not known how it reasons. Chats "
+    "set it with each `reasoning_budget`, unless `gateway.unknown_options` is `refuse`.",
+}
+"""Options of this project that mean something else over HTTP than on the wire."""
+_ROUTE: Final[Schema] = {
+    "resume": {"type": "boolean", "default": True},
+    "priority": {"enum": ["interactive", "normal", "batch"], "default": "normal"},
+    **{name: {"type": "integer", "minimum": 1} for name in ("queue_ms", "ttft_ms", "deadline_ms")},
+    "affinity": {"type": "string", "minLength": 1, "maxLength": 256},
+    "keep_alive": {"type": ["number", "string"]},
+    "ttl": {"type": "integer", "minimum": 1},
+}
+
+
+@cache
+def own_options() -> Schema:
+    """Return the options of this project that have one form over HTTP and on the wire."""
+    from protocol.request import GenerateRequest  # brings pydantic: 80 ms that no start of a gateway has to take
+
+    known: Schema = GenerateRequest.model_json_schema()["properties"]
+    options = {name: schema for name, schema in known.items() if name in OWN} | _ROUTE
+    docs = {**attribute_docs(GenerateRequest), **attribute_docs(RouteKeys), **_OTHERWISE}
+    return {
+        name: said(
+            {key: value for key, value in schema.items() if key != "title" and (key, value) != ("default", None)},
+            " ".join(docs[name].replace("``", "`").split()),
+        )
+        for name, schema in options.items()
+    }
+
+
+def with_other_names(options: Schema) -> Schema:
+    """Return options, the synonyms that other servers have for them, and the options that change nothing."""
+    synonyms = {
+        name: said(options[ours], f"Another name of `{ours}`.", **{SAME: ours})
+        for name, ours in SYNONYMS.items()
+        if ours in options and name not in options
+    }
+    unused = {
+        name: said({}, f"An option of {owner}. It changes nothing here.", **{UNUSED: True})
+        for owner, names in NO_EFFECT_OF.items()
+        for name in names
+        if name not in options
+    }
+    return options | synonyms | unused

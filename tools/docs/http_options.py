@@ -1,0 +1,80 @@
+"""Make the tables of endpoints and of options in docs/http-api.md from the gateway's OpenAPI document."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from gateway.anthropic.schema import MESSAGES
+from gateway.openai.option_schemas import BOTH, CHAT, COMPLETION
+from gateway.openai.schema import document
+from gateway.responses.schema import RESPONSES
+from tools.docs.markdown import GENERATED, table
+
+SECTIONS: Final = {
+    "/v1/responses": "the-responses-api",
+    "/v1/messages": "anthropics-api",
+    "/v1/models": "models",
+    "/v1/requests": "requests",
+    "/v1/events": "events-and-logs",
+    "/v1/logs": "events-and-logs",
+    "/v1/config": "configuration",
+    "/livez": "probes",
+}
+"""The endpoints about which the page says more, and the part of the page."""
+ORDERS: Final = "Orders"
+"""The tag of the endpoints that stand in a table of their own."""
+
+
+def http_endpoints() -> str:
+    """Return the table of endpoints, without the orders. Paths that mean the same stand in one row."""
+    return _endpoints(lambda tag: tag != ORDERS)
+
+
+def http_orders() -> str:
+    """Return the table of the endpoints that take orders."""
+    return _endpoints(lambda tag: tag == ORDERS)
+
+
+def _endpoints(wanted: Callable[[str], bool]) -> str:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for path, methods in document()["paths"].items():
+        for method, described in methods.items():
+            if not wanted(described["tags"][0]):
+                continue
+            shown = f"`{method.upper()} {path}`"
+            query = [each["name"] for each in described.get("parameters", ()) if each["in"] == "query"]
+            names = ", ".join(f"`{name}`" for name in query)
+            what = f"{described['summary']} {described['description']}" + (f" Parameters: {names}." if names else "")
+            place = f"[{shown}](#{SECTIONS[path]})" if path in SECTIONS else shown
+            rows.setdefault((what, described["responses"]["200"]["description"]), []).append(place)
+    shown_rows = [(", ".join(places), what, answer) for (what, answer), places in rows.items()]
+    if len({answer for _, answer in rows}) == 1:
+        return _part(table(("endpoint", "what it does"), [row[:2] for row in shown_rows]), "gateway/openai/schema.py")
+    return _part(table(("endpoint", "what it does", "the answer"), shown_rows), "gateway/openai/schema.py")
+
+
+def http_options() -> str:
+    """Return the table of the options of chats and completions that have another form than on the wire."""
+    of = {"chats": CHAT, "completions": COMPLETION, "both": BOTH}
+    rows = [
+        (f"`{name}`", where, schema["description"]) for where, group in of.items() for name, schema in group.items()
+    ]
+    return _part(table(("option", "of", "meaning"), rows), "gateway/openai/option_schemas.py")
+
+
+def responses_options() -> str:
+    """Return the table of the options of the Responses API."""
+    return _options(RESPONSES, "gateway/responses/schema.py")
+
+
+def anthropic_options() -> str:
+    """Return the table of the options of Anthropic's API."""
+    return _options(MESSAGES, "gateway/anthropic/schema.py")
+
+
+def _options(options: dict[str, Any], source: str) -> str:
+    rows = [(f"`{name}`", schema["description"]) for name, schema in options.items()]
+    return _part(table(("option", "meaning"), rows), source)
+
+
+def _part(text: str, source: str) -> str:
+    return f"{GENERATED.format(source=source)}\n\n{text}\n"
