@@ -69,7 +69,7 @@ def document() -> Schema:
         "Models": _models(),
         "Orders": _orders(),
         "Tokens": _tokens(),
-        "Administration": _administration(),
+        "Operation": _operation(),
         "Probes": _probes(),
     }
     for tag, paths in groups.items():
@@ -170,9 +170,9 @@ def _models() -> Schema:
         ),
         "/v1/models/{id}": _get(
             "Describe a model.",
-            "A key with the right `status` or `admin` also gets the state of each worker, in `modelctl.workers`.",
+            "A key with the right `status` or `admin` also gets the state of each worker: `workers` in the object `modelctl`.",
             "A `model`, with the keys that clients of several servers look for.",
-            path="id",
+            path={"id": MODEL},
         ),
         "/v1/model": _get(
             "Describe the default model.",
@@ -218,7 +218,7 @@ def _orders() -> Schema:
         "wake": ("Wake a model.", "As `modelctl wake`.", {}),
     }
     return {
-        **{f"/v1/models/{{id}}/{end}": _order(*order, path="id") for end, order in of_model.items()},
+        **{f"/v1/models/{{id}}/{end}": _order(*order, path={"id": MODEL}) for end, order in of_model.items()},
         "/v1/reload": _order(
             "Read models.yaml again, and apply what it changes.",
             "As `modelctl reload`. The key must be one for all models. `GET /v1/config` shows what would change.",
@@ -226,10 +226,10 @@ def _orders() -> Schema:
         ),
         "/v1/requests/{id}/cancel": _order(
             "Cancel a request.",
-            "The client of the request gets what was computed, with the finish reason `cancelled`. A request of another "
-            "key takes the right `admin`.",
+            "The client of the request gets what was computed, with the finish reason `cancelled`. A request of "
+            "another key takes the right `admin`.",
             {},
-            path="id",
+            path={"id": said(TEXT, "The id of the request: in the list, in `x-request-id`, or of its answer.")},
         ),
         "/v1/model/load": _order(
             "Load the model that the body names.",
@@ -312,7 +312,7 @@ def _tokens() -> Schema:
     }
 
 
-def _administration() -> Schema:
+def _operation() -> Schema:
     name = said(TEXT, "The name of a model. Without it: all models.")
     return {
         "/v1/requests": _get(
@@ -423,26 +423,25 @@ def _optional(schema: Schema, required: bool) -> Schema:
     return kept | (value if required or nullable else {"anyOf": [value, {"type": "null"}]})
 
 
-def _order(summary: str, about: str, properties: Schema, *, path: str | None = None) -> Schema:
+def _order(summary: str, about: str, properties: Schema, *, path: Schema | None = None) -> Schema:
     """Return the description of a path that gives an order.
 
     properties  the keys that the body may have
-    path        the name of a parameter in the path; None for none
+    path        the parameters in the path, each with its schema
     """
     answer = "What the order begins: the `state` of each worker. The order goes on."
     described = _post(summary, about, answer, properties, [])["post"]
     described["responses"] = _described(summary, about, answer, _ORDERING)["responses"]
     described["requestBody"]["required"] = False
     if path is not None:
-        described["parameters"] = [_id(path)]
+        described["parameters"] = _parameters("path", path)
     return {"post": described}
 
 
-def _get(summary: str, about: str, answer: str, *, path: str | None = None, query: Schema | None = None) -> Schema:
+def _get(summary: str, about: str, answer: str, *, path: Schema | None = None, query: Schema | None = None) -> Schema:
     """Return the description of a path without a body, see ``_post`` and ``_order``. ``query``: its parameters."""
     described = _described(summary, about, answer, _READING)
-    parameters = [_id(path)] if path is not None else []
-    if parameters := parameters + _query(query or {}):
+    if parameters := _parameters("path", path or {}) + _parameters("query", query or {}):
         described["parameters"] = parameters
     return {"get": described}
 
@@ -455,7 +454,7 @@ def _probe(summary: str, about: str, query: Schema | None = None) -> Schema:
         "responses": {"200": {"description": "Yes."}, "503": {"description": "No."}},
     }
     if query:
-        described["parameters"] = _query(query)
+        described["parameters"] = _parameters("query", query)
         described["responses"]["401"] = {"$ref": "#/components/responses/401"}
     return {"get": described}
 
@@ -474,23 +473,13 @@ def _described(summary: str, about: str, answer: str, statuses: tuple[int, ...],
     }
 
 
-def _id(name: str) -> Schema:
-    return {
-        "name": name,
-        "in": "path",
-        "required": True,
-        "description": MODEL["description"],
-        "schema": TEXT,
-    }
-
-
-def _query(parameters: Schema) -> list[Schema]:
-    """Return the parameters of a query. The description of each stands beside its schema."""
+def _parameters(place: str, parameters: Schema) -> list[Schema]:
+    """Return the parameters of a path or of a query. The description of each stands beside its schema."""
     return [
         {
             "name": name,
-            "in": "query",
-            "required": False,
+            "in": place,
+            "required": place == "path",
             "description": schema["description"],
             "schema": {key: value for key, value in schema.items() if key != "description"},
         }

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -32,6 +33,52 @@ def test_every_endpoint_of_the_api_is_described() -> None:
     paths = {path.replace("{id}", end) for path in document()["paths"] for end in ("{name:path}", "{id:path}")}
     for _, path, _ in API:
         assert {path, f"/v1{path}"} & paths
+
+
+def operations() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in document()["paths"].items():
+        for method, described in methods.items():
+            yield f"{method.upper()} {path}", described
+
+
+def test_no_option_and_no_endpoint_is_without_a_description() -> None:
+    bare = []
+    for name, described in operations():
+        texts = {"": described.get("description"), "summary": described.get("summary")}
+        texts |= {each["name"]: each.get("description") for each in described.get("parameters", ())}
+        if "requestBody" in described:
+            properties = described["requestBody"]["content"]["application/json"]["schema"]["properties"]
+            texts |= {option: schema.get("description") for option, schema in properties.items()}
+        bare += [f"{name} {option}" for option, text in texts.items() if not text or not text.strip().endswith(".")]
+    assert bare == []
+
+
+def test_every_answer_is_described_with_its_errors() -> None:
+    shared = document()["components"]["responses"]
+    for name, described in operations():
+        assert described["tags"][0] in [tag["name"] for tag in document()["tags"]]
+        for status, answer in described["responses"].items():
+            found = shared[answer["$ref"].rpartition("/")[2]] if "$ref" in answer else answer
+            assert found["description"], (name, status)
+        assert {"200", "503"} <= described["responses"].keys(), name
+        if described.get("security") is None:
+            assert {"400", "401", "403", "default"} <= described["responses"].keys(), name
+    anthropic = document()["paths"]["/v1/messages"]["post"]["responses"]["529"]["$ref"].rpartition("/")[2]
+    assert shared[anthropic]["content"]["application/json"]["schema"]["properties"]["type"] == {"const": "error"}
+
+
+def test_descriptions_are_those_of_the_page_of_options() -> None:
+    """Options of this project are described at one place, from which docs/request-options.md is made, too."""
+    shown = body_of("/v1/completions")["properties"]
+    assert shown["min_p"]["description"] == "Drop tokens less likely than this share of the likeliest; 0 is off."
+    assert (shown["min_p"]["default"], shown["priority"]["default"]) == (0.0, "normal")
+    assert shown["priority"]["description"].startswith("Share of the workers while other requests wait: `interactive`")
+    assert shown["max_new_tokens"]["description"] == "Another name of `max_tokens`."
+    assert shown["cache_prompt"]["description"] == "An option of llama-server. It changes nothing here."
+    assert body_of("/v1/responses")["properties"]["top_logprobs"]["description"].startswith("Not offered: ")
+    page = (ROOT / "docs" / "http-api.md").read_text()
+    for name in ("http-endpoints", "http-orders", "http-options", "responses-options", "anthropic-options"):
+        assert f'--8<-- "_generated/{name}.md"' in page
 
 
 def test_every_schema_is_valid_and_every_option_is_there() -> None:
