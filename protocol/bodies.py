@@ -90,6 +90,8 @@ class Model(TypedDict):
     variants: list[str]
     """The variants of the model. GENERATE reaches the variant `precise` as `NAME:precise`, with the name or an alias
     before the colon."""
+    unlisted: list[str]
+    """Those of its names and variants that lists for people leave out: `listed: false` in models.yaml."""
     default: str | None
     """The name for which a request without a model stands (`default_model` of models.yaml), if it is a name of this
     model; else null."""

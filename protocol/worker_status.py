@@ -46,6 +46,8 @@ class WorkerStatus(TypedDict):
     """Further names of the model."""
     variants: list[str]
     """The variants of the model."""
+    unlisted: list[str]
+    """Those of its names and variants that lists for people leave out."""
     default: str | None
     """The name for which a request without a model stands, if it is a name of this model."""
     description: str | None

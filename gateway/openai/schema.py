@@ -170,7 +170,8 @@ def _models() -> Schema:
         ),
         "/v1/models/{id}": _get(
             "Describe a model.",
-            "A key with the right `status` or `admin` also gets the state of each worker: `workers` in the object `modelctl`.",
+            "Keys with the right `status` or `admin` also get the state of each worker: `workers` in the object "
+            "`modelctl`.",
             "A `model`, with the keys that clients of several servers look for.",
             path={"id": MODEL},
         ),
