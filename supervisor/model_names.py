@@ -60,7 +60,9 @@ class ModelNames:
 
     def _add(self, name: str, model: str, config: ModelConfig, variant: VariantConfig) -> None:
         self._named[name] = _named(model, config, variant)
-        if not (config.listed if variant.listed is None else variant.listed):
+        shown = config.listed if variant.listed is None else variant.listed
+        of_alias = name != model and not name.startswith(f"{model}:")  # one that is not listed shows in no name
+        if not shown or (of_alias and not config.listed):
             self._unlisted.add(name)
 
     def __iter__(self) -> Iterator[str]:
