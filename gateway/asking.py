@@ -83,7 +83,7 @@ async def begin(
     held.sent(keeps=keeps)
     optional = wanted.options.get("budget_if_reasoning") and wanted.options.get("reasoning_budget") is not None
     budget = wanted.names.get("reasoning_budget", "reasoning_budget") if optional else None
-    wanted.notes.watch(streams, wanted.names.get("max_tokens", "max_tokens"), budget)
+    wanted.notes.watch(streams, wanted.names, budget)
     return tuple(streams)
 
 

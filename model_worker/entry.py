@@ -208,7 +208,7 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
         gc.freeze()
         gc.enable()  # a load may leave cycles that hold tensors
         engine.load(progress)
-        check_defaults(spec.sampling, engine.capabilities.offered)
+        check_defaults(spec.sampling, spec.forced, engine.capabilities.offered)
     except (LoadError, OSError) as e:
         away = is_away(e, spec.engine)
         if not away and not isinstance(e, LoadError):
@@ -223,7 +223,7 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     template = engine.chat_template
     forms = () if template is None else probe_template(template, lease.loading)
     format = AnswerFormat.of(template, spec, forms)
-    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow, format)
+    loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow, format, spec.forced)
     # The objects of the loaded model stay, too. Without gc.freeze() the garbage collector scans all of them whenever
     # enough new objects have gathered. Each scan stops every stream for about 160 ms.
     gc.collect()

@@ -6,9 +6,9 @@ PARENT is the process that asked. A directory may be hostile, huge, or on a file
 supervisor nor a command reads any of it itself. This process makes the checks that the model's worker makes before it
 loads, and reports every fault. It also reports how much GPU memory the model will need.
 
-It reads a JSON list of questions from stdin: {"spec": fields of EngineSpec, "sampling": the model's defaults, "counts":
-[numbers of GPUs], "installed": whether to check that the engine's packages are installed here}. It writes one line of
-JSON for each question, in the order of the questions:
+It reads a JSON list of questions from stdin: {"spec": fields of EngineSpec, "sampling": the model's defaults, "forced":
+its forced values, "counts": [numbers of GPUs], "installed": whether to check that the engine's packages are installed
+here}. It writes one line of JSON for each question, in the order of the questions:
 
     {"faults": [{"key", "message", "machine"}, ...]} for a model that cannot be loaded as configured: the key of the
         model in models.yaml, a line for people, and whether only this machine lacks something. With "away": true the
@@ -89,7 +89,7 @@ def _of_transformers(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
 
     faults = Faults(spec.model_dir)
     checked = faults.of(lambda: check(spec))
-    faults.of(lambda: check_defaults(question["sampling"], OFFERED))
+    faults.of(lambda: check_defaults(question["sampling"], question["forced"], OFFERED))
     faults.raise_found()
     assert checked is not None
     unknown = f"there is no estimate for engine {spec.engine}"
@@ -136,7 +136,7 @@ def _of_exllamav2(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     if (checked := faults.of(lambda: check(spec))) is not None:
         options, directory, sizes, draft = checked.options, checked.directory, checked.sizes, checked.draft
         known = offered(speculates=options.speculates, tensor_parallel=options.tensor_parallel)
-        faults.of(lambda: check_defaults(question["sampling"], known))
+        faults.of(lambda: check_defaults(question["sampling"], question["forced"], known))
         # Further counts serve only to name a remedy if the model does not fit on the first count.
         faults.of(lambda: check_parallel(options, directory, sizes, question["counts"][0]))
         for count in question["counts"]:

@@ -32,7 +32,7 @@ _LONGEST_END: Final = 256
 class Intake:
     """Turns requests into jobs for one loaded engine.
 
-    sampling, limits  the model's, as in WorkerSpec
+    sampling, forced, limits  the model's, as in WorkerSpec
     format            how the model writes
     """
 
@@ -42,10 +42,11 @@ class Intake:
         sampling: Mapping[str, Any],
         limits: Mapping[str, Any],
         format: AnswerFormat = UNKNOWN,
+        forced: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._engine, self._format = engine, format
         self._capabilities = engine.capabilities
-        self._sampling, self._limits = sampling, limits
+        self._sampling, self._limits, self._forced = sampling, limits, forced
         ends = (engine.encode_rendered(text) for text in format.ends)
         self._ends = turn_end_ids(engine, format.forms).union(ids[0] for ids in ends if len(ids) == 1)
         self.longest_text = self._capabilities.context * MAX_BYTES_PER_TOKEN
@@ -60,7 +61,8 @@ class Intake:
         Raises RequestError, and WireError WORKER_DIED for an answer that was begun and cannot go on in this worker.
         """
         variables = variant.get("template_kwargs", {})
-        request = parse_generate(body, self._defaults(variant), self._limits, variables)
+        forced = self._forced_by(variant)
+        request = parse_generate(body, self._defaults(variant), self._limits, variables, forced)
         if request.tool_choice == "required" and self._format.tools is None:
             raise _unsupported("tool_choice", "the format in which this model calls tools is not known", "tool_format")
         if request.reasoning_budget is not None:
@@ -94,9 +96,13 @@ class Intake:
     def _defaults(self, variant: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**self._sampling, **variant["sampling"]} if "sampling" in variant else self._sampling
 
+    def _forced_by(self, variant: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**self._forced, **variant["forced"]} if "forced" in variant else self._forced
+
     def _unset_max_tokens(self, variant: Mapping[str, Any]) -> int:
         """Return the most tokens of an answer if the request does not say it."""
-        bounds = (self._defaults(variant).get("max_tokens"), self._limits.get("max_tokens"))
+        own = {**self._defaults(variant), **self._forced_by(variant)}
+        bounds = (own.get("max_tokens"), self._limits.get("max_tokens"))
         return min((bound for bound in bounds if bound is not None), default=self._capabilities.context)
 
     def constraint(self, request: GenerateRequest) -> tuple[str, str] | None:
@@ -153,9 +159,10 @@ class Intake:
         if max_tokens is None:
             most_tokens = self._unset_max_tokens(variant)
             if request.min_tokens > most_tokens < self._capabilities.context:
+                remedy = "ask for fewer" if "max_tokens" in self._forced_by(variant) else "give max_tokens, too"
                 raise RequestError(
                     f"min_tokens is {request.min_tokens}: more than the {most_tokens} of this model's own max_tokens: "
-                    "give max_tokens, too",
+                    f"{remedy}",
                     field="min_tokens",
                 )
             max_tokens = min(room, most_tokens)
@@ -291,11 +298,12 @@ def not_resumable(request: GenerateRequest) -> str | None:
     return None
 
 
-def check_defaults(sampling: Mapping[str, Any], offered: frozenset[str]) -> None:
-    """Raise LoadError for a sampling default of models.yaml that the engine does not offer."""
-    if name := not_offered(sampling, offered):
-        message = f"sampling.{name} is not offered by this model's engine: remove it"
-        raise LoadError(message, key=f"sampling.{name}" if name in sampling else "sampling.preset")
+def check_defaults(sampling: Mapping[str, Any], forced: Mapping[str, Any], offered: frozenset[str]) -> None:
+    """Raise LoadError for a sampling default or a forced value of models.yaml that the engine does not offer."""
+    for key, options in (("sampling", sampling), ("forced", forced)):
+        if name := not_offered(options, offered):
+            message = f"{key}.{name} is not offered by this model's engine: remove it"
+            raise LoadError(message, key=f"{key}.{name}" if name in options else f"{key}.preset")
 
 
 def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | None:

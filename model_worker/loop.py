@@ -74,10 +74,11 @@ class _Tracked(JobCursor):
     opening  what the first event says about the answer; empty if it says nothing, or has been sent
     cut      the most tokens of the answer, if the context has cut the request's max_tokens; else None
     left_out  the options that the worker does without, as the request allows it
+    forced   the options of the request that the model has replaced, with the value that counts
     empty    whether the answer is empty whatever the engine draws (max_tokens 0)
     """
 
-    __slots__ = ("came", "carry", "cut", "empty", "left_out", "opening", "prompt_tokens")
+    __slots__ = ("came", "carry", "cut", "empty", "forced", "left_out", "opening", "prompt_tokens")
 
     def __init__(self, channel: int, request: int, seq: int, tokens: int, carry: dict[str, Any]) -> None:
         super().__init__(channel, request, seq, tokens)
@@ -85,6 +86,7 @@ class _Tracked(JobCursor):
         self.opening: dict[str, Any] = {}
         self.cut: int | None = None
         self.left_out: list[str] = []
+        self.forced: Mapping[str, float | None] = {}
         self.empty = False
 
 
@@ -113,12 +115,13 @@ class WorkerLoop:
         lease: ProgressLease | None = None,
         every_second: Callable[[], None] = lambda: None,
         format: AnswerFormat = UNKNOWN,
+        forced: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._engine = engine
         self._link = link
         self._lease = lease or ProgressLease()
         self._every_second = every_second
-        self._intake = Intake(engine, sampling, limits, format)
+        self._intake = Intake(engine, sampling, limits, format, forced)
         self._format = format
         template = engine.chat_template
         self._renderer = None if template is None else Renderer(template, self._intake.longest_text, format.forms)
@@ -282,6 +285,7 @@ class WorkerLoop:
             tracked.cut = job.max_new_tokens
         if asked.reasoning_budget is None and "reasoning_budget" in asked.model_fields_set:  # see ``Intake.parse``
             tracked.left_out = ["reasoning_budget"]
+        tracked.forced = asked.replaced
         tracked.empty = asked.max_tokens == 0
         if not tracked.seq:
             if asked.with_format:
@@ -289,6 +293,8 @@ class WorkerLoop:
                 tracked.opening["prompt_tokens"] = tracked.prompt_tokens
             if tracked.left_out:
                 tracked.opening["left_out"] = tracked.left_out
+            if tracked.forced:
+                tracked.opening["forced"] = tracked.forced
             if tracked.cut is not None:
                 tracked.opening["max_tokens"] = tracked.cut
         if tracked.opening or tracked.empty:
@@ -395,6 +401,8 @@ class WorkerLoop:
             fields["max_tokens"] = tracked.cut
         if tracked.left_out:
             fields["left_out"] = tracked.left_out
+        if tracked.forced:
+            fields["forced"] = tracked.forced
         self._send(tracked, token_ids, fields, EventFlag.FINISHED)
 
     def _logprobs(self, tokens: Sequence[DrawnToken]) -> list[Any]:

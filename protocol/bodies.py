@@ -294,6 +294,9 @@ class DeltaEvent(TypedDict):
     max_tokens: NotRequired[Tokens]
     """With the first event of an answer, if `cut_to_context` has cut the request's `max_tokens`: the most tokens that
     the answer can have."""
+    forced: NotRequired[dict[str, float | None]]
+    """With the first event of an answer: options of the request that the model's `forced` values have replaced, with
+    the value that counts. Null stands for a value that is no number and no switch."""
 
 
 class FinishedEvent(TypedDict):
@@ -311,6 +314,9 @@ class FinishedEvent(TypedDict):
     """Options that the worker did without, as the request allows it (`budget_if_reasoning`)."""
     max_tokens: NotRequired[Tokens]
     """If `cut_to_context` has cut the request's `max_tokens`: the most tokens that the answer could have."""
+    forced: NotRequired[dict[str, float | None]]
+    """Options of the request that the model's `forced` values have replaced, with the value that counted. Null stands
+    for a value that is no number and no switch."""
     finish_reason: str
     """The reason why the answer ended. The values are listed below."""
     stop_string: NotRequired[str]

@@ -11,6 +11,41 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 """Sets of sampling parameters, by name. A request or a model's defaults may give such a name as ``preset``."""
 
 
+def force(fields: dict[str, Any], forced: Mapping[str, Any]) -> dict[str, float | None]:
+    """Replace options of a request by those that models.yaml forces. Return the options that had another value, with
+    the new value if it is a number or a switch, else with None.
+
+    ``max_tokens`` is only removed: as a default it is cut to what the prompt leaves of the context.
+
+    fields  the fields of the request, without aliases; changed in place
+    forced  option → value, which ``sampling_defaults.check_sampling`` has checked
+    """
+    replaced: dict[str, float | None] = {}
+    preset = fields.get("preset")
+    by_preset = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    for name, value in forced.items():
+        given = fields.pop(name, None)
+        if given is None:
+            given = by_preset.get(name)
+        if isinstance(given, str) and isinstance(value, list):
+            given = [given]
+        if given is not None and given != value:
+            replaced[name] = value if isinstance(value, int | float) else None
+        if name != "max_tokens":
+            fields[name] = value
+    return replaced
+
+
+def changed_option(name: str, value: float | None) -> str:
+    """Return how notes name a replaced option: ``temperature=0.7``, ``temperature_last=true``, or its name alone.
+
+    value  the new value; None for one that is no number and no switch
+    """
+    if isinstance(value, bool):
+        return f"{name}={str(value).lower()}"
+    return f"{name}={value:.15g}" if isinstance(value, int | float) else name
+
+
 def fill(fields: dict[str, Any], defaults: Mapping[str, Any]) -> frozenset[str]:
     """Add missing options to a request's fields. Returns the names that the model's defaults have set.
 

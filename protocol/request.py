@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from protocol.aliases import ALIASES
 from protocol.chat import ChatFields, ChatMessage
@@ -17,7 +17,7 @@ from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
 from protocol.field_errors import request_error
 from protocol.messages import ROUTE_KEYS
-from protocol.presets import fill
+from protocol.presets import fill, force
 from protocol.sampling_params import FieldsDisagree, SamplingParams, TokenId
 
 __all__ = ["ALIASES", "ChatMessage", "GenerateRequest", "SamplingParams", "parse_generate"]
@@ -153,6 +153,12 @@ class GenerateRequest(SamplingParams, ChatFields):
     negative_prompt: str | None = None
     """The text that cfg_scale leads away from. Unset: the model's beginning-of-sequence token alone. A model without
     such a token needs a text."""
+    _replaced: dict[str, float | None] = PrivateAttr(default_factory=dict)
+
+    @property
+    def replaced(self) -> Mapping[str, float | None]:
+        """The options whose values models.yaml has replaced, as ``presets.force`` returns them."""
+        return self._replaced
 
     @field_validator("token_ids")
     @classmethod
@@ -253,11 +259,13 @@ def parse_generate(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     limits: Mapping[str, Any] = MappingProxyType({}),
     variables: Mapping[str, Any] = MappingProxyType({}),
+    forced: Mapping[str, Any] = MappingProxyType({}),
 ) -> GenerateRequest:
     """Return the validated request in the body of a GENERATE.
 
     defaults, limits  those of the model, which ``protocol.sampling_defaults`` has checked
     variables         variables of the chat template, for a conversation that does not set them
+    forced            option → value that the model has for every request, checked as ``defaults`` are
 
     Raises RequestError, which names the field, its value and its limit.
     """
@@ -268,7 +276,8 @@ def parse_generate(
     given = _rename(fields)
     if type(top_k := fields.get("top_k")) is int and top_k == -1:
         fields["top_k"] = 0  # other servers write -1 for off
-    set_by_model = fill(fields, defaults)
+    replaced = force(fields, forced)
+    set_by_model = fill(fields, defaults) | forced.keys()
     if variables and fields.get("messages") is not None and isinstance(fields.get("template_kwargs"), dict | None):
         fields["template_kwargs"] = {**variables, **(fields.get("template_kwargs") or {})}
     try:
@@ -277,12 +286,14 @@ def parse_generate(
         known = [*GenerateRequest.model_fields, *ALIASES]
         error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, known, given, ELSEWHERE)
         if named := sorted(set_by_model.intersection(re.findall(r"\w+", error.message))):
-            error.message += f" ({' and '.join(named)} by this model's defaults)"
+            by_force = forced.keys() & set(named)
+            error.message += f" ({' and '.join(named)} by this model's {'forced values' if by_force else 'defaults'})"
         try:
             raise error from None
         finally:
             del error  # its traceback holds this frame, and with it the prompt
     request.check_limits(limits, given)
+    request._replaced = replaced
     return request
 
 

@@ -1,10 +1,12 @@
-"""Check a model's sampling defaults and hard limits, which stand in models.yaml. Pure.
+"""Check a model's sampling defaults, forced values and hard limits, which stand in models.yaml. Pure.
 
     sampling: {preset: steady, temperature: 0.7, max_tokens: 512}
+    forced: {repetition_penalty: 1.0}
     limits: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
 
-A default applies to a field that a request leaves out. A request beyond a limit is refused with an error that names the
-field. If neither the request nor a default sets ``max_tokens``, the limit is its value.
+A default applies to a field that a request leaves out, and a forced value to every request. A request beyond a limit is
+refused with an error that names the field. If neither the request nor a default sets ``max_tokens``, the limit is its
+value.
 """
 
 import difflib
@@ -25,6 +27,8 @@ DEFAULTS: Final = frozenset(SamplingParams.model_fields) - {"seed"} | {
     "preset", "max_tokens", "min_tokens", "stop", "stop_on_loop", "stop_token_ids", "banned_strings",
 }  # fmt: skip
 """Keys of ``sampling``."""
+FORCED: Final = DEFAULTS - {"preset"}
+"""Keys of ``forced``."""
 LIMITS: Final[Mapping[str, type]] = {
     "prompt_tokens": int, "max_tokens": int, "min_tokens": int, "top_logprobs": int, "prompt_logprobs": int,
     "temperature": float, "max_temp": float, "cfg_scale": float,
@@ -58,6 +62,15 @@ def check_sampling(sampling: Any) -> None:
     except ValidationError as e:
         error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, DEFAULTS, {})
         raise DefaultsProblem((error.field or "").partition(".")[0] or None, error.message) from None
+
+
+def check_forced(forced: Any, sampling: Mapping[str, Any]) -> None:
+    """Raise DefaultsProblem if ``forced`` has values that would be refused in a request without any option.
+
+    sampling  the model's defaults, which ``check_sampling`` has checked
+    """
+    _check_keys(forced, FORCED)
+    check_sampling({**sampling, **forced})
 
 
 def check_limits(limits: Any, sampling: Mapping[str, Any]) -> None:

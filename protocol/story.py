@@ -87,8 +87,9 @@ class Story(RequestSummary):
 
     notes: list[str]
     """What became of the options of the request: what the gateway has ignored (`ignored foo`) or changed (`changed
-    images: 1`). Once the answer has ended, `changed max_tokens=3071` is added if the context has cut that option, and
-    `ignored reasoning_budget` if the model does not reason."""
+    images: 1`). Once the answer has ended, `changed max_tokens=3071` is added if the context has cut that option,
+    `changed temperature=0.7` if the model has replaced that option by its `forced` value, and `ignored
+    reasoning_budget` if the model does not reason."""
     state: str
     """`ended`, or the state of an unfinished request, as `requests` has it."""
     prompt_tokens_estimate: Tokens

@@ -111,7 +111,7 @@ class ModelSpec:
         config = self.config
         return (
             replace(self.engine_spec, model_roots=()), config.gpu, config.gpus, config.node, config.sampling,
-            config.limits, config.step_timeout, config.tool_format, config.reasoning,
+            config.forced, config.limits, config.step_timeout, config.tool_format, config.reasoning,
         )  # fmt: skip
 
     @property
@@ -257,7 +257,7 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
             wrong = sampling_problems(config)
             problems += [source.problem((*path, *key), message) for key, message in wrong]
             if wrong:
-                config = replace(config, sampling=None, limits=None, variants={}, template_kwargs=None)
+                config = replace(config, sampling=None, forced=None, limits=None, variants={}, template_kwargs=None)
         spec, missing = _find(name, config, base, roots)
         problems += [source.problem((*path, *key), message) for key, message in missing]
         if spec is not None:

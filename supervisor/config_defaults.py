@@ -17,7 +17,7 @@ NO_DEFAULTS: Final = {
     "description": "is the description of one model; write it below the model",
 }
 """Keys of a model that would be wrong for several, and why."""
-MERGED: Final = ("sampling", "limits", "variants", "template_kwargs", "options")
+MERGED: Final = ("sampling", "forced", "limits", "variants", "template_kwargs", "options")
 """Keys whose maps are merged. The value of any other key is taken whole."""
 
 

@@ -71,6 +71,13 @@ class VariantConfig:
     Default: the model's own
     Example: {temperature: 0.2, max_tokens: 1024}
     """
+    forced: dict[str, Any] | None = None
+    """Values for all requests, see ``forced`` of a model. They replace the values of the same names in the model's own
+    ``forced``.
+
+    Default: the model's own
+    Example: {temperature: 0}
+    """
     template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, for conversations that do not set them. They replace the values of the same names
     in the model's own ``template_kwargs``.
@@ -295,6 +302,16 @@ class ModelConfig:
 
     Default: the neutral defaults of the options
     Example: {preset: steady, temperature: 0.7, max_tokens: 512}
+    """
+    forced: dict[str, Any] | None = None
+    """Values of options that count for every request, whatever the request asks for.
+
+    A request with another value is served with the forced one. The header ``x-modelctl-changed`` of its answer and
+    `modelctl story` say so. A request without the option gets the forced value, too. It wins over ``sampling``.
+    [Options of a request](request-options.md) marks the options that may stand here.
+
+    Default: requests choose
+    Example: {temperature: 0.7, repetition_penalty: 1.0}
     """
     limits: dict[str, Any] | None = None
     """Limits that a request may not exceed, by the option's name. ``prompt_tokens`` limits the length of the prompt.

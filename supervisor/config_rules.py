@@ -7,7 +7,7 @@ from typing import Any
 
 from protocol.limits import MODEL_NAME_PATTERN
 from protocol.process.worker_spec import OFF, PAGE_TOKENS
-from supervisor.config_model import ENGINE_KEYS, LAZY_KEYS, ModelConfig
+from supervisor.config_model import ENGINE_KEYS, LAZY_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import ClusterConfig, GroupConfig, HeldConfig
 from supervisor.workers.machines import AUTO
 from supervisor.yaml_source import KeyPath
@@ -85,20 +85,21 @@ def cluster_problems(models: Mapping[str, ModelConfig], cluster: ClusterConfig |
 
 
 def sampling_problems(config: ModelConfig) -> list[tuple[KeyPath, str]]:
-    """Return (path, message) for sampling defaults, limits and variables of the template with which every request would
-    be refused.
+    """Return (path, message) for sampling defaults, forced values, limits and variables of the template with which
+    every request would be refused.
 
     Those of the variants are included.
     """
-    if config.sampling is None and config.limits is None and not config.variants and not config.template_kwargs:
+    given = (config.sampling, config.forced, config.limits, config.variants or None, config.template_kwargs or None)
+    if all(part is None for part in given):
         return []
-    sampling, limits = config.sampling or {}, config.limits or {}
-    problems = _defaults_problems((), sampling, {}, limits)
+    limits = config.limits or {}
+    problems = _defaults_problems((), config, None, limits)
     beneath = config.template_kwargs or {}
     problems += _template_problems(("template_kwargs",), beneath)
     for name, variant in config.variants.items() if not problems else ():
         path: KeyPath = ("variants", name)
-        problems += _defaults_problems(path, variant.sampling or {}, sampling, limits)
+        problems += _defaults_problems(path, variant, config, limits)
         if variant.template_kwargs is not None:  # together with the model's own, which are valid alone
             problems += _template_problems((*path, "template_kwargs"), {**beneath, **variant.template_kwargs})
     return problems
@@ -153,24 +154,28 @@ def _crowd_problems(
 
 
 def _defaults_problems(
-    path: KeyPath, sampling: dict[str, Any], beneath: dict[str, Any], limits: dict[str, Any]
+    path: KeyPath, own: ModelConfig | VariantConfig, model: ModelConfig | None, limits: dict[str, Any]
 ) -> list[tuple[KeyPath, str]]:
-    """Return the first problem of a map of sampling defaults, and of the limits.
+    """Return the first problem of maps of sampling defaults and forced values, and of the limits.
 
-    path      the place of ``sampling`` in the model's entry
-    beneath   the defaults that ``sampling`` replaces
+    path   the place of the maps in the model's entry
+    own    has the maps
+    model  the model of a variant, whose maps are replaced by the names; None for the model itself
     """
     # The import takes 0.1 s, and few models have these keys.
-    from protocol.sampling_defaults import DefaultsProblem, check_limits, check_sampling
+    from protocol.sampling_defaults import DefaultsProblem, check_forced, check_limits, check_sampling
 
+    sampling, forced = own.sampling or {}, own.forced or {}
+    beneath, forced_beneath = (model.sampling or {}, model.forced or {}) if model is not None else ({}, {})
     place: KeyPath = (*path, "sampling")
     try:
         check_sampling(sampling)
-        if path:  # of a variant: together with the model's own defaults, which are valid alone
-            check_sampling({**beneath, **sampling})
-        else:
-            place = ("limits",)
-        check_limits(limits, {**beneath, **sampling})  # the limits are compared with the defaults, which are valid now
+        check_sampling({**beneath, **sampling})  # of a variant: together with the model's own, which are valid alone
+        place = (*path, "forced")
+        whole = {**beneath, **sampling, **forced_beneath}
+        check_forced(forced, whole)
+        place = (*path, "sampling") if path else ("limits",)
+        check_limits(limits, {**whole, **forced})  # the limits are compared with the values, which are valid now
     except DefaultsProblem as e:
         return [(place if e.key is None else (*place, e.key), e.problem)]
     return []

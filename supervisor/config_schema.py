@@ -380,7 +380,7 @@ class FileConfig:
     defaults: dict[str, Any] | None = None
     """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir, aliases and description.
 
-    A model's own key wins, also with the value ``null``. The maps ``sampling``, ``limits``, ``variants``,
+    A model's own key wins, also with the value ``null``. The maps ``sampling``, ``forced``, ``limits``, ``variants``,
     ``template_kwargs`` and ``options`` are merged by their keys, so a model replaces single options. A key that a
     model's engine does not know does not apply to that model. A key that is for lazy models applies to lazy models
     only. A default wins over the model's ``tabby_config.yml``. `modelctl config` shows what each model gets, and from

@@ -152,8 +152,8 @@ class _Tabby:
         out.common = {key: keys[key] for key in (wanted if isinstance(wanted, list) else ()) if key in keys}
         out.folder = folder
         keys |= self._adapters()
-        if sampling := self._sampling():
-            out.common["sampling"] = keys["sampling"] = sampling
+        for name, options in self._sampling().items():
+            out.common[name] = keys[name] = options
         if _is_set(named := model.get("model_name")):
             if model.get("use_dummy_models") and isinstance(dummies := model.get("dummy_model_names"), list):
                 keys["aliases"] = [str(name) for name in dummies]
@@ -207,7 +207,8 @@ class _Tabby:
         return {"lora": adapters} if adapters else {}
 
     def _sampling(self) -> dict[str, Any]:
-        """Return the values of the preset that stands for options which requests leave out."""
+        """Return the keys ``sampling`` and ``forced`` with the values of the preset, which count for options that
+        requests leave out, or for all requests."""
         preset = _map(self._data.get("sampling")).get("override_preset")
         if not _is_set(preset):
             return {}
@@ -217,13 +218,10 @@ class _Tabby:
         except Exception:  # missing or broken: the same advice
             self._out.notes.append(f"sampling.override_preset: {file} cannot be read; set `sampling` of the models")
             return {}
-        found = {}
+        found: dict[str, Any] = {}
         for name, entry in overrides.items():
-            if not isinstance(entry, dict) or not _is_set(value := entry.get("override")):
-                continue
-            found[name] = value
-            if entry.get("force") is True:
-                self._out.notes.append(f"{file.name}: {name} is forced there; here it is what a request leaves out")
+            if isinstance(entry, dict) and _is_set(value := entry.get("override")):
+                found.setdefault("forced" if entry.get("force") is True else "sampling", {})[name] = value
         return found
 
     def _note_the_rest(self) -> None:
@@ -263,7 +261,7 @@ _MODEL_NOTES: Final = {
     "metadata": "models.yaml has no metadata: write a comment",
     "aliases.unlisted": "an alias is listed if its model is: `listed: false` leaves out the model and all its aliases",
     "concurrencyLimit": "`max_batch_size` says how many requests run together, `max_queue` how many may wait",
-    "filters.stripParams": "requests keep their options; `limits` bounds them, `sampling` fills in what is missing",
+    "filters.stripParams": "requests keep options for which `forced` has no value; write the values there",
 }
 
 
@@ -441,8 +439,8 @@ class _SwapModel:
     def _filters(self, model: ForeignModel) -> None:
         filters = _map(self._entry.get("filters"))
         options = _map(filters.get("setParams"))
-        if sampling := {key: value for key, value in options.items() if key != "chat_template_kwargs"}:
-            model.keys["sampling"] = model.keys.get("sampling", {}) | sampling
+        if forced := {key: value for key, value in options.items() if key != "chat_template_kwargs"}:
+            model.keys["forced"] = forced
         if variables := _map(options.get("chat_template_kwargs")):
             model.keys["template_kwargs"] = model.keys.get("template_kwargs", {}) | variables
         variants = {}
@@ -452,11 +450,24 @@ class _SwapModel:
                 continue
             given = dict(_map(entry))
             kwargs = given.pop("chat_template_kwargs", None)
-            parts = {"sampling": given, "template_kwargs": kwargs}
+            parts = {"forced": given, "template_kwargs": kwargs}
             variants[variant[2]] = {key: value for key, value in parts.items() if value}
         if variants:
             model.keys["variants"] = variants
-        if _is_set(filters.get("stripParams") or filters.get("strip_params")):
+        if _is_set(stripped := filters.get("stripParams") or filters.get("strip_params")):
+            self._strip(model, [name.strip() for name in str(stripped).split(",")])
+
+    def _strip(self, model: ForeignModel, names: Sequence[str]) -> None:
+        """Force the values of the command for options that llama-swap takes out of requests. Note the other options."""
+        sampling, forced = model.keys.get("sampling", {}), model.keys.get("forced", {})
+        stripped = {name: sampling[name] for name in names if name in sampling and name not in forced}
+        rest = {name: value for name, value in sampling.items() if name not in stripped}
+        for key, options in (("sampling", rest), ("forced", stripped | forced)):
+            if options:
+                model.keys[key] = options
+            else:
+                model.keys.pop(key, None)
+        if any(name not in model.keys.get("forced", {}) for name in names):
             self._noted.setdefault("filters.stripParams", []).append(self._name)
 
 

@@ -31,8 +31,8 @@ class Named:
     """What a name means.
 
     model            the name of the model. For a name that nothing has, the name itself
-    defaults         a packed map with the variant's ``sampling``, and the ``template_kwargs`` of the model and of the
-                     variant, for what a request leaves out. It goes to the worker with the job. Empty if none is set
+    defaults         a packed map with the variant's ``sampling`` and ``forced``, and with the ``template_kwargs`` of
+                     the model and of the variant. It goes to the worker with the job. Empty if none is set
     template_kwargs  the variables of the chat template among these settings
     """
 
@@ -133,7 +133,7 @@ class ModelNames:
 
 def _named(model: str, config: ModelConfig, variant: VariantConfig = NO_VARIANT) -> Named:
     variables = {**(config.template_kwargs or {}), **(variant.template_kwargs or {})}
-    given = {"sampling": variant.sampling, "template_kwargs": variables}
+    given = {"sampling": variant.sampling, "forced": variant.forced, "template_kwargs": variables}
     settings = {key: value for key, value in given.items() if value}
     return Named(model, pack_body(settings) if settings else b"", variables)
 

@@ -7,7 +7,7 @@ and ``x-modelctl-changed`` of the answer, notes in the request's story, and line
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from gateway.http.errors import ApiError
 from protocol.client.stream_base import StreamBase
+from protocol.presets import changed_option
 
 _log = logging.getLogger(__name__)
 IGNORED: Final = "x-modelctl-ignored"
@@ -75,7 +76,7 @@ class Notes:
         self._changed: dict[str, None] = {}
         self._omitted: dict[str, int] = {}
         self._streams: Sequence[StreamBase] = ()
-        self._limit = "max_tokens"
+        self._names: Mapping[str, str] = {}
         self._budget: str | None = None
 
     def ignore(self, name: str, param: str | None = None) -> None:
@@ -109,14 +110,15 @@ class Notes:
         self._omitted[what] = self._omitted.get(what, 0) + 1
         _changed_log.tell(what, "of requests this is changed or left out: %s")
 
-    def watch(self, streams: Sequence[StreamBase], limit: str, budget: str | None = None) -> None:
+    def watch(self, streams: Sequence[StreamBase], names: Mapping[str, str], budget: str | None = None) -> None:
         """Note also what only the worker knows, as soon as a stream tells it: that the context has cut the answers of
-        these streams, and that a model whose reasoning is not known has ignored a budget for it.
+        these streams, that models.yaml forces the value of an option, and that a model whose reasoning is not known has
+        ignored a budget for it.
 
-        limit   the sender's name of ``max_tokens``
+        names   options that the sender calls otherwise: {our name: the sender's}
         budget  the sender's name of ``reasoning_budget``, if the request has ``budget_if_reasoning``
         """
-        self._streams, self._limit, self._budget = streams, limit, budget
+        self._streams, self._names, self._budget = streams, names, budget
 
     @property
     def ignored_names(self) -> int:
@@ -134,7 +136,10 @@ class Notes:
     def changed(self) -> str:
         """The changes, in one line; empty if there are none."""
         cut = [stream.max_tokens for stream in self._streams if stream.max_tokens is not None]
-        return _listed([*self._all_changed(), *([f"{self._limit}={min(cut)}"] if cut else [])])
+        by_worker = {name: value for stream in self._streams for name, value in stream.forced.items()}
+        by_worker |= {"max_tokens": min(cut)} if cut else {}
+        told = (changed_option(named(self._names.get(name, name)), value) for name, value in by_worker.items())
+        return _listed([*self._all_changed(), *told])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the answer that tell the notes."""

@@ -177,6 +177,7 @@ class StreamState:
     max_tokens: int | None = None
     prompt_tokens: int | None = None
     left_out: tuple[str, ...] = ()
+    forced: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

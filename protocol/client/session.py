@@ -223,6 +223,8 @@ class ClientSession:
             state.prompt_tokens = fields["prompt_tokens"]
         if isinstance(left_out := fields.get("left_out"), list):
             state.left_out = tuple(str(name) for name in left_out)
+        if isinstance(forced := fields.get("forced"), dict):
+            state.forced = {str(name): value for name, value in forced.items()}
         if type(fields.get("max_tokens")) is int:
             state.max_tokens = fields["max_tokens"]
         if "format" in fields:

@@ -88,6 +88,12 @@ class StreamBase:
         return self._state.left_out
 
     @property
+    def forced(self) -> dict[str, float | None]:
+        """The options of the request that the model's ``forced`` values have replaced, with the value that counts, or
+        None for one that is no number and no switch. Empty until the first event has arrived."""
+        return self._state.forced
+
+    @property
     def max_tokens(self) -> int | None:
         """The most tokens that the answer can have, if the context has cut the request's own ``max_tokens``
         (``cut_to_context``). None otherwise, and until the first event has arrived."""

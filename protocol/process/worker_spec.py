@@ -73,6 +73,7 @@ class WorkerSpec:
                     started the worker on another machine
     sampling        values for options that requests leave out (``sampling_defaults.DEFAULTS``), checked
     limits          the most that requests may ask for (``sampling_defaults.LIMITS``), checked
+    forced          values for all requests, whatever they ask for (``sampling_defaults.FORCED``), checked
     cpus            numbers of the CPUs that the worker may use: those next to its GPUs. Empty: all
     tool_format     name of the format of the model's calls, or OFF; None: the chat template tells
     reasoning       the markers before and behind the model's reasoning, or OFF; None: the chat template tells
@@ -98,6 +99,7 @@ class WorkerSpec:
     supervisor_pid: int
     sampling: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    forced: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
     tool_format: str | None = None
     reasoning: tuple[str, str] | Literal["off"] | None = None

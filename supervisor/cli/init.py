@@ -246,9 +246,9 @@ def _overlay(entry: Entry, keys: Mapping[str, Any], notes: list[str]) -> None:
     from supervisor.tabby_config import misfit
 
     for key, value in keys.items():
-        if key == "sampling":  # one option that is not known must not cost the others
+        if key in ("sampling", "forced"):  # one option that is not known must not cost the others
             whys = {name: misfit(entry.keys, key, {name: option}) for name, option in value.items()}
-            notes += [f"{entry.name}: sampling.{name} is left out: {why}" for name, why in whys.items() if why]
+            notes += [f"{entry.name}: {key}.{name} is left out: {why}" for name, why in whys.items() if why]
             fitting = {name: option for name, option in value.items() if not whys[name]}
             if fitting:
                 entry.keys[key] = entry.keys.get(key, {}) | fitting

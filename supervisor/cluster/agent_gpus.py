@@ -80,7 +80,7 @@ class AgentGpus:
         if self._count and not self._devices:
             return Refused("config", "Ray leased GPUs and set no CUDA_VISIBLE_DEVICES: let it do so", False)
         if self._count and spec.engine.engine in ESTIMATED:
-            question = Question(spec.engine, spec.sampling, (self._count,))
+            question = Question(spec.engine, spec.sampling, spec.forced, (self._count,))
             self._estimator.ask("the worker", question, self._take)
         else:
             self._take(Estimated(unknown=f"there is no estimate for engine {spec.engine.engine}"))

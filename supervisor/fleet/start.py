@@ -191,6 +191,7 @@ class Start(Admission):
             visible_devices=devices,
             cpus=replica.memory.cpus,
             sampling=config.sampling or {},
+            forced=config.forced or {},
             limits=config.limits or {},
             tool_format=config.tool_format,
             reasoning=config.reasoning,

@@ -37,6 +37,7 @@ class Question:
     """A question about one model.
 
     sampling   the model's sampling defaults
+    forced     the model's forced values of options
     counts     numbers of GPUs for which the needs are wanted, the likeliest first
     installed  whether it is a fault that the engine's packages are not installed on this machine
     template   whether the chat template is to be tried
@@ -44,6 +45,7 @@ class Question:
 
     spec: EngineSpec
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    forced: Mapping[str, Any] = field(default_factory=dict)
     counts: Sequence[int] = (1,)
     installed: bool = False
     template: bool = False

@@ -34,7 +34,7 @@ def question_of(spec: ModelSpec, *, installed: bool = False, template: bool = Fa
         return None
     gpu_request = gpu_request_of(spec)
     counts = gpu_request.counts if gpu_request is not None else (1,)
-    return Question(spec.engine_spec, spec.config.sampling or {}, counts, installed, template)
+    return Question(spec.engine_spec, spec.config.sampling or {}, spec.config.forced or {}, counts, installed, template)
 
 
 def answer_with(spec: ModelSpec, estimated: Estimated | None) -> Estimated:

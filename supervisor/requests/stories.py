@@ -48,6 +48,7 @@ class Outcome(NamedTuple):
     left_out           the options that the worker did without
     queue_ms           milliseconds until the worker began to compute the request, if the worker has said so
     error_message      the error in words. It never holds a text of the request, see ``worker_events._kept_words``
+    forced             the options that the worker replaced, each with its new value if that is a number or a switch
     """
 
     finish_reason: str | None
@@ -58,6 +59,7 @@ class Outcome(NamedTuple):
     left_out: tuple[str, ...] = ()
     queue_ms: float | None = None
     error_message: str | None = None
+    forced: tuple[str, ...] = ()
 
     @classmethod
     def of_error(cls, error: WireError) -> Self:
@@ -141,6 +143,7 @@ class Story:
         outcome = self.outcome or _NO_OUTCOME
         ignored = [f"ignored {name}" for name in outcome.left_out]
         cut = [] if outcome.max_tokens is None else [f"changed max_tokens={outcome.max_tokens}"]
+        cut += [f"changed {what}" for what in outcome.forced]
         return {
             **self.summary(unix),
             "notes": [*self.notes, *ignored, *cut],

@@ -8,11 +8,13 @@ in the queue, and to the budget of its key (``RequestAuthorizer.charge_party``).
 """
 
 import re
+from itertools import islice
 from typing import Any
 
 from protocol.codec import encode, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import TERMINAL, EventEntry, EventFlag, Events
+from protocol.presets import changed_option
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.reports import report
 from supervisor.requests.request_figures import OTHER
@@ -35,8 +37,9 @@ MOST_TOKENS = 1 << 31
 MOST_QUEUE_MS = 1e12
 """The longest wait that the supervisor believes."""
 LONGEST_REASON = 64
-"""Characters of a finish reason that are kept."""
-MOST_LEFT_OUT = 8
+"""Characters of a finish reason, and of an option's name, that are kept."""
+MOST_LEFT_OUT, MOST_FORCED = 8, 64
+"""Options of each kind that a story names. There are fewer."""
 _WITHOUT_VALUES = frozenset({ErrorCode.CONTEXT_OVERFLOW.wire_name, ErrorCode.HELPER_FAILED.wire_name})
 """Errors of workers whose messages hold numbers, but no value of the request."""
 _OPTION = re.compile("[a-z_]{1,32}")
@@ -244,6 +247,7 @@ class WorkerEvents:
             cut if type(cut) is int and 0 <= cut <= MOST_TOKENS else None,
             _left_out(body.get("left_out")),
             _milliseconds(body.get("timings")),
+            forced=_forced(body.get("forced")),
         )
         _count_prompt(request, usage.get("prompt_tokens", 0))
         if request.counters is not None:
@@ -271,6 +275,12 @@ def _left_out(given: Any) -> tuple[str, ...]:
     """Return the names of options that a worker did without."""
     names = given[:MOST_LEFT_OUT] if isinstance(given, list) else []
     return tuple(name[:LONGEST_REASON] for name in names if isinstance(name, str))
+
+
+def _forced(given: Any) -> tuple[str, ...]:
+    """Return the options that a worker replaced, each with its new value if that is a number or a switch."""
+    known = islice(given.items(), MOST_FORCED) if isinstance(given, dict) else ()
+    return tuple(changed_option(name[:LONGEST_REASON], value) for name, value in known if isinstance(name, str))
 
 
 def _count_prompt(request: InFlight, tokens: int) -> None:

@@ -131,16 +131,16 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
     assert done.returncode == 0, done.stderr
     written = read(place)
     assert written["gateway"] == {"listen": "127.0.0.1:5000", "auth": "none"}
-    calm = {"temperature": 0.7, "top_k": 40}
+    calm = {"sampling": {"top_k": 40}, "forced": {"temperature": 0.7}}
     assert written["models"]["main-exl2-4.0bpw"] == {
         "model_dir": str(tabby / "models" / "Main-exl2" / "4.0bpw"), "engine": "exllamav2", "gpu": "auto",
-        "cache_mode": "Q8", "max_seq_len": 1024, "max_batch_size": 6, "sampling": calm,
+        "cache_mode": "Q8", "max_seq_len": 1024, "max_batch_size": 6, **calm,
         "chat_template": str(tabby / "templates" / "chatml.jinja"),
         "template_kwargs": {"enable_thinking": True}, "aliases": ["Main-exl2/4.0bpw", "gpt-3.5-turbo"],
     }, "it starts with the supervisor, as it did there"  # fmt: skip
     assert written["models"]["other"] == {
         "model_dir": str(tabby / "models" / "Other"), "engine": "exllamav2", "gpu": "auto",
-        "lazy": True, "cache_mode": "Q8", "sampling": calm, "aliases": ["Other"],
+        "lazy": True, "cache_mode": "Q8", **calm, "aliases": ["Other"],
     }  # fmt: skip
     for said in (
         "network.send_tracebacks: errors never hold tracebacks",
@@ -148,7 +148,6 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
         "model.vision: images are not served",
         "embeddings.embedding_model_name: embeddings are not served",
         "developer.disable_request_streaming: has no counterpart",
-        "calm.yml: temperature is forced there",
         "main-exl2-4.0bpw: sampling.banned_tokens_of_somebody is left out",
     ):
         assert f"no counterpart: {said}" in done.stderr
@@ -185,10 +184,10 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
     assert written["models"] == {
         "chat": {
             "model_dir": str(models / "served"), "engine": "exllamav2", "lazy": True, "max_batch_size": 4,
-            "max_seq_len": 512, "gpu": [0, 1], "sampling": {"top_p": 0.9}, "autostart": True,
+            "max_seq_len": 512, "gpu": [0, 1], "forced": {"top_p": 0.9}, "autostart": True,
             "chat_template": str(models / "served" / "chat.jinja"),
             "template_kwargs": {"enable_thinking": False, "tail": "!"},
-            "variants": {"calm": {"sampling": {"temperature": 0.1}, "template_kwargs": {"enable_thinking": False}}},
+            "variants": {"calm": {"forced": {"temperature": 0.1}, "template_kwargs": {"enable_thinking": False}}},
         }
     }  # fmt: skip
     commented = yaml.safe_load(re.sub(r"^  # (?!.* is left out: )", "  ", text, flags=re.MULTILINE))["models"]

@@ -30,7 +30,12 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
     gateway = {"listen": free_port(), "auth": "none"}
-    models = {"m": engine(context=CONTEXT), "lazy": engine(context=CONTEXT, lazy=True)}
+    forced = {"max_tokens": 7, "temperature": 0.7, "stop": ["secret end"]}
+    variants = {"cold": {"forced": {"temperature": 0}}}
+    models = {
+        "m": engine(context=CONTEXT), "lazy": engine(context=CONTEXT, lazy=True),
+        "strict": engine(context=CONTEXT, forced=forced, variants=variants, lazy=True),
+    }  # fmt: skip
     with Serving(models, gateway=gateway) as serving:
         wait_until(lambda: serving.overview()["supervisor"]["gateway"]["ready"])
         yield serving
@@ -66,6 +71,30 @@ def test_a_max_tokens_that_does_not_fit_is_cut_and_said(serving: Serving, path: 
     assert story(serving, headers) == [f"changed max_tokens={left}"]
     fits = {name: 5 for name in body if name.startswith("max_")}
     assert ask(serving, path, body | fits)[1]["x-modelctl-changed"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_value_that_a_model_forces_counts_and_is_said(serving: Serving, path: str, stream: bool) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    asked = PATHS[path] | {"stream": stream, "model": "strict", "temperature": 1.5, limit: 3}
+    status, headers, answer = ask(serving, path, asked)
+    assert status == 200, answer
+    assert headers["x-modelctl-changed"] == f"{limit}=7, temperature=0.7"
+    assert story(serving, headers) == ["changed max_tokens=7", "changed temperature=0.7"]
+    if not stream:
+        usage = json.loads(answer)["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) == 7
+    same = {"temperature": 0.7, limit: 7}
+    assert ask(serving, path, asked | same)[1]["x-modelctl-changed"] is None
+    assert ask(serving, path, asked | same | {"model": "strict:cold"})[1]["x-modelctl-changed"] == "temperature=0"
+
+
+def test_texts_that_a_model_forces_are_not_repeated(serving: Serving) -> None:
+    status, headers, answer = ask(serving, "/v1/completions", {"model": "strict", "prompt": "a", "stop": "x"})
+    assert (status, headers["x-modelctl-changed"]) == (200, "stop"), answer
+    asked = {"model": "strict", "messages": MESSAGES, "max_tokens": 7, "stop_sequences": ["x"]}
+    assert ask(serving, "/v1/messages", asked)[1]["x-modelctl-changed"] == "stop_sequences"
 
 
 def test_several_answers_have_one_line(serving: Serving) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from protocol.codec import pack_body
 from protocol.errors import RequestError
-from protocol.presets import PRESETS, fill
+from protocol.presets import PRESETS, changed_option, fill, force
 from protocol.request import GenerateRequest, parse_generate
-from protocol.sampling_defaults import DEFAULTS, LIMITS, DefaultsProblem, check_limits, check_sampling
+from protocol.sampling_defaults import DEFAULTS, LIMITS, DefaultsProblem, check_forced, check_limits, check_sampling
 
 
 def parse(fields: dict[str, Any], defaults: dict[str, Any] | None = None, **limits: Any) -> GenerateRequest:
@@ -74,6 +74,61 @@ def test_a_default_that_disagrees_with_a_field_is_told_as_one(
     assert error.message.startswith(message)
     assert error.message.endswith(f"({error.field} by this model's defaults)")
     assert "defaults" not in refusal({"temperature": 11}, {"top_p": 0.5}).message
+
+
+@pytest.mark.parametrize(
+    ("fields", "forced", "expected", "replaced"),
+    [
+        ({}, {"temperature": 0.7}, {"temperature": 0.7}, {}),
+        ({"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 0.7}, {}),
+        ({"temperature": 1.5}, {"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 0.7}),
+        ({"temperature": "hot"}, {"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 0.7}),
+        ({"rep_pen": 1.5}, {"repetition_penalty": 1}, {"repetition_penalty": 1}, {"repetition_penalty": 1}),
+        (
+            {"preset": "steady"},
+            {"repetition_penalty": 1},
+            {"repetition_penalty": 1, "frequency_penalty": 0.03},
+            {"repetition_penalty": 1},
+        ),
+        ({"max_tokens": 9}, {"max_tokens": 5}, {"max_tokens": None}, {"max_tokens": 5}),
+        ({"stop": "\n"}, {"stop": ["\n"]}, {"stop": ("\n",)}, {}),
+        ({"stop": ["x", "y"]}, {"stop": ["secret"]}, {"stop": ("secret",)}, {"stop": None}),
+        (
+            {"temperature_last": False},
+            {"temperature_last": True},
+            {"temperature_last": True},
+            {"temperature_last": True},
+        ),
+    ],
+)
+def test_a_forced_value_counts_for_every_request_and_says_what_it_replaced(
+    fields: dict[str, Any], forced: dict[str, Any], expected: dict[str, Any], replaced: dict[str, Any]
+) -> None:
+    check_forced(forced, {})
+    defaults = {"temperature": 1.1, "frequency_penalty": 0.0}
+    request = parse_generate(pack_body({"prompt": "x", **fields}), defaults, {}, {}, forced)
+    assert {name: getattr(request, name) for name in expected} == expected
+    assert request.replaced == replaced
+
+
+def test_a_request_that_disagrees_with_a_forced_value_is_refused_and_told_so() -> None:
+    with pytest.raises(RequestError, match=r"min_temp is 0.5.*\(max_temp by this model's forced values\)"):
+        parse_generate(pack_body({"prompt": "x", "min_temp": 0.5}), forced={"max_temp": 0.4})
+    with pytest.raises(DefaultsProblem, match="preset: unknown key"):
+        check_forced({"preset": "steady"}, {})
+
+
+def test_a_forced_value_may_need_a_default_beside_it() -> None:
+    with pytest.raises(DefaultsProblem, match="min_temp is 1: must be less than max_temp"):
+        check_forced({"max_temp": 0.4}, {})
+    check_forced({"max_temp": 0.4}, {"min_temp": 0.1})
+
+
+def test_notes_name_numbers_and_switches_only() -> None:
+    fields: dict[str, Any] = {"stop": ["a"], "logit_bias": {1: 2.0}, "top_p": 1}
+    replaced = force(fields, {"stop": ["secret"], "logit_bias": {7: 1.0}, "top_p": 0.5, "temperature_last": True})
+    assert [changed_option(name, value) for name, value in replaced.items()] == ["stop", "logit_bias", "top_p=0.5"]
+    assert changed_option("temperature_last", True) == "temperature_last=true"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,24 @@ def test_defaults(tmp_path: Path) -> None:
             "sampling: {cfg_scale: 2.0}, limits: {cfg_scale: 1}}}",
             "models.a.limits.cfg_scale: ",
         ),
+        (
+            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', forced: {{preset: steady}}}}}}",
+            "models.a.forced.preset: unknown key; known are ",
+        ),
+        (
+            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', "
+            "forced: {temperature: 2}, limits: {temperature: 1}}}",
+            "models.a.limits.temperature: temperature is 2: this model allows at most 1: a request that leaves it out",
+        ),
+        (
+            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', "
+            "sampling: {min_temp: 0.5, max_temp: 2}, forced: {max_temp: 0.4}}}",
+            "models.a.forced.min_temp: min_temp is 0.5: must be less than max_temp",
+        ),
+        (
+            f"models: {{a: {{model_dir: ., engine: '{CUSTOM}', variants: {{v: {{forced: {{top_p: 7}}}}}}}}}}",
+            "models.a.variants.v.forced.top_p: top_p is 7: must be",
+        ),
         (f"models:\n  a: {{model_dir: ., engine: '{CUSTOM}', replicas: 0}}", "models.a.replicas: is 0: "),
         (
             f"default_model: no\nmodels: {{no: {{model_dir: ., engine: '{CUSTOM}'}}}}",

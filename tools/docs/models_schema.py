@@ -16,7 +16,7 @@ from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
-from protocol.sampling_defaults import DEFAULTS, LIMITS
+from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
 from supervisor.config import NOTE_PREFIX
 from supervisor.config_defaults import NO_DEFAULTS
 from supervisor.config_gateway import Address
@@ -134,6 +134,8 @@ def _mapping(kind: type) -> Schema:
         made["required"] = required
     if kind in (ModelConfig, VariantConfig):
         made["properties"]["sampling"] |= {"additionalProperties": False, "properties": _sampling()}
+        forced = {name: schema for name, schema in _sampling().items() if name in FORCED}
+        made["properties"]["forced"] |= {"additionalProperties": False, "properties": forced}
     if kind is ModelConfig:
         made["properties"]["limits"] |= {"additionalProperties": False, "properties": _limits()}
         made["properties"]["engine"] |= {"anyOf": [{"enum": [*ENGINE_KEYS]}, {"pattern": ":"}]}

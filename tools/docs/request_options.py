@@ -12,7 +12,7 @@ from protocol.bodies import RouteKeys
 from protocol.chat import ChatFields
 from protocol.presets import PRESETS
 from protocol.request import ALIASES, GenerateRequest
-from protocol.sampling_defaults import DEFAULTS, LIMITS
+from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
 from protocol.sampling_params import SamplingParams
 from supervisor.requests.route import CHECKS, Route
 from tools.docs.markdown import page, table, text
@@ -24,9 +24,10 @@ These are the options of `Client.generate`, of `modelctl run --set NAME=VALUE`, 
 that is unknown, out of range, given twice, or not offered by the model's engine is an error that names the option.
 
 Defaults leave the model's own distribution as it is. A model's entry in models.yaml may hold other defaults
-([`sampling`](configuration.md#sampling)) and limits ([`limits`](configuration.md#limits)). The column *models.yaml*
-says which of the two an option may stand in. What counts is, in this order: the option of the request, the request's
-preset, the model's own defaults, the model's preset."""
+([`sampling`](configuration.md#sampling)), values that no request can change ([`forced`](configuration.md#forced)) and
+limits ([`limits`](configuration.md#limits)). The column *models.yaml* says in which of these an option may stand. What
+counts is, in this order: the model's forced value, the option of the request, the request's preset, the model's own
+defaults, the model's preset."""
 HEADER = ("option", "value", "default", "engines", "models.yaml", "meaning")
 _OTHER_NAMES = {name: [alias for alias, target in ALIASES.items() if target == name] for name in ALIASES.values()}
 
@@ -76,7 +77,7 @@ def _table(names: Iterable[str]) -> str:
     rows = []
     for name in names:
         others = ", ".join(f"`{other}`" for other in _OTHER_NAMES.get(name, ()))
-        may = [key for key, names in (("sampling", DEFAULTS), ("limits", LIMITS)) if name in names]
+        may = [key for key, names in (("sampling", DEFAULTS), ("forced", FORCED), ("limits", LIMITS)) if name in names]
         rows.append(
             (
                 f'<span id="{name}"></span>`{name}`',
