@@ -45,7 +45,7 @@ def test_options_of_a_request_name_engine_bounds_and_other_names() -> None:
     assert "exllamav2" in rows["mirostat_tau"]
     assert "number from 0 to 10 " in rows["temperature"]
     assert "`rep_pen`" in rows["repetition_penalty"]
-    assert "sampling, limits" in rows["max_tokens"]
+    assert "sampling, forced, limits" in rows["max_tokens"]
     assert "longer ends with `queue_timeout`" in rows["queue_ms"]
     assert engines_of("prompt") == engines_of("temperature") == "all"
     assert engines_of("top_a") == "exllamav2"
