@@ -1,8 +1,8 @@
-"""GET /v1/requests, /v1/usage, /v1/events, /v1/logs and /v1/config: what happens, and models.yaml, for scripts and for
-the page.
+"""GET /v1/requests, /v1/usage, /v1/events, /v1/logs, /v1/config and /v1/keys: what happens, models.yaml, and the keys.
 
-The supervisor checks the rights. The requests and tokens are those of the caller's key, and with the right status or
-admin those of all keys. Events take one of these two rights. Logs and models.yaml take admin.
+Scripts and the page ask for them. The supervisor checks the rights. The requests and tokens are those of the caller's
+key, and with the right status or admin those of all keys. Events take one of these two rights. Logs, models.yaml and
+keys take admin.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ _USAGE: Final = {"key": str, "model": str, "since": str}
 _EVENTS: Final = {"model": str, "after": int, "limit": int}
 _LOGS: Final = {"model": str, "lines": int, "after": str}
 _CONFIG: Final = {"all": bool}
+_KEYS: Final = {"after": str, "limit": int}
 """The parameters of each path, which are those of its verb."""
 
 
@@ -54,6 +55,12 @@ async def configuration(request: Request) -> Response:
     """GET /v1/config: models.yaml, its values and faults, and what a reload would change."""
     check_keys(request, "answers about models.yaml")
     return await _answer(request, "config", _CONFIG)
+
+
+async def keys(request: Request) -> Response:
+    """GET /v1/keys: names, rights and limits, and no token."""
+    check_keys(request, "keys over HTTP")
+    return await _answer(request, "keys", _KEYS)
 
 
 async def _answer(request: Request, verb: str, known: Mapping[str, type]) -> Response:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway.http.body import read_json
-from gateway.http.callers import Caller, caller_of
+from gateway.http.callers import Caller, caller_of_order
 from gateway.http.errors import ApiError
 from gateway.openai.models import default_model, listed
 from protocol.client.model_names import means, unknown_among
@@ -47,21 +47,21 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 async def order(verb: str, request: Request) -> Response:
     """POST /v1/models/{name}/VERB."""
-    caller = _checked(request)
+    caller = caller_of_order(request)
     options = await _body(request, caller, OPTIONS.get(verb, ()))
     return await _give(request, caller, verb, request.path_params["name"], options)
 
 
 async def reload_all(request: Request) -> Response:
     """POST /v1/reload: read models.yaml again, and apply what it changes."""
-    caller = _checked(request)
+    caller = caller_of_order(request)
     await _body(request, caller, ())
-    return _answer(await request.app.state.link.call(caller, "reload"))
+    return answer_json(await request.app.state.link.call(caller, "reload"))
 
 
 async def cancel_request(request: Request) -> Response:
     """POST /v1/requests/{id}/cancel: the client of the request gets what was computed until then."""
-    caller = _checked(request)
+    caller = caller_of_order(request)
     await _body(request, caller, (), "a cancel takes none")
     name = request.path_params["id"]
     try:
@@ -70,12 +70,12 @@ async def cancel_request(request: Request) -> Response:
         if e.code is not ErrorCode.INVALID_REQUEST:
             raise
         raise ApiError(404, e.message, param="id", code="not_found") from None
-    return _answer({"id": name, "cancelled": True})
+    return answer_json({"id": name, "cancelled": True})
 
 
 async def load_named(request: Request) -> Response:
     """POST /v1/model/load: load the model that the body names, or the default model, as TabbyAPI does."""
-    caller = _checked(request)
+    caller = caller_of_order(request)
     name = await default_model(request, _name_in(await _body(request, caller, NAMES)))
     if not name:
         raise ApiError(400, "model_name is missing: name a model, or set default_model", param="model_name")
@@ -84,13 +84,13 @@ async def load_named(request: Request) -> Response:
 
 async def unload_named(request: Request) -> Response:
     """POST /v1/model/unload and /unload: unload the model that the body names, else every model with a process."""
-    caller = _checked(request)
+    caller = caller_of_order(request)
     if name := _name_in(await _body(request, caller, NAMES)):
         return await _give(request, caller, "unload", name)
     names = [one["name"] for one in await listed(request) if one["state"] in RUNNING]
     for name in names:
         await request.app.state.link.call(caller, "unload", model=name)
-    return _answer({"unloaded": names})
+    return answer_json({"unloaded": names})
 
 
 async def running(request: Request) -> Response:
@@ -100,7 +100,7 @@ async def running(request: Request) -> Response:
         for one in await listed(request)
         if one["state"] in RUNNING
     ]
-    return _answer({"running": found})
+    return answer_json({"running": found})
 
 
 async def use_post(request: Request) -> Response:
@@ -127,17 +127,6 @@ ROUTES: Final[tuple[tuple[str, str, Endpoint], ...]] = (
     ("GET", "/running", running),
 )
 """Method, path after /v1, and endpoint. They go before the route for every name of a model."""
-
-
-def _checked(request: Request) -> Caller:
-    """Return the sender of an order. Raises ApiError for one that a page of another site makes a browser send.
-
-    Browsers name that page in Origin, which ``http.cors`` has checked. Where a browser leaves Origin out, it says in
-    Sec-Fetch-Site that the page is another one.
-    """
-    if "origin" not in request.headers and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-        raise ApiError(403, "a web page of another site may give no orders", code="forbidden")
-    return caller_of(request)
 
 
 async def _body(
@@ -180,8 +169,9 @@ async def _give(
         if e.code in _CONFLICTS:  # for a request it would be 503, and a later one may be served
             raise ApiError(409, e.message, param="model", code=e.code.name.lower()) from None
         raise
-    return _answer({"model": model} | reply)
+    return answer_json({"model": model} | reply)
 
 
-def _answer(content: dict[str, Any]) -> Response:
+def answer_json(content: dict[str, Any]) -> Response:
+    """Return an answer that no cache keeps."""
     return Response(orjson.dumps(content), media_type="application/json", headers={"cache-control": "no-store"})

@@ -10,7 +10,10 @@ from protocol.client.async_client import AsyncClient
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.process.gateway_settings import GatewaySettings
 
-ORDERS = frozenset({"start", "stop", "unload", "sleep", "wake", "restart", "reload", "cancel_request"})
+ORDERS = frozenset(
+    {"start", "stop", "unload", "sleep", "wake", "restart", "reload", "cancel_request"}
+    | {"new_key", "set_key", "revoke_key"}
+)
 """Verbs that a supervisor on this machine takes on its admin socket only."""
 _log = logging.getLogger(__name__)
 AGAIN_S: Final = 0.5

@@ -24,13 +24,20 @@ from protocol.activity import (
 )
 from protocol.bodies import Bytes, Model, Seconds, Tokens
 from protocol.orders import (
+    KeysParams,
+    KeysResult,
     LogLevelParams,
     LogLevelResult,
     ModelParams,
+    NewKeyParams,
+    NewKeyResult,
     OrderResult,
     ReloadParams,
     ReloadResult,
     RestartResult,
+    RevokeKeyParams,
+    SetKeyParams,
+    SetKeyResult,
     ShutdownParams,
     StopParams,
 )
@@ -442,6 +449,10 @@ VERBS: Final[dict[str, Verb]] = {
         LogLevelResult,
         LogLevelParams,
     ),
+    "keys": Verb("List the keys of clients, with their rights and limits.", KeysResult, KeysParams),
+    "new_key": Verb("Make a key for a client over HTTP.", NewKeyResult, NewKeyParams),
+    "set_key": Verb("Change the rights and limits of a key.", SetKeyResult, SetKeyParams),
+    "revoke_key": Verb("Take a key off the list. Its requests and connections end.", NoResult, RevokeKeyParams),
     "logs": Verb("Return the last lines of a log, or the lines after a position.", LogsResult, LogsParams),
 }
 """All verbs of CALL."""

@@ -19,6 +19,7 @@ from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import How
+from supervisor.key_orders import DONE, MOST_KEYS, KeyOrders
 from supervisor.keys.rights import SEES_ALL, Identity, Right
 from supervisor.log_control import LogControl
 from supervisor.log_reading import MOST_LINES, read_log
@@ -39,6 +40,8 @@ from supervisor.workers.worker_life import Desired
 
 USAGE: Final = "usage"
 """The verb that the usage writer answers."""
+LATER: Final = frozenset({USAGE, *DONE})
+"""The verbs that processes of the supervisor answer."""
 _OPEN_TROUBLES: Final = ("gpus", "gateway", "cluster", "listen")
 """Troubles whose words name no model. A key for some models sees these only."""
 Params = dict[str, Any]
@@ -61,6 +64,7 @@ class AdminContext:
     usage: UsageKeeper | None
     reactor: Reactor
     logs: LogControl
+    keys: KeyOrders
 
 
 def answer(context: AdminContext, verb: str, params: Params, identity: Identity, *, admin: bool) -> Result:
@@ -73,12 +77,18 @@ def answer(context: AdminContext, verb: str, params: Params, identity: Identity,
     """
     entry = _VERBS.get(verb)
     if entry is None:
-        known = ", ".join(sorted(QUESTION_VERBS.union(_VERBS, [USAGE])))
+        known = ", ".join(sorted(QUESTION_VERBS.union(_VERBS, LATER)))
         raise WireError(ErrorCode.UNSUPPORTED, f"unknown verb {verb!r}: known are {known}", field="verb")
     handler, is_order = entry
-    if is_order and not admin:
-        raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
+    if is_order:
+        check_takes_order(verb, admin=admin)
     return handler(context, params, identity)
+
+
+def check_takes_order(verb: str, *, admin: bool) -> None:
+    """Raise WireError if an order came to a socket that takes none. ``admin``: whether this socket takes orders."""
+    if not admin:
+        raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
 
 
 def models(context: AdminContext, identity: Identity) -> list[Result]:
@@ -384,6 +394,11 @@ def _log_level(context: AdminContext, params: Params, identity: Identity) -> Res
     return {"levels": context.logs.levels(name, given.get("level"))}
 
 
+def _keys(context: AdminContext, params: Params, identity: Identity) -> Result:
+    given = _take(params, after=str, limit=int)
+    return context.keys.listed(given.get("after", ""), _whole(given, "limit", 100, 1, MOST_KEYS), identity)
+
+
 _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {
     "models": (_models, False),
     "status": (_status, False),
@@ -405,6 +420,7 @@ _VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool
     "cancel_request": (_cancel_request, True),
     "logs": (_logs, False),
     "log_level": (_log_level, True),
+    "keys": (_keys, False),
 }
 
 

@@ -25,6 +25,7 @@ from protocol.messages import (
 )
 from supervisor import calls
 from supervisor.deadline_timer import DeadlineTimer
+from supervisor.key_orders import DONE
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.model_names import ModelNames
 from supervisor.ports.client_port import ClientPort
@@ -146,6 +147,11 @@ class ClientMessages:
                 self._ask(connection.channel, message, params, caller, variables)
                 return
             admin = self._takes_orders(port)
+            if message.verb in DONE:
+                calls.check_takes_order(message.verb, admin=admin)
+                asker = Asker(connection.channel, message.call, connection.channel)
+                self._context.keys.begin(message.verb, params, caller, asker, self._context.fleet.registry.config)
+                return
             reply = {"result": calls.answer(self._context, message.verb, params, caller, admin=admin)}
         except WireError as e:
             reply = {"error": e.to_wire()}

@@ -42,6 +42,7 @@ from supervisor.fleet.rollout import How
 from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
 from supervisor.gateway_process import GatewayProcesses, supervisors_settings
 from supervisor.how_to_ask import how_to_ask, is_settled
+from supervisor.key_orders import KeyOrders
 from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
 from supervisor.listening import keys_of
@@ -158,6 +159,7 @@ class Supervisor:
             ring.refresh()
             key = opening.secret_key
             tcp = open_tcp_port(self._context, opening.endpoint, key, ring, budget.backlog, holds, log)
+        self._key_orders = KeyOrders(ring, timers, self._effects, log)
         self._authorizer = RequestAuthorizer(ring, self._scheduler, tcp, log)
         self._clients = ClientPorts(front, admin, tcp)
         self._descriptors = DescriptorWatch(budget, self._clients, log)
@@ -203,7 +205,7 @@ class Supervisor:
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
-            self._deadlines, self._effects, self._usage, self._reactor, self._logs,
+            self._deadlines, self._effects, self._usage, self._reactor, self._logs, self._key_orders,
         )  # fmt: skip
         self._messages = ClientMessages(
             self._clients, self._scheduler, self._queries, self._authorizer, context, self._deadlines, self._effects
@@ -268,6 +270,7 @@ class Supervisor:
         watch(self._signals.receiver, self._on_signals)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
         watch(self._gateway.descriptor, self._gateway.hear)
+        watch(self._key_orders.descriptor, self._key_orders.ended)
         if self._usage is not None:
             watch(self._usage.descriptor, self._usage.hear)
 

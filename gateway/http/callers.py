@@ -53,6 +53,18 @@ def caller_of(connection: HTTPConnection) -> Caller:
     )  # fmt: skip
 
 
+def caller_of_order(connection: HTTPConnection) -> Caller:
+    """Return the sender of an order. Raises ApiError for one that a page of another site makes a browser send.
+
+    Browsers name that page in Origin, which ``http.cors`` has checked. Where a browser leaves Origin out, it says in
+    Sec-Fetch-Site that the page is another one.
+    """
+    headers = connection.headers
+    if "origin" not in headers and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        raise ApiError(403, "a web page of another site may give no orders", code="forbidden")
+    return caller_of(connection)
+
+
 def check_keys(connection: HTTPConnection, what: str) -> None:
     """Raise ApiError if the gateway asks for no keys. ``what``: a plural, for people, of what takes a key."""
     if connection.app.state.settings.auth == "none":

@@ -70,6 +70,7 @@ def document() -> Schema:
         "Orders": _orders(),
         "Tokens": _tokens(),
         "Operation": _operation(),
+        "Keys": _keys(),
         "Probes": _probes(),
     }
     for tag, paths in groups.items():
@@ -372,6 +373,55 @@ def _operation() -> Schema:
     }
 
 
+def _keys() -> Schema:
+    who = "For keys for all models with the right `admin`. Off with `auth: none`."
+    limit = {"type": "integer", "minimum": 1}
+    tokens = "of prompts and answers together. Null: no limit."
+    fields = {
+        "rights": said(
+            {"type": "array", "minItems": 1, "items": {"enum": ["infer", "status", "admin", "gateway"]}},
+            "What the key may do. A key for HTTP cannot have `gateway`.",
+        ),
+        "models": said({"type": "array", "items": TEXT}, "Names of models, and patterns such as `qwen*`. Null: all."),
+        "expires": said(
+            TEXT, "A lifetime from now such as `30d`, or a time such as `2026-01-31T12:00:00Z`. Null: never."
+        ),
+        "max_in_flight": said(limit, "Most requests that may be unfinished. Null: no limit."),
+        "requests_per_minute": said(limit, "Most requests in a minute. Null: no limit."),
+        "tokens_per_minute": said(limit, f"Most tokens in a minute, {tokens}"),
+        "tokens_per_day": said(limit, f"Most tokens in a day, {tokens}"),
+        "keep_alive_s": said(
+            {"anyOf": [limit, TEXT]},
+            "Longest `keep_alive` of its requests: seconds, or a text such as `2h`. Null: none.",
+        ),
+    }
+    named = {"name": said(TEXT, "The name of the key.")}
+    made = fields | {"rights": said(fields["rights"], fields["rights"]["description"], default=["infer"])}
+    changed = "`key`, and `notes` about models that are not there yet."
+    return {
+        "/v1/keys": _get(
+            "List the keys.",
+            f"{who} No answer has a token or its hash.",
+            "`keys`, with their rights and limits, and `more`.",
+            query={
+                "after": said(TEXT, "The name of a key: only keys behind it in the alphabet."),
+                "limit": said({**limit, "maximum": 1000}, "Most keys.", default=100),
+            },
+        )
+        | _post(
+            "Make a key for a client over HTTP.",
+            who,
+            f"`token`, which no other answer has, {changed}",
+            named | made,
+            ["name"],
+        ),
+        "/v1/keys/{name}": {
+            "patch": _order("Change the rights and limits of a key.", who, fields, changed, path=named)["post"],
+            "delete": _get("Revoke a key.", f"{who} Its requests end.", "`revoked`: its name.", path=named)["get"],
+        },
+    }
+
+
 def _probes() -> Schema:
     return {
         "/livez": _probe(
@@ -424,13 +474,15 @@ def _optional(schema: Schema, required: bool) -> Schema:
     return kept | (value if required or nullable else {"anyOf": [value, {"type": "null"}]})
 
 
-def _order(summary: str, about: str, properties: Schema, *, path: Schema | None = None) -> Schema:
+_BEGUN: Final = "What the order begins: the `state` of each worker. The order goes on."
+
+
+def _order(summary: str, about: str, properties: Schema, answer: str = _BEGUN, *, path: Schema | None = None) -> Schema:
     """Return the description of a path that gives an order.
 
     properties  the keys that the body may have
     path        the parameters in the path, each with its schema
     """
-    answer = "What the order begins: the `state` of each worker. The order goes on."
     described = _post(summary, about, answer, properties, [])["post"]
     described["responses"] = _described(summary, about, answer, _ORDERING)["responses"]
     described["requestBody"]["required"] = False

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,31 +111,21 @@ def _limit_options(command: _F) -> _F:
 
 def _parsed(given: Mapping[str, str | None]) -> dict[str, Any]:
     """Return the values of the limits that are given. Raises BadParameter, which names the option."""
-    from supervisor.keys.records import KeysProblem, check_limit, parse_lifetime, parse_models, parse_rights
+    from supervisor.keys.records import LIMITS, KeysProblem
+    from supervisor.keys.rules import read_fields
 
-    def number(field: str, text: str) -> int | None:
-        return check_limit(field, int(text) if text.isascii() and text.isdecimal() else text)
+    texts = {field: text for field, text in given.items() if text is not None}
+    numbers = LIMITS.keys() - {"keep_alive_s"}
+    try:
+        return read_fields({field: _value(text, field in numbers) for field, text in texts.items()}, time.time())
+    except KeysProblem as e:
+        raise click.BadParameter(str(e), param_hint=_LIMITS[e.field or "rights"][0]) from None
 
-    values: dict[str, Any] = {}
-    for field, text in given.items():
-        if text is None:
-            continue
-        try:
-            if text == NO_LIMIT and field != "rights":
-                values[field] = None
-            elif field == "rights":
-                values[field] = parse_rights(text)
-            elif field == "models":
-                values[field] = parse_models(text)
-            elif field == "expires":
-                values[field] = int(time.time()) + parse_lifetime(text)
-            elif field == "keep_alive_s":
-                values[field] = check_limit(field, parse_lifetime(text))
-            else:
-                values[field] = number(field, text)
-        except KeysProblem as e:
-            raise click.BadParameter(str(e), param_hint=_LIMITS[field][0]) from None
-    return values
+
+def _value(text: str, is_number: bool) -> str | int | None:
+    if text == NO_LIMIT:
+        return None
+    return int(text) if is_number and text.isascii() and text.isdecimal() else text
 
 
 @keys.command(
@@ -232,32 +221,21 @@ def _examined(config: Path | None) -> "tuple[Path, Config] | None":
 
 
 def _check_models(text: str, examined: "tuple[Path, Config] | None", store: "KeyStore") -> None:
-    """Raise KeysProblem for other names of models: a key with an alias alone could do nothing. Warn of unknown names.
+    """Raise KeysProblem for other names of models, and warn of unknown names, as ``keys.rules`` says.
 
     text      the value of --models
     examined  the result of ``_examined``
     store     the place of the key. Its models.yaml is not known if --keys names another place
     """
-    from protocol.unknown_models import nearest
-    from supervisor.keys.records import KeysProblem
+    from supervisor.keys.rules import check_models
 
     if examined is None:
         return
     file, loaded = examined
     if loaded.keys_dir.absolute() != store.directory.absolute():
         return
-    for pattern in (part.strip() for part in text.split(",")):
-        if any(fnmatchcase(model, pattern) for model in loaded.models):
-            continue
-        meant = {loaded.names.find(name).model for name in loaded.names if fnmatchcase(name, pattern)}
-        if meant:
-            raise KeysProblem(
-                f"{pattern!r} is another name of {', '.join(sorted(meant))}: a key names models, and may then use all "
-                f"their names; write --models {','.join(sorted(meant))}"
-            )
-        near = nearest(pattern, loaded.models)
-        hint = "" if near is None else f" (did you mean {near!r}?)"
-        say(f"modelctl: {file} has no model {pattern!r}{hint}: until it has one, the key may use none by that name")
+    for sentence in check_models([part.strip() for part in text.split(",")], loaded.models, loaded.names, file):
+        say(f"modelctl: {sentence}")
 
 
 def _gateway_url(examined: "tuple[Path, Config] | None") -> str | None:

@@ -32,11 +32,12 @@ _EXPIRY = re.compile(r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$"
 _PATTERN = re.compile(r"^[a-z0-9*?\[\]!._-]{1,64}$")
 _LIFETIME = re.compile(r"^([0-9]{1,9})(s|m|h|d|w)$")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_LIMITS = {
+LIMITS = {
     "max_in_flight": MAX_IN_FLIGHT, "requests_per_minute": MAX_RATE, "tokens_per_minute": MAX_RATE,
     "tokens_per_day": MAX_RATE, "keep_alive_s": MAX_KEEP_ALIVE_S,
 }  # fmt: skip
-_KNOWN = frozenset({*_REQUIRED, *_IDS, *_LIMITS, "models", "expires"})
+"""Field of a key that is a number → the most that it may be."""
+_KNOWN = frozenset({*_REQUIRED, *_IDS, *LIMITS, "models", "expires"})
 _HEAD, _BETWEEN, _TAIL = '{\n  "clients": [\n    {\n', "\n    },\n    {\n", "\n    }\n  ]\n}\n"
 """What ``format_clients`` writes before, between and after the entries. A text in JSON cannot hold a line break."""
 _MOST_CACHED = 256
@@ -56,7 +57,14 @@ class Limits(TypedDict, total=False):
 
 
 class KeysProblem(ValueError):
-    """The keys cannot be used. The message is one line that says what to do, and holds no secret."""
+    """The keys cannot be used. The message is one line that says what to do, and holds no secret.
+
+    field  the field of a key that is wrong, None if the fault is not in what somebody has asked for
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def check_name(name: str) -> str:
@@ -64,7 +72,8 @@ def check_name(name: str) -> str:
     if not KEY_NAME.fullmatch(name):
         raise KeysProblem(
             f"{name[:64]!r} is no name of a key: use a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a "
-            "letter or digit"
+            "letter or digit",
+            "name",
         )
     return name
 
@@ -84,8 +93,8 @@ def check_limit(name: str, value: Any) -> int | None:
     """Return the limit if it is valid; None for no limit. Raises KeysProblem if it is not valid."""
     if value is None:
         return None
-    if type(value) is not int or not 1 <= value <= _LIMITS[name]:
-        raise KeysProblem(f"{name} is {str(value)[:32]!a}: must be an integer from 1 to {_LIMITS[name]}")
+    if type(value) is not int or not 1 <= value <= LIMITS[name]:
+        raise KeysProblem(f"{name} is {str(value)[:32]!a}: must be an integer from 1 to {LIMITS[name]}")
     return value
 
 
@@ -203,6 +212,17 @@ def format_clients(entries: list[dict[str, Any]]) -> str:
     return json.dumps({"clients": entries}, indent=2) + "\n"
 
 
+def described(identity: Identity) -> dict[str, Any]:
+    """Return the name, the rights and the limits of a key for people. None stands for no limit."""
+    return {
+        "name": identity.name,
+        "rights": [right for right in Right if right in identity.rights],
+        "models": None if identity.models is None else list(identity.models),
+        "expires": None if identity.expires is None else format_time(identity.expires),
+        **{name: getattr(identity, name) for name in LIMITS},
+    }
+
+
 def entry_of(identity: Identity, created: str) -> dict[str, Any]:
     """Return the entry of a key in the file. ``created`` is in ISO 8601."""
     entry: dict[str, Any] = {
@@ -211,7 +231,7 @@ def entry_of(identity: Identity, created: str) -> dict[str, Any]:
         "rights": [right for right in Right if right in identity.rights],
         "created": created,
     }
-    for name in _LIMITS:
+    for name in LIMITS:
         if (value := getattr(identity, name)) is not None:
             entry[name] = value
     if identity.models is not None:
@@ -253,8 +273,9 @@ def _identity(entry: Any) -> Identity:
         if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
             raise KeysProblem("models must be a list of names and patterns")
         models = parse_models(",".join(models))
-    limits = {limit: check_limit(limit, entry.get(limit)) for limit in _LIMITS}
-    return Identity(check_name(name), key_id, own, **limits, models=models, expires=parse_expiry(entry.get("expires")))
+    limits = {limit: check_limit(limit, entry.get(limit)) for limit in LIMITS}
+    expires, created = parse_expiry(entry.get("expires")), entry["created"]
+    return Identity(check_name(name), key_id, own, **limits, models=models, expires=expires, created=created)
 
 
 def _id_of(entry: dict[str, Any]) -> str:
@@ -274,4 +295,5 @@ def _id_of(entry: dict[str, Any]) -> str:
 def check_http_rights(rights: frozenset[Right]) -> None:
     """Raise KeysProblem if an HTTP key may not have these rights."""
     if Right.GATEWAY in rights:
-        raise KeysProblem("an HTTP key cannot have the right gateway: it is for keys with which a gateway connects")
+        message = "an HTTP key cannot have the right gateway: it is for keys with which a gateway connects"
+        raise KeysProblem(message, "rights")

@@ -8,7 +8,7 @@ A connection may send a request or a call for an HTTP key (``on_behalf_of``), if
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -32,7 +32,7 @@ class Right(StrEnum):
     STATUS = "status"
     """See the supervisor, its models and its GPUs."""
     ADMIN = "admin"
-    """Start and stop models, reload, shut down."""
+    """Start and stop models, reload, shut down, and make, change and revoke keys."""
     GATEWAY = "gateway"
     """Send requests and calls for HTTP keys, with ``on_behalf_of``."""
 
@@ -70,6 +70,10 @@ _OF_VERB = {
     "logs": _ADMIN,
     "log_level": _ADMIN,
     "shutdown": _ADMIN,
+    "keys": _ADMIN,
+    "new_key": _ADMIN,
+    "set_key": _ADMIN,
+    "revoke_key": _ADMIN,
     "cancel_request": frozenset({Right.INFER, Right.ADMIN}),
 }
 """Verb of CALL → the rights, one of which is enough. Any other verb needs admin.
@@ -86,7 +90,9 @@ _OF_KIND = {
 }
 """Kind of any other message → the rights, one of which is enough."""
 Nearest = Callable[[str, Callable[[str], bool]], str | None]
-_OF_ALL_MODELS = frozenset({"reload", "config", "shutdown", "logs", "log_level"})
+_OF_ALL_MODELS = frozenset(
+    {"reload", "config", "shutdown", "logs", "log_level", "keys", "new_key", "set_key", "revoke_key"}
+)
 """Verbs that concern all models if they name none, or if they name the supervisor or the gateway."""
 
 
@@ -104,6 +110,7 @@ class Identity:
                        set no time. The right admin has no limit
     requests_per_minute  accepted requests; None: no limit
     tokens_per_day     tokens of prompts and answers; None: no limit
+    created            when the key was made, in ISO 8601
     """
 
     name: str | None
@@ -116,6 +123,7 @@ class Identity:
     keep_alive_s: int | None = None
     requests_per_minute: int | None = None
     tokens_per_day: int | None = None
+    created: str = field(default="", compare=False)
 
     @property
     def counts_tokens(self) -> bool:

@@ -21,8 +21,8 @@ from typing import Any
 from supervisor.event_history import EventKind, noted
 from supervisor.keys.allowance import Allowance
 from supervisor.keys.handshakes import Handshakes
-from supervisor.keys.records import KeysProblem, format_time
-from supervisor.keys.rights import Identity, Right
+from supervisor.keys.records import KeysProblem, described, format_time
+from supervisor.keys.rights import Identity
 from supervisor.keys.store import KeyStore
 
 
@@ -64,6 +64,8 @@ class KeyRing:
         self._judged_at = 0.0
         """When it was last decided which keys have expired."""
         self._allowances: dict[str, Allowance] = {}
+        self._used: dict[str, float] = {}
+        """When a key was last used, in seconds since 1970."""
         self._handshakes = Handshakes()
         self.trouble: str | None = None
         """Why no key is admitted, for people. None while the list can be read."""
@@ -109,6 +111,8 @@ class KeyRing:
         if self._listed:  # a list that cannot be read, and is repaired, does not give keys their tokens again
             for key_id in self._allowances.keys() - self._listed.keys():
                 del self._allowances[key_id]
+            for key_id in self._used.keys() - self._listed.keys():
+                del self._used[key_id]
         for key_id in before.keys() - admitted.keys():
             self._handshakes.forget(key_id)
 
@@ -135,6 +139,43 @@ class KeyRing:
             found.adopt(identity, now)
         return found
 
+    def note_use(self, identity: Identity) -> None:
+        """Take note that a key has asked for something now."""
+        self._used[identity.key_id] = self._wall()
+
+    @property
+    def store(self) -> KeyStore:
+        """The place of the list. Raises KeysProblem if there cannot be one."""
+        if self._store is None:
+            raise KeysProblem("this user has no home directory for keys: set supervisor.keys in models.yaml")
+        return self._store
+
+    def listed(self, caller: Identity) -> list[dict[str, Any]]:
+        """Describe the keys on the list, expired ones included, by name. Raises KeysProblem if it cannot be read.
+
+        caller  who asks: its own key is marked
+        """
+        self.refresh()
+        if self.trouble is not None:
+            raise KeysProblem(self.trouble)
+        return [self._described(key, caller) for key in sorted(self._listed.values(), key=lambda key: key.name or "")]
+
+    def listed_as(self, name: str, caller: Identity) -> dict[str, Any] | None:
+        """Describe the key of this name as ``listed`` does; None if there is none."""
+        self.refresh()
+        found = next((key for key in self._listed.values() if key.name == name), None)
+        return None if found is None else self._described(found, caller)
+
+    def _described(self, identity: Identity, caller: Identity) -> dict[str, Any]:
+        used = self._used.get(identity.key_id)
+        return {
+            **described(identity),
+            "http": identity.is_http,
+            "created": identity.created,
+            "last_used": None if used is None else format_time(used),
+            "own": identity.key_id == caller.key_id,
+        }
+
     @property
     def refused_handshakes(self) -> int:
         """Return the number of handshakes that were refused because the key connected too often."""
@@ -154,15 +195,7 @@ class KeyRing:
         """Describe a key that is admitted, for people."""
         identity, allowance = self._identities[key_id], self._allowances.get(key_id)
         return {
-            "name": identity.name,
-            "rights": [right for right in Right if right in identity.rights],
-            "models": None if identity.models is None else list(identity.models),
-            "expires": None if identity.expires is None else format_time(identity.expires),
-            "max_in_flight": identity.max_in_flight,
-            "requests_per_minute": identity.requests_per_minute,
-            "tokens_per_minute": identity.tokens_per_minute,
-            "tokens_per_day": identity.tokens_per_day,
-            "keep_alive_s": identity.keep_alive_s,
+            **described(identity),
             "requests_left": None if allowance is None else allowance.left("requests_per_minute", now),
             "tokens_left": None if allowance is None else allowance.left("tokens_per_minute", now),
             "tokens_left_of_day": None if allowance is None else allowance.left("tokens_per_day", now),

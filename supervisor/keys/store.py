@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,9 @@ from supervisor.keys.rights import Identity, Right
 SERVER, CLIENTS = "server.json", "clients.json"
 MAX_LIST = 8 << 20
 ENVIRONMENT_VARIABLE = "MODELCTL_KEYS"
+Check = Callable[[Mapping[str, Identity], Identity | None, Identity | None], None]
+"""Raises an error if a change of the list is not allowed. Its arguments are the list by the keys' ids, the key as it is
+(None: it is new), and the key as it would be (None: it is revoked). It is called while nobody else changes the list."""
 TOKEN_PREFIX = "mctl_"
 """Programs that search files for secrets find a token by this prefix."""
 _LEAST_TOKEN, _MOST_TOKEN = 20, 256
@@ -132,7 +135,13 @@ class KeyStore:
         return key
 
     def add_token(
-        self, name: str, rights: frozenset[Right], *, given: str | None = None, **limits: Unpack[Limits]
+        self,
+        name: str,
+        rights: frozenset[Right],
+        *,
+        given: str | None = None,
+        check: Check | None = None,
+        **limits: Unpack[Limits],
     ) -> str:
         """Put the SHA-256 of a token for an HTTP client on the list, and return the token. It is kept nowhere.
 
@@ -144,26 +153,35 @@ class KeyStore:
             token = given or TOKEN_PREFIX + base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
             if any(entry.get("token_sha256") == token_id(token) for entry in entries):
                 raise KeysProblem("the token belongs to another key of the list: give another one")
-            _replace(self.directory / CLIENTS, _with(entries, Identity(name, token_id(token), rights, **limits)))
+            identity = Identity(name, token_id(token), rights, **limits)
+            if check is not None:
+                check(self.clients(), None, identity)
+            _replace(self.directory / CLIENTS, _with(entries, identity))
         return token
 
-    def change(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    def change(self, name: str, changes: Mapping[str, Any], check: Check | None = None) -> dict[str, Any]:
         """Change rights and limits of a key, and return its new entry.
 
         changes  fields of ``Identity``; None takes a limit away
         """
         with self._entries_with(name) as entries:
             number = next(number for number, entry in enumerate(entries) if entry["name"] == name)
-            identity = next(found for found in self.clients().values() if found.name == name)
-            identity = replace(identity, **changes)
+            listed = self.clients()
+            before = next(found for found in listed.values() if found.name == name)
+            identity = replace(before, **changes)
             if identity.is_http:
                 check_http_rights(identity.rights)
+            if check is not None:
+                check(listed, before, identity)
             entries[number] = entry_of(identity, entries[number]["created"])
             _replace(self.directory / CLIENTS, _checked(entries))
             return entries[number]
 
-    def revoke(self, name: str) -> None:
+    def revoke(self, name: str, check: Check | None = None) -> None:
         with self._entries_with(name) as entries:
+            if check is not None:
+                listed = self.clients()
+                check(listed, next(found for found in listed.values() if found.name == name), None)
             left = [entry for entry in entries if entry["name"] != name]
             _replace(self.directory / CLIENTS, format_clients(left))
 
@@ -174,12 +192,12 @@ class KeyStore:
         """Return the entries, with the directory locked. Raises KeysProblem if no key of this name is among them."""
         check_name(name)
         if not self.directory.is_dir():
-            raise KeysProblem(f"there is no key {name!r}: {self.directory} does not exist")
+            raise KeysProblem(f"there is no key {name!r}: {self.directory} does not exist", "name")
         with self._locked():
             entries = self.entries()
             if not any(entry["name"] == name for entry in entries):
                 known = ", ".join(entry["name"] for entry in entries) or "none"
-                raise KeysProblem(f"there is no key {name!r} in {self.directory}: there is {known}")
+                raise KeysProblem(f"there is no key {name!r} in {self.directory}: there is {known}", "name")
             yield entries
 
     def _entries_without(self, name: str) -> list[dict[str, Any]]:
@@ -187,7 +205,7 @@ class KeyStore:
         check_name(name)
         entries = self.entries()
         if any(entry["name"] == name for entry in entries):
-            raise KeysProblem(f"there is a key {name!r} already; revoke it first, or choose another name")
+            raise KeysProblem(f"there is a key {name!r} already; revoke it first, or choose another name", "name")
         if len(entries) >= MAX_KEYS:
             raise KeysProblem(f"the list in {self.directory} has {MAX_KEYS} keys, the most it may have; revoke some")
         return entries

@@ -97,6 +97,7 @@ class RequestAuthorizer:
         """Raise WireError if a key may not send this call, or not about its model."""
         self.check(caller, message)
         check_models_of_call(caller, message.verb, params, nearest)
+        self._ring.note_use(caller)
 
     def check_request(self, caller: Identity, message: Generate, now: float, nearest: Nearest) -> int:
         """Return the number by which queues and workers know a key. Raises WireError if the key may not send this
@@ -112,6 +113,7 @@ class RequestAuthorizer:
         if unfinished is not None and caller.max_in_flight is not None:
             in_flight = unfinished.count(caller.max_in_flight)
         self._ring.allowance(caller, now).check(in_flight, now)
+        self._ring.note_use(caller)
         return self.party(caller)
 
     def party(self, caller: Identity) -> int:

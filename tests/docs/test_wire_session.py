@@ -135,6 +135,12 @@ def test_the_session_of_a_client(serving: Serving) -> None:
         assert len(client.errors_at) >= 11, client.errors_at
 
 
+FIELDS: dict[str, Any] = {
+    "rights": ["infer"], "models": ["a"], "expires": "30d", "max_in_flight": 1, "requests_per_minute": 2,
+    "tokens_per_minute": 3, "tokens_per_day": None, "keep_alive_s": "2h",
+}  # fmt: skip
+
+
 def test_every_verb(serving: Serving) -> None:
     asked: dict[str, dict[str, Any]] = {
         "models": {},
@@ -160,6 +166,10 @@ def test_every_verb(serving: Serving) -> None:
         "shutdown": {},
         "cancel_request": {"id": ""},
         "log_level": {"model": "a", "level": "debug"},
+        "keys": {"after": "", "limit": 5},
+        "new_key": {"name": "web", **FIELDS},
+        "set_key": {"name": "web", **FIELDS},
+        "revoke_key": {"name": "web"},
         "logs": {"model": "a", "lines": 5, "after": "0-0"},
     }
     assert asked.keys() == VERBS.keys()

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.app import API
 from gateway.http.notes import Notes
+from gateway.keys import FIELDS
 from gateway.openai.foreign_options import ABOUT_THE_ACCOUNT
 from gateway.openai.options import OWN, read_chat
 from gateway.openai.schema import document
@@ -33,6 +34,11 @@ def test_every_endpoint_of_the_api_is_described() -> None:
     paths = {path.replace("{id}", end) for path in document()["paths"] for end in ("{name:path}", "{id:path}")}
     for _, path, _ in API:
         assert {path, f"/v1{path}"} & paths
+    assert set(
+        document()["paths"]["/v1/keys/{name}"]["patch"]["requestBody"]["content"]["application/json"]["schema"][
+            "properties"
+        ]
+    ) == set(FIELDS)
 
 
 def operations() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -28,14 +28,17 @@ MODELS = {
 }
 ORDERS = [f"/v1/models/m/{verb}" for verb in ("load", "unload", "reload", "sleep", "wake", "stop", "restart")]
 ORDERS += ["/v1/reload"]
+KEY_ORDERS = [("POST", "/v1/keys"), ("PATCH", "/v1/keys/guest"), ("DELETE", "/v1/keys/guest")]
 ORDERS += ["/models/m/unload/", "/v1/model/load", "/v1/model/unload", "/unload", "/v1/unload"]
 
 
 class Http:
-    """A gateway, and the tokens of its keys. ``own``: the gateway asks for no keys."""
+    """A gateway, and the tokens of its keys. Without a store the gateway asks for no keys."""
 
-    def __init__(self, serving: Serving, port: int, tokens: dict[str, str]) -> None:
-        self.serving, self.port, self.tokens = serving, port, tokens
+    def __init__(
+        self, serving: Serving, port: int, tokens: dict[str, str] | None = None, store: KeyStore | None = None
+    ) -> None:
+        self.serving, self.port, self.tokens, self.store = serving, port, tokens or {}, store
 
     def ask(self, method: str, path: str, body: Any = None, key: str = "", **headers: str) -> tuple[int, Any]:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -47,11 +50,11 @@ class Http:
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
-    def generations(self) -> tuple[list[int], list[tuple[str, str, int]]]:
-        """Return the numbers of the reloads, and of the processes."""
-        seen = self.serving.overview()
+    def generations(self) -> tuple[list[int], list[tuple[str, str, int]], list[dict[str, Any]]]:
+        """Return the numbers of the reloads, and of the processes, and the list of keys."""
+        seen, keys = self.serving.overview(), [] if self.store is None else self.store.entries()
         turnovers = [turnover["number"] for turnover in seen["supervisor"]["turnovers"]]
-        return turnovers, [(m["name"], m["state"], m["generation"]) for m in seen["models"]]
+        return turnovers, [(m["name"], m["state"], m["generation"]) for m in seen["models"]], keys
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +64,14 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
     tokens["other"] = store.add_token("other", parse_rights("infer,status,admin"), models=("n",))
     port = free_port()
     with Serving(MODELS, gateway={"listen": port}, keys=store.directory) as serving:
-        yield Http(serving, port, tokens)
+        yield Http(serving, port, tokens, store)
 
 
 @pytest.fixture(scope="module")
 def unkeyed() -> Iterator[Http]:
     port = free_port()
     with Serving(MODELS, gateway={"listen": port, "auth": "none"}) as serving:
-        yield Http(serving, port, {})
+        yield Http(serving, port)
 
 
 def test_a_script_loads_and_unloads_a_model_and_sees_how_far_it_is(keyed: Http) -> None:
@@ -334,9 +337,11 @@ def test_only_admin_gives_orders_and_only_by_post(keyed: Http, path: str) -> Non
     assert keyed.generations() == before
 
 
-@pytest.mark.parametrize("path", ORDERS)
+@pytest.mark.parametrize(("method", "path"), [*(("POST", path) for path in ORDERS), *KEY_ORDERS])
 @pytest.mark.parametrize("auth", ["keys", "none"])
-def test_a_page_of_another_site_orders_nothing(request: pytest.FixtureRequest, auth: str, path: str) -> None:
+def test_a_page_of_another_site_orders_nothing(
+    request: pytest.FixtureRequest, auth: str, method: str, path: str
+) -> None:
     """A form, an image, a fetch without CORS, and a name of the attacker's that points here."""
     asked: Http = request.getfixturevalue("keyed" if auth == "keys" else "unkeyed")
     before = asked.generations()
@@ -348,19 +353,19 @@ def test_a_page_of_another_site_orders_nothing(request: pytest.FixtureRequest, a
             session = {"cookie": str(connection.getresponse().headers["set-cookie"]).partition(";")[0]}
     form = {"content_type": "application/x-www-form-urlencoded", **session}
     plain = {"content_type": "text/plain", **session}
-    named = '{"model_name": "m"}'
+    named = '{"name": "evil", "rights": ["admin"]}' if path == "/v1/keys" else '{"model_name": "m"}'
     for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
         for body, headers in (("model_name=m", form), (named, plain), (None, session)):
             for site in ({}, {"sec_fetch_site": "cross-site"}, {"sec_fetch_site": "same-site"}):
-                assert asked.ask("POST", path, body, origin=origin, **headers, **site)[0] == 403
+                assert asked.ask(method, path, body, origin=origin, **headers, **site)[0] == 403
     for site in ("cross-site", "same-site"):  # without Origin
-        assert asked.ask("POST", path, named, sec_fetch_site=site, **plain)[0] == 403
+        assert asked.ask(method, path, named, sec_fetch_site=site, **plain)[0] == 403
     image = asked.ask("GET", path, sec_fetch_site="cross-site", sec_fetch_dest="image", **session)[0]
-    assert image == (401 if auth == "keys" else 405)
+    assert image == (401 if auth == "keys" else 403 if path == "/v1/keys" else 405)
     rebound = {"host": f"evil.example:{asked.port}", "origin": f"http://evil.example:{asked.port}"}
-    assert asked.ask("POST", path, named, **rebound, sec_fetch_site="same-origin", **plain)[0] == 421
+    assert asked.ask(method, path, named, **rebound, sec_fetch_site="same-origin", **plain)[0] == 421
     if auth == "keys":
-        assert asked.ask("POST", path, named, **plain)[0] == 401, "a cookie alone is no token"
+        assert asked.ask(method, path, named, **plain)[0] == 401, "a cookie alone is no token"
     assert asked.generations() == before
 
 

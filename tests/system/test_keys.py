@@ -250,7 +250,7 @@ def test_a_key_for_an_alias_is_refused_and_the_model_named(tmp_path: Path) -> No
             done = new(alias, *options)
             assert (done.returncode, done.stdout) == (78, "")
             assert f"{alias.rpartition(',')[2]!r} is another name of n: a key names models" in done.stderr
-            assert "write --models n\n" in done.stderr
+            assert "name n instead\n" in done.stderr
     unknown = new("m,later")
     assert (unknown.returncode, unknown.stderr.count("models.yaml has no model 'later'")) == (0, 1)
     assert new("gpt-4o-mini", "--keys", "of-another-supervisor").returncode == 0

@@ -16,6 +16,8 @@ SECTIONS: Final = {
     "/v1/requests": "requests",
     "/v1/events": "events-and-logs",
     "/v1/logs": "events-and-logs",
+    "/v1/keys": "keys",
+    "/v1/keys/{name}": "keys",
     "/v1/config": "configuration",
     "/livez": "probes",
 }

@@ -22,6 +22,7 @@ from protocol.messages import (
 from protocol.verbs import VERBS, Verb
 from supervisor import calls
 from supervisor.event_history import EventKind
+from supervisor.key_orders import DONE
 from supervisor.keys.rights import _OF_VERB, Right
 from supervisor.workers.lifecycle import WorkerState
 from tools.docs.markdown import GENERATED, table, text
@@ -56,7 +57,7 @@ def verbs() -> str:
     """Return the table of verbs, and a section about each."""
     rows, parts = [], []
     for name, verb in VERBS.items():
-        order = name in calls._VERBS and calls._VERBS[name][1]
+        order = name in DONE or (name in calls._VERBS and calls._VERBS[name][1])
         rights = [right for right in Right if right in _OF_VERB[name]]
         needed = "any" if len(rights) == len(Right) else " or ".join(f"`{right}`" for right in rights)
         rows.append((f"[`{name}`](#verb-{name})", "`admin`" if order else "`front` or `admin`", needed, verb.purpose))

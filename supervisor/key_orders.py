@@ -1,0 +1,200 @@
+"""Orders of CALL that change the list of keys. Each is carried out by a process of its own (``keys.change``).
+
+The loop neither waits for the disk, nor for a command that holds the lock of the list. It loads no OpenSSL for the hash
+of a token, either. The supervisor sees the changed list as it sees the changes of `modelctl keys`.
+"""
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from protocol.codec import pack_body
+from protocol.errors import ErrorCode, RequestError, WireError
+from supervisor.config import Config
+from supervisor.event_history import EventKind, noted
+from supervisor.keys.change import CHANGE_S
+from supervisor.keys.records import KeysProblem, check_name
+from supervisor.keys.rights import OWNER, Identity
+from supervisor.keys.ring import KeyRing
+from supervisor.keys.rules import FIELDS, as_refusal, check_models, read_fields
+from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.pending_queries import Asker
+from supervisor.spelling import spelled_name
+from supervisor.timers import Timer, Timers
+from supervisor.usage_keeper import writer_environment
+
+_CHANGING: Final = (sys.executable, "-P", "-m", "supervisor.keys.change")
+DONE: Final = {"new_key": "made", "set_key": "changed", "revoke_key": "revoked"}
+"""The verbs that change the list → the word for it in the log."""
+MOST: Final = 8
+"""Most changes that may be under way."""
+MOST_KEYS: Final = 1000
+"""Most keys of one answer, which stays below the limits of a body."""
+
+
+@dataclass(slots=True)
+class _Order:
+    verb: str
+    name: str
+    caller: Identity
+    asker: Asker
+    notes: list[str]
+    process: "subprocess.Popen[bytes]"
+    result: int
+    answered: bool = False
+    timer: Timer | None = field(default=None, repr=False)
+
+
+class KeyOrders:
+    """The list of keys for verbs of CALL, and the changes that are under way. Use it on the loop's thread only."""
+
+    def __init__(self, ring: KeyRing, timers: Timers, effects: EffectQueue, log: logging.Logger) -> None:
+        self._ring = ring
+        self._timers = timers
+        self._effects = effects
+        self._log = log
+        self._epoll = select.epoll()
+        self._orders: dict[int, _Order] = {}
+        """By the pidfd of its process."""
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor that is readable while ``ended`` has something to take in."""
+        return self._epoll.fileno()
+
+    def listed(self, after: str, limit: int, caller: Identity) -> dict[str, Any]:
+        """Return the keys whose names come after ``after``: the result of the verb ``keys``. Raises WireError."""
+        try:
+            found = [key for key in self._ring.listed(caller) if key["name"] > after]
+        except KeysProblem as e:
+            raise as_refusal(e) from None
+        return {"keys": found[:limit], "more": len(found) > limit}
+
+    def begin(self, verb: str, params: Mapping[str, Any], caller: Identity, asker: Asker, config: Config) -> None:
+        """Begin an order. The asker hears of its end. Raises WireError if it cannot be carried out as it is."""
+        name, fields = _checked(verb, params)
+        notes: list[str] = []
+        try:
+            directory = self._ring.store.directory
+            if fields.get("models") is not None:
+                notes = check_models(fields["models"], config.models, config.names, config.file)
+        except KeysProblem as e:
+            raise as_refusal(e) from None
+        if len(self._orders) >= MOST:
+            message = f"{MOST} changes of the list of keys are under way: try later"
+            raise WireError(ErrorCode.OVERLOADED, message, retry_after_ms=1000)
+        order = {
+            "directory": str(directory),
+            "verb": verb,
+            "caller": None if caller is OWNER else caller.key_id,
+            "name": name,
+            "fields": {key: sorted(value) if key == "rights" else value for key, value in fields.items()},
+        }
+        try:
+            process, pidfd, result = _start(order)
+        except OSError as e:
+            raise WireError(ErrorCode.HELPER_FAILED, f"no process can be started: {e.strerror}; try later") from None
+        found = self._orders[pidfd] = _Order(verb, name, caller, asker, notes, process, result)
+        found.timer = self._timers.at(time.monotonic() + CHANGE_S + 1, lambda: self._too_late(found))
+        self._epoll.register(pidfd, select.EPOLLIN)
+
+    def ended(self) -> None:
+        """Answer the orders whose processes have ended."""
+        for pidfd, _ in self._epoll.poll(0):
+            order = self._orders.pop(pidfd)
+            self._epoll.unregister(pidfd)
+            os.close(pidfd)
+            order.process.wait()
+            with open(order.result, "rb") as file:
+                file.seek(0)
+                text = file.read()
+            self._answer(order, json.loads(text) if text else None)
+
+    def _too_late(self, order: _Order) -> None:
+        order.process.kill()  # it may hang in the kernel, at its disk, so its end is not awaited
+        self._answer(order, None)
+
+    def _answer(self, order: _Order, result: dict[str, Any] | None) -> None:
+        """Answer an order once. ``result`` is what its process has left; None if it has left nothing."""
+        if order.timer is not None:
+            order.timer.cancel()
+        if order.answered:
+            return
+        order.answered = True
+        if result is None:
+            message = f"the list of keys was not changed within {CHANGE_S} s: its disk or another command was too slow"
+            result = {"error": WireError(ErrorCode.HELPER_FAILED, f"{message}; list the keys, and try again").to_wire()}
+        if "error" not in result:
+            by = "" if order.caller.name is None else f" by key {order.caller.name!r}"
+            self._log.info("key %r is %s%s", order.name, DONE[order.verb], by, extra=noted(EventKind.KEYS))
+            more = {} if order.verb == "revoke_key" else self._described(order)
+            result = {"result": {**result, **more}}
+        self._effects.add([order.asker.reply(pack_body(result))])
+
+    def _described(self, order: _Order) -> dict[str, Any]:
+        """Return the key after a change; ``key`` is None if it was revoked meanwhile."""
+        return {"key": self._ring.listed_as(order.name, order.caller), "notes": order.notes}
+
+
+def _checked(verb: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of the key, and its rights and limits as ``Identity`` has them. Raises WireError."""
+    known = ("name",) if verb == "revoke_key" else ("name", *FIELDS)
+    for key in params:
+        if key not in known:
+            hint = f"known are {', '.join(known)}"
+            raise RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=str(key)[:64])
+    name = params.get("name")
+    if not isinstance(name, str):
+        raise RequestError("name is missing: name the key", field="name")
+    given = {key: value for key, value in params.items() if key != "name"}
+    if verb == "set_key" and not given:
+        raise RequestError(f"nothing to change: give one of {', '.join(FIELDS)}", field="name")
+    if verb == "new_key":
+        given.setdefault("rights", ["infer"])
+    try:
+        return check_name(name), read_fields(given, time.time())
+    except KeysProblem as e:
+        raise as_refusal(e) from None
+
+
+def _start(order: Mapping[str, Any]) -> "tuple[subprocess.Popen[bytes], int, int]":
+    """Start the process for an order. Return it, its pidfd, and the descriptor that has the result when it has ended.
+
+    Both are files in memory: a token is in none on the disk. Raises OSError.
+    """
+    stdin = os.memfd_create("order", os.MFD_CLOEXEC)
+    stdout = -1
+    try:
+        stdout = os.memfd_create("result", os.MFD_CLOEXEC)
+        with open(stdin, "wb", closefd=False) as file:
+            file.write(json.dumps(order).encode())
+        os.lseek(stdin, 0, os.SEEK_SET)
+        process = subprocess.Popen(
+            _CHANGING,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            env=writer_environment(),
+        )
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+    except OSError:
+        if stdout >= 0:
+            os.close(stdout)
+        raise
+    finally:
+        os.close(stdin)
+    return process, pidfd, stdout
