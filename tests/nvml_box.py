@@ -17,7 +17,7 @@ class Box:
 
     def __init__(self, path: Path, sizes: Sequence[int] = (80, 80)) -> None:
         """Write a box with empty GPUs. sizes: the memory of each GPU in GiB."""
-        self._path = path
+        self.path = path
         self._state: dict[str, Any] = {"gpus": [], "error": None, "init_error": None}
         self.becomes(sizes)
 
@@ -54,7 +54,7 @@ class Box:
         self.driver(living=True)
 
     def _write(self) -> None:
-        _replace(self._path, self._state)
+        _replace(self.path, self._state)
 
 
 def report(gpu: int, size: int) -> None:

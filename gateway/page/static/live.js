@@ -3,6 +3,8 @@
 //   const { picture, connection } = useLive()   in a component; it is drawn again when either changes
 //   workers(picture)                            the workers, in the order of models.yaml
 //   models(picture)                             [{ name, workers: [...] }], the same by model
+//   speeds(worker)                              its tokens/s in each of the last SPEEDS seconds, the newest one last; [] for keys
+//                                               without the right status
 //
 // picture has: auth ("keys" or "none"), key (a short name of the session's key, "" without one), admin (whether orders are
 // allowed), trouble (why the supervisor does not answer), order, "model NAME" for each worker, requests, and for keys with the
@@ -15,6 +17,9 @@ import { ask, serverSentEvents } from "./session.js";
 const live = { picture: {}, connection: { state: "waiting", text: "connecting" } };
 const drawn = new Set();
 let updates = null;
+let second = 0; // the last one that has its value in the picture's speeds
+
+export const SPEEDS = 120;
 
 function changed(parts) {
   Object.assign(live, parts);
@@ -43,6 +48,25 @@ export function models(picture) {
   return [...found.values()];
 }
 
+// A picture has the speeds until then, and changes have none. Browsers call the timers of a hidden tab rarely, so each call
+// appends what the seconds since the last one had: the speed before the next change.
+function moveOn() {
+  const now = Math.floor(Date.now() / 1000);
+  for (second = Math.max(second, now - SPEEDS); second < now; second++) {
+    for (const { name, tokens_per_s } of workers(live.picture)) {
+      if (tokens_per_s === undefined) continue;
+      const line = (live.picture.speeds ||= {})[name] ||= [];
+      line.push(tokens_per_s);
+      if (line.length > SPEEDS) line.shift();
+    }
+  }
+}
+
+export function speeds(worker) {
+  moveOn();
+  return live.picture.speeds?.[worker.name] || [];
+}
+
 export async function connect() {
   updates?.abort();
   const mine = updates = new AbortController();
@@ -50,6 +74,7 @@ export async function connect() {
   try {
     const response = await ask("/page/events", { signal: mine.signal });
     for await (const { name, data } of serverSentEvents(response.body)) {
+      moveOn();
       const picture = name === "picture" ? data : { ...live.picture, ...data };
       for (const [part, value] of Object.entries(picture)) if (value === null) delete picture[part];
       changed({ picture, connection: { state: "live", text: "live" } });

@@ -168,9 +168,12 @@ export function Switched({ what }) {
 export function Dialog({ title, onClose, children }) {
   const element = useRef();
   useEffect(() => {
-    const before = document.activeElement;
-    element.current.showModal();
-    return () => before?.isConnected && before.focus();
+    const [dialog, before] = [element.current, document.activeElement];
+    dialog.showModal();
+    return () => {
+      dialog.remove(); // while it is there, nothing behind it takes the focus
+      if (before?.isConnected) before.focus();
+    };
   }, []);
   return html`<dialog ref=${element} aria-labelledby="dialog-title" onClose=${onClose}
     onCancel=${(event) => { event.preventDefault(); onClose(); }}>

@@ -1,14 +1,195 @@
-import { address, Empty, html, State } from "../ui.js";
-import { workers } from "../live.js";
+import {
+  address, announce, Bar, Button, bytes, clock, count, Dialog, Empty, html, Icon, inWords, order, span, State, useNow, useState,
+} from "../ui.js";
+import { models, speeds, SPEEDS, workers } from "../live.js";
+import { call } from "../session.js";
+
+const FEW_EVENTS = 10;
+const DOWN = ["stopped", "failed", "unloaded"];
+const LEAVING = ["draining", "stopping"];
+const SLEEPING = ["falling_asleep", "asleep"];
+const sum = (all, figure) => all.reduce((total, one) => total + (figure(one) || 0), 0);
+const speed = (n) => n < 100 ? n.toFixed(1) : count(Math.round(n));
+const countdown = (s) => s < 60 || s >= 3600 ? span(s) : `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`;
+const joined = (parts) => parts.filter(Boolean).join(", ");
 
 export function Overview({ picture }) {
-  const all = workers(picture);
+  const all = models(picture);
+  const now = useNow() / 1000;
   return html`<h2 tabindex="-1">Overview</h2>
+    <div class="summary"><p>${summary(picture, all)}</p>
+      ${Object.entries(picture.supervisor?.troubles || {}).map(([name, words]) => html`
+        <p class="trouble" key=${name}><${Icon} name="failed" /> <span><b>${name}</b>: ${words}</span></p>`)}</div>
+    ${picture.gpus?.length > 0 && html`<section aria-labelledby="gpus-title">
+      <h3 id="gpus-title">GPUs</h3>
+      <div class="gpus">${picture.gpus.map((gpu) => html`<${Gpu} key=${gpu.uuid} gpu=${gpu} picture=${picture} />`)}</div>
+    </section>`}
     <section aria-labelledby="models-title">
       <h3 id="models-title">Models</h3>
-      ${all.length ? html`<div class="cards">${all.map((worker) => html`
-        <article class="card" key=${worker.name} data-name=${worker.name}>
-          <div class="row"><h4><a href=${address("models", worker.model)}>${worker.name}</a></h4><${State} worker=${worker} /></div>
-        </article>`)}</div>` : html`<${Empty}>models.yaml names no model.<//>`}
-    </section>`;
+      ${all.length ? html`<div class="cards">${all.map((model) => html`
+        <${ModelCard} key=${model.name} model=${model} picture=${picture} now=${now} />`)}</div>`
+      : html`<${Empty}>models.yaml names no model.<//>`}
+    </section>
+    ${picture.events && html`<${Events} events=${picture.events} />`}`;
+}
+
+function summary(picture, all) {
+  const shown = workers(picture);
+  const having = (state) => all.filter((model) => model.workers.some((worker) => worker.state === state)).length;
+  const [asleep, failed] = [having("asleep"), having("failed")];
+  return joined([
+    `${having("ready")} of ${all.length} models ready`, asleep && `${asleep} asleep`, failed && `${failed} failed`,
+    ...picture.supervisor ? [
+      `${sum(shown, (worker) => worker.active)} running`, `${sum(all, (model) => model.workers[0].queued)} queued`,
+      `${speed(sum(shown, (worker) => worker.tokens_per_s))} tokens/s`,
+    ] : [],
+  ]);
+}
+
+// --- GPUs -----------------------------------------------------------------------------------------------------------
+
+function Gpu({ gpu, picture }) {
+  const holding = workers(picture).map((worker) => [worker, worker.node ? null : worker.vram_by_gpu?.[gpu.index]])
+    .filter(([, held]) => held);
+  const others = gpu.used_bytes - sum(holding, ([, held]) => held);
+  const limit = gpu.limit_bytes ?? null;
+  const power = gpu.power_watts ?? null;
+  const sensors = joined([
+    gpu.utilization_percent !== null && `${gpu.utilization_percent} % busy`,
+    gpu.temperature_celsius !== null && `${gpu.temperature_celsius} °C`,
+    power !== null && `${power}${gpu.power_limit_watts === null ? "" : ` of ${Math.round(gpu.power_limit_watts)}`} W`,
+  ]);
+  return html`<div class="card gpu" data-gpu=${gpu.index}>
+    <div class="row"><h4>GPU ${gpu.index}</h4><span class="small number">${sensors}</span></div>
+    <${Bar} held=${gpu.used_bytes / gpu.total_bytes} limit=${limit === null ? null : limit / gpu.total_bytes} />
+    <p class="small">${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)} used${limit === null ? "" : `, limit ${bytes(limit)}`}</p>
+    ${holding.length > 0 && html`<p class="small faint">${joined([
+      ...holding.map(([worker, held]) => `${worker.name} ${bytes(held)}`), others >= 2 ** 27 && `others ${bytes(others)}`])}</p>`}
+  </div>`;
+}
+
+// --- models ---------------------------------------------------------------------------------------------------------
+
+function ModelCard({ model, picture, now }) {
+  const [asking, setAsking] = useState(false);
+  const { name, workers: all } = model;
+  // The state of a model is that of the worker that is nearest to serving.
+  const shown = all.find((worker) => worker.state === "ready") || all.find((worker) => !DOWN.includes(worker.state)) || all[0];
+  const give = (label, verb) => order(`${label} ${name}`, () => call("POST", `/v1/models/${encodeURIComponent(name)}/${verb}`));
+  const busy = sum(all, (worker) => worker.active) + (shown.queued || 0) > 0;
+  return html`<article class=${`card model ${shown.state === "failed" ? "failed" : ""}`} data-name=${name}>
+    <div class="row"><h4><a href=${address("models", name)}>${name}</a></h4><${State} worker=${shown} /></div>
+    ${shown.description && html`<p class="small">${shown.description}</p>`}
+    <${Reason} worker=${shown} now=${now} />
+    <${Speed} all=${all} down=${DOWN.includes(shown.state)} />
+    <${Memory} all=${all} gpus=${picture.gpus || []} />
+    ${shown.tokens_per_s !== undefined && html`<p class="small faint number facts">${facts(shown, all, now)}</p>`}
+    ${all.length > 1 && html`<ul class="small">${all.map((worker) => html`
+      <li key=${worker.name} class="row"><span>${worker.name}</span><${State} worker=${worker} />
+        <span class="faint number">${joined([worker.active !== undefined && `${worker.active} running`, on(worker)])}</span></li>`)}</ul>`}
+    ${picture.admin && html`<${Orders} shown=${shown} give=${give} stop=${() => busy ? setAsking(true) : give("Stop", "stop")} />`}
+    ${asking && html`<${StopDialog} name=${name} shown=${shown} all=${all} onClose=${() => setAsking(false)}
+      stop=${() => { setAsking(false); give("Stop", "stop"); }} />`}
+  </article>`;
+}
+
+// Why the model is in its state, and its last failure.
+function Reason({ worker, now }) {
+  const last = worker.last_exit?.time && worker.last_exit.reason !== "asked" ? worker.last_exit : null;
+  const why = worker.reason || (worker.state === "asleep" ? worker.unloaded : "");
+  const ago = last && html`<time datetime=${new Date(last.time * 1000).toISOString()} title=${new Date(last.time * 1000).toLocaleString()}>
+    ${span(Math.max(0, now - last.time))} ago</time>`;
+  const failing = ["failed", "backoff"].includes(worker.state);
+  return html`
+    ${why && html`<p class=${`small reason ${failing ? "error" : "faint"}`}>${why}</p>`}
+    ${last && html`<p class="small faint reason">Last failure ${ago}${last.message === why ? "" : `: ${last.message}`}</p>`}`;
+}
+
+// A model that is down has a speed only while its line shows one.
+function Speed({ all, down }) {
+  const lines = all.map(speeds);
+  const length = Math.max(0, ...lines.map((line) => line.length));
+  const total = Array.from({ length }, (_, i) => sum(lines, (line) => line[line.length - length + i]));
+  if (!length || (down && total.every((rate) => rate === 0))) return null;
+  const most = Math.max(1, ...total);
+  const points = total.map((rate, i) => `${SPEEDS - length + i} ${(19 - 18 * rate / most).toFixed(1)}`);
+  return html`<div class="speed">
+    <p><span class="figure">${speed(sum(all, (worker) => worker.tokens_per_s))}</span> <span class="small faint">tokens/s</span></p>
+    <svg viewBox=${`0 0 ${SPEEDS - 1} 20`} preserveAspectRatio="none" role="img"
+      aria-label=${`Tokens per second in the last two minutes, at most ${speed(Math.max(...total))}`}>
+      ${length > 1 && html`<path d=${`M${points.join("L")}`} />`}</svg>
+  </div>`;
+}
+
+// What the workers hold and need, as shares of the GPUs on which they were placed.
+function Memory({ all, gpus }) {
+  const [held, estimated] = [sum(all, (worker) => worker.vram_bytes), sum(all, (worker) => worker.vram_estimate_bytes)];
+  if (!held && !estimated) return null;
+  const used = new Set(all.flatMap((worker) => worker.node ? [] : worker.placed || []));
+  const placed = gpus.filter((gpu) => used.has(gpu.index));
+  const total = sum(placed, (gpu) => gpu.total_bytes) || Math.max(held, estimated);
+  const limit = placed.some((gpu) => gpu.limit_bytes !== null) ? sum(placed, (gpu) => gpu.limit_bytes ?? gpu.total_bytes) : null;
+  return html`<div><${Bar} held=${held / total} estimated=${estimated / total} limit=${limit === null ? null : limit / total} />
+    <p class="small faint">GPU memory: ${joined([`${bytes(held)} held`, estimated && `${bytes(estimated)} estimated`,
+      limit !== null && `limit ${bytes(limit)}`, placed.length && `${bytes(total)} in all`])}</p></div>`;
+}
+
+const on = (worker) => joined([
+  worker.node, worker.gpu === "cpu" ? "CPU" : worker.placed?.length ? `GPU ${worker.placed.join(", ")}` : worker.gpu && `GPU ${worker.gpu}`,
+]);
+
+function facts(shown, all, now) {
+  const until = Math.min(...all.map((worker) => worker.until ?? Infinity));
+  const host = sum(all, (worker) => worker.host_bytes);
+  return joined([
+    `${sum(all, (worker) => worker.active)} running`, `${shown.queued} queued`, all.length === 1 && on(shown),
+    host && `${bytes(host)} of host memory`, until < Infinity && `unloads in ${countdown(Math.max(0, until - now))}`,
+    shown.since && `${inWords(shown.state)} for ${span(Math.max(0, now - shown.since))}`,
+  ]);
+}
+
+// A button stays while its order changes, and it is never disabled for the browser, so that the focus stays on it.
+function Orders({ shown, give, stop }) {
+  const down = DOWN.includes(shown.state);
+  const sleeping = SLEEPING.includes(shown.state);
+  const one = (label, possible, act, kind) => html`<${Button} kind=${kind} label=${`${label} ${shown.model}`}
+    aria-disabled=${!possible} onClick=${() => possible ? act() : announce(`not while it is ${inWords(shown.state)}`)}>${label}<//>`;
+  return html`<div class="row orders">
+    <span key="load">${down ? one("Load", true, () => give("Load", "load"))
+      : one("Unload", !LEAVING.includes(shown.state), () => give("Unload", "unload"))}</span>
+    ${(shown.can_sleep || sleeping) && html`<span key="sleep">${sleeping ? one("Wake", true, () => give("Wake", "wake"))
+      : one("Sleep", shown.state === "ready", () => give("Sleep", "sleep"))}</span>`}
+    <span key="stop">${one("Stop", !["stopped", "stopping", "unloaded"].includes(shown.state), stop, "danger")}</span>
+  </div>`;
+}
+
+function StopDialog({ name, shown, all, stop, onClose }) {
+  return html`<${Dialog} title=${`Stop ${name}?`} onClose=${onClose}>
+    <p>It has ${sum(all, (worker) => worker.active)} running and ${shown.queued} queued requests. Queued requests end with an error,
+      and running ones have a short time to finish.</p>
+    <div class="row"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="danger" onClick=${stop}>Stop<//></div><//>`;
+}
+
+// --- events ---------------------------------------------------------------------------------------------------------
+
+function Events({ events }) {
+  const [more, setMore] = useState(false);
+  const shown = [...events].reverse().slice(0, more ? undefined : FEW_EVENTS);
+  return html`<section aria-labelledby="events-title">
+    <h3 id="events-title">Events</h3>
+    ${events.length === 0 && html`<${Empty}>Nothing has happened yet.<//>`}
+    <ol class="events">${shown.map((event) => html`<li key=${event.number} class=${event.level}>
+      <time datetime=${new Date(event.time * 1000).toISOString()} title=${new Date(event.time * 1000).toLocaleString()}>${clock(event.time)}</time>
+      ${event.level === "info" ? html`<i />` : html`<${Icon} name="failed" />`}
+      <span>${event.model && html`<a href=${address("models", event.model)}>${event.worker || event.model}</a> `}${said(event)}</span>
+    </li>`)}</ol>
+    ${events.length > FEW_EVENTS && html`<${Button} aria-expanded=${more} onClick=${() => setMore(!more)}>
+      ${more ? `Show the latest ${FEW_EVENTS}` : `Show ${events.length - FEW_EVENTS} more`}<//>`}
+  </section>`;
+}
+
+// The message without the name of the worker, which the link before it has.
+function said({ worker, model, message }) {
+  const name = `${worker || model}: `;
+  return message.startsWith(name) ? message.slice(name.length) : message;
 }
