@@ -75,7 +75,8 @@ def _step(step: Values, story: Values) -> str:
         where = step["gpu"] if step["gpu"] == "cpu" else f"GPU {step['gpu']}"
         return f"given to worker {step['worker']} on {where}"
     if kind == "ended":
-        how = f"with the error {story['error']}" if story["error"] else f"({story['finish_reason']})"
+        why = f": {story['error_message']}" if story.get("error_message") else ""  # an older supervisor has none
+        how = f"with the error {story['error']}{why}" if story["error"] else f"({story['finish_reason']})"
         return f"ended {how}, {_tokens(story)}"
     return {
         "first_token": "first token",

@@ -10,6 +10,7 @@ from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.browser.conftest import Tab
 from tests.gateway.asking import ask
+from tests.keyed import free_port
 from tests.serving import Serving, engine
 
 LONG = 90_000
@@ -117,6 +118,29 @@ def test_a_key_sees_its_own_requests(browser: Browser, serving: Serving, store: 
         expect(ended(tab.page)).to_have_count(1)
         expect(ended(tab.page)).to_contain_text("guest")
         assert not tab.faults
+
+
+def test_the_list_begins_anew_with_a_supervisor_that_is_started_again(browser: Browser) -> None:
+    models = {"quick": engine()}
+    port = free_port()
+    with (
+        Serving(models, gateway={"listen": port, "auth": "none"}) as serving,
+        browser.new_context() as context,
+    ):
+        for number in range(2):
+            with serving.client() as client:
+                client.complete("quick", "x", max_tokens=1, trace_ids=[f"before-{number}"])
+        tab = Tab(context.new_page(), port)
+        tab.open("#/requests")
+        expect(ended(tab.page)).to_have_count(2)
+        serving.kill()
+        expect(tab.page.locator(".connection")).to_have_attribute("data-state", "lost")
+        serving.start_again(models)
+        with serving.client() as client:
+            client.complete("quick", "x", max_tokens=1, trace_ids=["after"])
+        expect(ended(tab.page)).to_have_count(1)
+        ended(tab.page).click()
+        expect(tab.page.locator(".details")).to_contain_text("after")
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])

@@ -158,6 +158,10 @@ def test_the_command_tells_it(keyed: Keyed) -> None:
     assert lines[-1].endswith(" s  ended (length), 1 tokens of prompt, 3 of the answer")
     done = keyed.serving.modelctl("story", "for-people", "--json", *to)
     assert '"finish_reason": "length"' in done.stdout
+    with keyed.client("one") as one, pytest.raises(WireError):
+        one.complete("m", "p", max_tokens=3 * LONG, trace_ids=["too-long"])
+    said = keyed.serving.modelctl("story", "too-long").stdout
+    assert f"ended with the error context_overflow: max_tokens is {3 * LONG}: at most" in said
     done = keyed.serving.modelctl("story", "nothing")
     assert done.returncode == 1
     assert "no request 'nothing' is known" in done.stderr
