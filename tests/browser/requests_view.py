@@ -120,6 +120,17 @@ def test_a_key_sees_its_own_requests(browser: Browser, serving: Serving, store: 
         assert not tab.faults
 
 
+def test_long_lists_are_drawn_when_somebody_asks_for_them(tab: Tab, serving: Serving) -> None:
+    with serving.client() as client:
+        for _ in range(120):
+            client.complete("quick", "x", max_tokens=1)
+    tab.open("#/requests")
+    expect(ended(tab.page)).to_have_count(100)
+    tab.page.get_by_role("button", name="Show all").click()
+    expect(tab.page.get_by_role("button", name="Show all")).to_have_count(0)
+    assert ended(tab.page).count() >= 120
+
+
 def test_the_list_begins_anew_with_a_supervisor_that_is_started_again(browser: Browser) -> None:
     models = {"quick": engine()}
     port = free_port()

@@ -4,6 +4,7 @@ import { Button, clock, count, Empty, html, Icon, inWords, order, span, useEvery
 import { call } from "../session.js";
 
 const MOST = 1000;
+const FIRST = 100; // rows that are drawn until somebody asks for all: 1,000 rows take the browser a tenth of a second with each change
 const EVERY_MS = 2000;
 const ENDS = { stop: "complete", length: "max tokens", tool_calls: "tool call", disconnected: "client left" };
 const KINDS = { ok: ["Ok", "ready"], cancelled: ["Cancelled", "off"], error: ["Error", "failed"] };
@@ -127,6 +128,7 @@ function Row({ one, open, onToggle }) {
 function Ended({ sought }) {
   const [all, trouble] = useEnded();
   const [open, setOpen] = useState(0);
+  const [most, setMost] = useState(FIRST);
   const [wanted, setWanted] = useState({ model: "", key: "", kind: "", id: sought });
   const want = (name, value) => setWanted((before) => ({ ...before, [name]: value }));
   const is = (name, value) => !wanted[name] || wanted[name] === value;
@@ -136,13 +138,13 @@ function Ended({ sought }) {
   const choice = (name, label, options) => html`<label>${label}
     <select value=${wanted[name]} onChange=${(event) => want(name, event.target.value)}><option value="">All</option>
       ${options.map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select></label>`;
-  // Up to 1,000 rows: they are not drawn again with each picture.
+  // The rows are not drawn again with each picture.
   const table = useMemo(() => html`<div class="scroll"><table class="requests" aria-labelledby="ended-title">
     <thead><tr><th>Time</th><th>ID</th><th>Model</th><th class="wide">Key</th><th>End</th>
       ${["Prompt", "Cached", "Answer", "Waited", "First token"].map((title) => html`<th class="number wide">${title}</th>`)}
       <th class="number">Total</th><th class="number wide">Tokens/s</th></tr></thead>
-    <tbody>${shown.map((one) => html`<${Row} key=${one.number} one=${one} open=${open === one.number}
-      onToggle=${() => setOpen(open === one.number ? 0 : one.number)} />`)}</tbody></table></div>`, [shown, open]);
+    <tbody>${shown.slice(0, most).map((one) => html`<${Row} key=${one.number} one=${one} open=${open === one.number}
+      onToggle=${() => setOpen(open === one.number ? 0 : one.number)} />`)}</tbody></table></div>`, [shown, open, most]);
   return html`<section aria-labelledby="ended-title">
     <h3 id="ended-title">Ended</h3>
     <form class="fields" onSubmit=${(event) => event.preventDefault()}>
@@ -155,6 +157,7 @@ function Ended({ sought }) {
     ${trouble && html`<p class="error">The ended requests cannot be read: ${trouble}</p>`}
     ${shown.length ? table : all && html`<${Empty}>${all.length ? "No ended request matches."
       : "No request has ended since the supervisor was started."}<//>`}
+    ${shown.length > most && html`<p class="all"><${Button} onClick=${() => setMost(MOST)}>Show all ${count(shown.length)}<//></p>`}
   </section>`;
 }
 
