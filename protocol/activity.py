@@ -134,6 +134,11 @@ class ModelFigures(TypedDict):
     """The histograms that have a value, by the name that vLLM gives the metric."""
 
 
+class MetricsParams(TypedDict):
+    model: NotRequired[str]
+    """A model, or one worker of several (`letters:2`). Unset: all models."""
+
+
 class MetricsResult(TypedDict):
     """Together with `status` everything that the metrics are made of."""
 

@@ -15,6 +15,7 @@ from protocol.activity import (
     EventsResult,
     LogsParams,
     LogsResult,
+    MetricsParams,
     MetricsResult,
     RequestsParams,
     RequestsResult,
@@ -404,7 +405,7 @@ VERBS: Final[dict[str, Verb]] = {
     "ended_requests": Verb("List the last requests that have ended.", EndedRequestsResult, EndedRequestsParams),
     "story": Verb("Tell what became of a request.", StoryResult, StoryParams),
     "events": Verb("Return the latest events of the supervisor and its workers.", EventsResult, EventsParams),
-    "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, StatusParams),
+    "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, MetricsParams),
     "usage": Verb("Return the requests and tokens by key, model and day.", UsageResult, UsageParams),
     "tokenize": Verb(
         "Return the ids that the model would read for a prompt or a conversation.", TokenizeResult, TokenizeParams
