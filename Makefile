@@ -79,7 +79,7 @@ test-claude-code: $(VENV)/.test ## Claude Code against the gateway, with no othe
 test-fuzz-http: $(VENV)/.fuzz-http ## requests drawn from the gateway's OpenAPI document for FUZZ_SECONDS=60; needs no GPU
 	$(BIN)/python -m pytest -s tests/fuzz_http.py
 
-test-browser: $(VENV)/.browser ## the gateway's page in a real browser: Debian's chromium (apt-get install chromium), no GPU
+test-browser: $(VENV)/.browser ## the gateway's page in a real browser, with axe-core: Debian's chromium, Node and npm, no GPU
 	$(BIN)/python -m pytest tests/browser/*_view.py
 
 test-prometheus: $(VENV)/.test ## a real Prometheus scrapes the gateway: Debian's prometheus, no GPU
@@ -136,6 +136,7 @@ $(VENV)/.fuzz-http: $(VENV)/.test
 
 $(VENV)/.browser: $(VENV)/.test
 	$(PIP) playwright
+	@if command -v npm; then $(BIN)/python -c "from tests.agents.harness import environment; environment('axe')"; fi
 	touch $@
 
 $(VENV)/.ray: $(VENV)/.test

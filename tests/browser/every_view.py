@@ -1,0 +1,168 @@
+"""What holds for every view of the page, and for /docs.
+
+axe-core finds nothing, nothing is cut off, the keyboard reaches every control, and the console stays empty. With
+SCREENSHOTS=DIRECTORY each view is written into that directory as NAME-SIZE-COLOURS.png.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from supervisor.keys.records import parse_rights
+from supervisor.keys.store import KeyStore
+from tests.agents.harness import environment
+from tests.browser.conftest import Tab
+from tests.keyed import free_port
+from tests.serving import Serving, engine
+
+VIEWS = {
+    "overview": "#/",
+    "model": "#/models/stories",
+    "sleeper": "#/models/sleeper",
+    "no-model": "#/models/nosuch",
+    "requests": "#/requests",
+    "chat": "#/chat",
+    "connect": "#/connect",
+    "keys": "#/keys",
+    "configuration": "#/configuration",
+    "nowhere": "#/nowhere",
+    "docs": "docs",
+}
+"""Each view by its name in pictures, with its address."""
+SIZES = {"wide": (1280, 900), "narrow": (400, 900)}
+COLOURS = ("light", "dark")
+CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((element) => {
+  const style = getComputedStyle(element), hides = ["hidden", "clip"].includes(style.overflowX);
+  return element.checkVisibility() && hides && style.clipPath === "none" && !["INPUT", "SELECT"].includes(element.tagName)
+    && element.clientWidth && element.scrollWidth > element.clientWidth + 1;
+}).map((element) => element.outerHTML.slice(0, 200))"""
+"""Elements that hide a part of their content."""
+CONTROLS = """() => [...document.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex='0']")]
+  .filter((element) => {
+    const group = `[type=radio][name="${element.name}"]:checked`;
+    return !element.disabled && element.tabIndex >= 0 && !element.classList.contains("skip")
+      && element.checkVisibility({ visibilityProperty: true })
+      && !(element.type === "radio" && !element.checked && document.querySelector(group));
+  })"""
+"""What the key Tab must reach. Of radio buttons, it reaches the chosen one."""
+FOCUSED = """() => {
+  const element = document.activeElement;
+  window.reached ||= new Set();
+  const known = window.reached.has(element);
+  window.reached.add(element);
+  const style = getComputedStyle(element), visible = style.outlineStyle !== "none" || style.boxShadow !== "none";
+  return { end: element === document.body || known, faint: visible ? "" : element.outerHTML.slice(0, 200) };
+}"""
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The source of axe-core."""
+    if shutil.which("npm") is None:
+        pytest.skip("axe-core cannot be installed: Node and npm are missing")
+    return (environment("axe") / "node_modules" / "axe-core" / "axe.min.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def shared(serving: Serving, browser: Browser, token: str, port: int) -> Iterator[Tab]:
+    """One tab for all tests, while a request runs and another one has ended."""
+    context = browser.new_context(reduced_motion="reduce")
+    tab = Tab(context.new_page(), port)
+    with serving.client() as client, closing(client.generate("endless", "runs", max_tokens=90_000)) as stream:
+        client.complete("stories", "Once", max_tokens=3)
+        next(stream)
+        tab.open()
+        tab.sign_in(token)
+        yield tab
+    context.close()
+
+
+@pytest.fixture
+def show(shared: Tab) -> Iterator[Callable[..., Page]]:
+    """Show a view in a size and colours. At the end of the test the console must have shown no error."""
+    yield lambda view, size="wide", colours="light": opened(shared, view, size, colours)
+    faults, shared.faults[:] = list(shared.faults), []
+    assert not faults
+
+
+def opened(tab: Tab, view: str, size: str = "wide", colours: str = "light") -> Page:
+    page = tab.page
+    page.emulate_media(color_scheme=colours, reduced_motion="reduce")  # type: ignore[arg-type]
+    page.set_viewport_size({"width": SIZES[size][0], "height": SIZES[size][1]})
+    page.goto("about:blank")  # a new document, also where only what stands behind # differs
+    page.goto(tab.base + VIEWS[view])
+    expect(page.get_by_role("heading", level=2).first).to_be_visible()
+    expect(page.get_by_text("Reading")).to_have_count(0)
+    return page
+
+
+def violations(page: Page, axe: str) -> list[str]:
+    """Return what axe-core finds wrong, a line for each element."""
+    page.evaluate(axe)  # by the debugger's way, since the page itself may run no script from elsewhere
+    found: list[dict[str, Any]] = page.evaluate("async () => (await axe.run({ preload: false })).violations")
+    return [f"{each['id']}: {node['html'][:160]}" for each in found for node in each["nodes"]]
+
+
+def faults_of(page: Page, axe: str, size: str) -> list[str]:
+    """Return what axe-core finds wrong, what is cut off, and whether the page is wider than the window."""
+    wide = page.evaluate("document.documentElement.scrollWidth") - SIZES[size][0]
+    found = [f"wider than the window by {wide} pixels"] if wide > 0 else []
+    return found + [f"cut off: {html}" for html in page.evaluate(CUT_OFF)] + violations(page, axe)
+
+
+@pytest.mark.parametrize("colours", COLOURS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_nothing_is_wrong_or_cut_off(show: Callable[..., Page], axe: str, view: str, size: str, colours: str) -> None:
+    page = show(view, size, colours)
+    if directory := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=Path(directory) / f"{view}-{size}-{colours}.png", full_page=True)
+    assert faults_of(page, axe, size) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_keyboard_reaches_every_control(show: Callable[..., Page], view: str, size: str) -> None:
+    page = show(view, size)
+    faint: set[str] = set()
+    for _ in range(600):
+        page.keyboard.press("Tab")
+        found = page.evaluate(FOCUSED)
+        faint |= {found["faint"]} - {""}
+        if found["end"]:
+            break
+    missed = f"({CONTROLS})().filter((element) => !window.reached.has(element)).map((element) => element.outerHTML)"
+    assert [html[:200] for html in page.evaluate(missed)] == []
+    assert faint == set(), "the focus cannot be seen"
+
+
+def test_a_person_without_rights_sees_no_fault(
+    serving: Serving, browser: Browser, store: KeyStore, port: int, axe: str
+) -> None:
+    token = store.add_token("reader", parse_rights("infer"))
+    with browser.new_context() as context:
+        tab = Tab(context.new_page(), port)
+        tab.open()
+        expect(tab.page.get_by_label("Token", exact=True)).to_be_visible()
+        assert violations(tab.page, axe) == []
+        tab.sign_in(token)
+        for view in VIEWS:
+            page = opened(tab, view, "narrow")
+            assert (view, faults_of(page, axe, "narrow"), tab.faults) == (view, [], [])
+
+
+def test_without_keys_no_view_has_a_fault(browser: Browser, axe: str) -> None:
+    port = free_port()
+    with Serving({"m": engine()}, gateway={"listen": port, "auth": "none"}), browser.new_context() as context:
+        tab = Tab(context.new_page(), port)
+        for view in VIEWS:
+            page = opened(tab, view, "narrow")
+            assert (view, faults_of(page, axe, "narrow"), tab.faults) == (view, [], [])
+            if view in ("keys", "configuration"):
+                expect(page.locator("main")).to_contain_text("gateway: {auth: keys}")
