@@ -39,7 +39,7 @@ SIZES = {"wide": (1280, 900), "narrow": (400, 900)}
 COLOURS = ("light", "dark")
 CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((element) => {
   const style = getComputedStyle(element), hides = ["hidden", "clip"].includes(style.overflowX);
-  return element.checkVisibility() && hides && style.clipPath === "none" && !["INPUT", "SELECT"].includes(element.tagName)
+  return element.checkVisibility() && hides && style.clipPath === "none" && !/INPUT|SELECT/.test(element.tagName)
     && element.clientWidth && element.scrollWidth > element.clientWidth + 1;
 }).map((element) => element.outerHTML.slice(0, 200))"""
 """Elements that hide a part of their content."""
@@ -52,13 +52,13 @@ CONTROLS = """() => [...document.querySelectorAll("a[href], button, input, selec
   })"""
 """What the key Tab must reach. Of radio buttons, it reaches the chosen one."""
 FOCUSED = """() => {
-  const element = document.activeElement;
+  const element = document.activeElement, { outlineStyle, boxShadow } = getComputedStyle(element);
   window.reached ||= new Set();
-  const known = window.reached.has(element);
+  const end = element === document.body || window.reached.has(element);
   window.reached.add(element);
-  const style = getComputedStyle(element), visible = style.outlineStyle !== "none" || style.boxShadow !== "none";
-  return { end: element === document.body || known, faint: visible ? "" : element.outerHTML.slice(0, 200) };
+  return { end, faint: !end && outlineStyle === "none" && boxShadow === "none" ? element.outerHTML.slice(0, 200) : "" };
 }"""
+"""Note where the focus is. ``end``: it was there before. ``faint``: it cannot be seen."""
 
 
 @pytest.fixture(scope="module")
