@@ -208,7 +208,8 @@ async def take_picture(link: SupervisorLink, caller: Caller, before: Picture, af
     A key without the rights ``status`` and ``admin`` sees the names, states and descriptions of the models, and its own
     requests.
     """
-    picture: Picture = {"requests": (await link.call(caller, "requests"))["requests"]}
+    listed = await link.call(caller, "requests")
+    picture: Picture = {"requests": listed["requests"], "requests_total": listed["total"]}
     try:
         status = await link.call(caller, "status", **({} if after else {"history": True}))
     except WireError as e:

@@ -58,6 +58,18 @@ def test_what_runs_and_waits_is_cancelled_and_moves_below(tab: Tab, serving: Ser
     assert "secret" not in (page.locator("body").text_content() or "")
 
 
+def test_a_long_queue_says_how_many_requests_are_not_listed(tab: Tab, serving: Serving) -> None:
+    tab.open("#/requests")
+    with serving.client() as client:
+        streams = [client.generate("endless", "x", max_tokens=LONG) for _ in range(107)]
+        expect(tab.page.get_by_text("7 younger ones are not listed.")).to_be_visible()
+        expect(unfinished(tab.page)).to_have_count(100)
+        for stream in streams:
+            stream.cancel()
+        for stream in streams:
+            stream.complete()
+
+
 def test_a_row_that_is_chosen_stays_while_new_ones_come(tab: Tab, serving: Serving) -> None:
     page = tab.page
     with serving.client() as client:

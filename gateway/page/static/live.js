@@ -7,9 +7,9 @@
 //                                               without the right status
 //
 // picture has: auth ("keys" or "none"), key (a short name of the session's key, "" without one), admin (whether orders are
-// allowed), trouble (why the supervisor does not answer), order, "model NAME" for each worker, requests, and for keys with the
-// right status also gpus, supervisor, events. It is {} before the first news. connection is { state, text }: waiting, live, lost or
-// signed out.
+// allowed), trouble (why the supervisor does not answer), order, "model NAME" for each worker, requests (the oldest 100 unfinished
+// ones), requests_total, and for keys with the right status also gpus, supervisor, events. It is {} before the first news.
+// connection is { state, text }: waiting, live, lost or signed out.
 
 import { useLayoutEffect, useReducer } from "./ui.js";
 import { ask, serverSentEvents } from "./session.js";

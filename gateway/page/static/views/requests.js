@@ -22,7 +22,7 @@ const Mark = ({ kind, icon = kind, text }) => html`<span class=${`state ${kind}`
 
 // --- what runs and waits ----------------------------------------------------------------------------------------------
 
-function Unfinished({ requests }) {
+function Unfinished({ requests, total }) {
   const title = useRef();
   const cancel = async (event, id) => {
     const buttons = [...event.currentTarget.closest("table").querySelectorAll("button")];
@@ -49,6 +49,7 @@ function Unfinished({ requests }) {
         <td class="wide">${one.worker ?? "–"}</td>
         <td><${Button} kind="danger" label=${`Cancel ${one.id}`} onClick=${(event) => cancel(event, one.id)}>Cancel<//></td>
       </tr>`)}</tbody></table></div>` : html`<${Empty}>No request runs or waits.<//>`}
+    ${total > requests.length && html`<p class="all faint">${count(total - requests.length)} younger ones are not listed.</p>`}
   </section>`;
 }
 
@@ -163,6 +164,6 @@ function Ended({ sought }) {
 
 export function Requests({ picture, rest }) {
   return html`<h2 tabindex="-1">Requests</h2>
-    <${Unfinished} requests=${picture.requests || []} />
+    <${Unfinished} requests=${picture.requests || []} total=${picture.requests_total} />
     <${Ended} key=${rest[0]} sought=${rest[0] || ""} />`;
 }
