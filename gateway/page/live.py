@@ -1,8 +1,8 @@
 """What the page shows, kept up to date by server-sent events.
 
 The supervisor is asked once a second for all open pages with the same key together, and only while a page is open. A
-page gets the whole picture first, and then only the parts that have changed. Each picture and each change is encoded
-once for all pages.
+page gets the whole picture first, and then only what has changed: parts, values of a worker, and new events. Each
+picture and each change is encoded once for all pages.
 """
 
 import asyncio
@@ -76,13 +76,13 @@ class Screen:
 
     def show(self, picture: Picture) -> None:
         """Take a new picture, and wake the pages if it differs from the one before."""
-        changed = {name: value for name, value in picture.items() if self.picture.get(name) != value}
-        changed |= {name: None for name in self.picture if name not in picture}
-        changed.pop(ONLY_WHOLE, None)
-        self.picture, self._whole = picture, None
+        before, self.picture, self._whole = self.picture, picture, None
+        changed = _changes(before, picture)
         if not changed:
             return
-        if self.number:
+        if "trouble" in before:
+            self._changes.clear()  # the speeds of the time in between are in a whole picture only
+        elif self.number:
             self._changes.append(_event(b"change", changed))
         self.number += 1
         self.wake()
@@ -193,6 +193,27 @@ class Live:
                 picture = {"trouble": for_caller(e if isinstance(e, ApiError | WireError) else FAULT).message}
             screen.show(picture | {"auth": self._auth, "key": (caller.key_id or "")[:16]})
             await asyncio.sleep(max(0.1, EVERY_S - (time.monotonic() - begun)))
+
+
+def _changes(before: Picture, after: Picture) -> Picture:
+    """Return the parts that differ. A part that is gone is null.
+
+    Of a worker that both pictures have, it returns the values that differ. Of events of the same session it returns the
+    new ones.
+    """
+    changed = _differing(before, after)
+    changed.pop(ONLY_WHOLE, None)
+    for name, value in changed.items():
+        old = before.get(name)
+        if name.startswith("model ") and value and old:
+            changed[name] = _differing(old, value)
+        elif name == "events" and value and old and "session" not in changed:
+            changed[name] = [event for event in value if event["number"] > old[-1]["number"]]
+    return changed
+
+
+def _differing(before: Picture, after: Picture) -> Picture:
+    return {name: after.get(name) for name in after | before if before.get(name) != after.get(name)}
 
 
 def _event(name: bytes, content: Picture) -> bytes:

@@ -21,6 +21,7 @@ from protocol.process.gateway_settings import GatewaySettings
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.gateway.asking import described
+from tests.gateway.running import Gateway, is_live
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, wait_until
 
@@ -213,8 +214,9 @@ def test_the_picture_is_whole_first_and_then_tells_changes(serving: tuple[Servin
     running.order("stop", model="n", now=True)
     for name, change in pictures:
         assert name == "change"
-        same = change.get("model m", first["model m"])
-        assert {name for name in same if same[name] != first["model m"].get(name)} <= {"engine_stats"}
+        assert change.get("model m", {}).keys() <= {"engine_stats"}
+        assert not change.get("model n", {}).keys() & {"context", "totals", "log"}, "only values that differ"
+        assert all(event["number"] > first["events"][-1]["number"] for event in change.get("events", ()))
         if change.get("model n", {}).get("state") == "stopped":
             break
     running.order("start", model="n")
@@ -235,11 +237,12 @@ def test_speeds_and_times_outlive_a_page_and_change_nothing_by_themselves(tmp_pa
         assert 590 < first["model m"]["until"] - time.time() < 610
         assert abs(first["supervisor"]["started"] - time.time()) < 60
         client.complete("m", "x", max_tokens=60)
+        told = first["model m"]
         for _, change in pictures:
             assert "speeds" not in change
+            told |= change.get("model m", {})
             if change.get("model m", {}).get("idle_since"):  # the request has ended
                 break
-        told = change["model m"]
         wait_until(lambda: time.time() > told["idle_since"] + 4)
         _, beside = next(page.pictures({}))
         for key in ("until", "since", "idle_since"):
@@ -247,6 +250,21 @@ def test_speeds_and_times_outlive_a_page_and_change_nothing_by_themselves(tmp_pa
         assert len(beside["speeds"]["m"]) > len(first["speeds"]["m"]) + 4
         assert sum(beside["speeds"]["m"]) > sum(first["speeds"]["m"]) + 20, "the gateway has gone on"
         assert beside["speeds"]["m"][-1] == 0
+
+
+def test_a_page_gets_a_whole_picture_when_the_supervisor_is_back() -> None:
+    models = {"m": engine()}
+    with Serving(models) as serving, Gateway(serving) as gateway:
+        wait_until(lambda: is_live(gateway.port), what="the gateway")
+        pictures = Page(gateway.port, {}).pictures({})
+        assert next(pictures)[0] == "picture"
+        serving.kill()
+        change = next(change for _, change in pictures if change.get("trouble"))
+        assert change["model m"] is None
+        serving.start_again(models)
+        name, picture = next((name, news) for name, news in pictures if "order" in news)
+        assert (name, picture["order"], list(picture["speeds"])) == ("picture", ["m"], ["m"])
+        assert "trouble" not in picture
 
 
 def test_a_key_sees_and_orders_what_its_rights_allow(serving: tuple[Serving, Page]) -> None:

@@ -20,6 +20,7 @@ let updates = null;
 let second = 0; // the last one that has its value in the picture's speeds
 
 export const SPEEDS = 120;
+const EVENTS = 100;
 
 function changed(parts) {
   Object.assign(live, parts);
@@ -67,6 +68,18 @@ export function speeds(worker) {
   return live.picture.speeds?.[worker.name] || [];
 }
 
+// A change has whole parts (null: it is gone), but of a worker the changed values, and of a session's events the new ones.
+function merged(picture, change) {
+  const found = { ...picture, ...change };
+  for (const [part, value] of Object.entries(change)) {
+    const old = picture[part];
+    if (value === null) delete found[part];
+    else if (part.startsWith("model ") && old) found[part] = { ...old, ...value };
+    else if (part === "events" && old && !("session" in change)) found[part] = [...old, ...value].slice(-EVENTS);
+  }
+  return found;
+}
+
 export async function connect() {
   updates?.abort();
   const mine = updates = new AbortController();
@@ -75,9 +88,7 @@ export async function connect() {
     const response = await ask("/page/events", { signal: mine.signal });
     for await (const { name, data } of serverSentEvents(response.body)) {
       moveOn();
-      const picture = name === "picture" ? data : { ...live.picture, ...data };
-      for (const [part, value] of Object.entries(picture)) if (value === null) delete picture[part];
-      changed({ picture, connection: { state: "live", text: "live" } });
+      changed({ picture: name === "picture" ? data : merged(live.picture, data), connection: { state: "live", text: "live" } });
     }
   } catch (error) {
     if (error.status === 401) {
