@@ -245,3 +245,10 @@ def test_nothing_is_cut_off(page: Page, serving: Serving, size: str, scheme: str
         wait_until(lambda: serving.status("endless")["state"] == "ready")
         page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
         page.screenshot(path=Path(directory) / f"page-{size}-{scheme}.png", full_page=True)
+
+
+def test_the_logs_of_the_supervisor_and_the_gateway_are_read(page: Page) -> None:
+    page.get_by_text("Of the supervisor and of the gateway").click()
+    expect(page.get_by_role("region", name="Log of supervisor")).to_contain_text("serving")
+    page.get_by_role("combobox").select_option("gateway")
+    expect(page.get_by_role("region", name="Log of gateway")).to_be_visible()

@@ -1,7 +1,7 @@
 // What all views are made of.
 //
 //   html`<${Button} onClick=${f}>Send<//>`   preact elements; hooks are exported, too
-//   formatting: bytes, span, count, clock, inWords
+//   formatting: bytes, span, count, speed, clock, inWords, joined; sum(all, figure)
 //   components: Icon, State, Bar, Button, Copy, Empty, Switched (a view that is off), Dialog
 //   order("Stop a", () => call(...))         does it, announces it to screen readers, and shows a failure at the top of the page
 //   useNow(ms)                               draws again every ms, and returns Date.now(); only while the tab is visible
@@ -14,6 +14,9 @@ export { html, render, useEffect, useLayoutEffect, useMemo, useReducer, useRef, 
 
 export const bytes = (n) => n === null || n === undefined ? "–" : `${(n / 2 ** 30).toFixed(n < 2 ** 30 ? 2 : 1)} GiB`;
 export const count = (n) => n === null || n === undefined ? "–" : n.toLocaleString("en");
+export const speed = (n) => n === null || n === undefined ? "–" : n < 100 ? n.toFixed(1) : count(Math.round(n));
+export const joined = (parts) => parts.filter(Boolean).join(", ");
+export const sum = (all, figure) => all.reduce((total, one) => total + (figure(one) || 0), 0);
 export const inWords = (state) => state.replaceAll("_", " ");
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 

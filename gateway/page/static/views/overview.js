@@ -1,17 +1,9 @@
-import {
-  address, announce, Bar, Button, bytes, clock, count, Dialog, Empty, html, Icon, inWords, order, span, State, useNow, useState,
-} from "../ui.js";
+import { address, Bar, bytes, Empty, html, Icon, inWords, joined, span, speed, State, sum, useNow, useState } from "../ui.js";
 import { models, speeds, SPEEDS, workers } from "../live.js";
-import { call } from "../session.js";
+import { DOWN, EventList, ModelOrders, nearest, Reason } from "../model_parts.js";
+import { Log } from "../log.js";
 
-const FEW_EVENTS = 10;
-const DOWN = ["stopped", "failed", "unloaded"];
-const LEAVING = ["draining", "stopping"];
-const SLEEPING = ["falling_asleep", "asleep"];
-const sum = (all, figure) => all.reduce((total, one) => total + (figure(one) || 0), 0);
-const speed = (n) => n < 100 ? n.toFixed(1) : count(Math.round(n));
 const countdown = (s) => s < 60 || s >= 3600 ? span(s) : `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`;
-const joined = (parts) => parts.filter(Boolean).join(", ");
 
 export function Overview({ picture }) {
   const all = models(picture);
@@ -30,7 +22,8 @@ export function Overview({ picture }) {
         <${ModelCard} key=${model.name} model=${model} picture=${picture} now=${now} />`)}</div>`
       : html`<${Empty}>models.yaml names no model.<//>`}
     </section>
-    ${picture.events && html`<${Events} events=${picture.events} />`}`;
+    ${picture.events && html`<${Events} events=${picture.events} />`}
+    ${picture.admin && html`<${Logs} picture=${picture} />`}`;
 }
 
 function summary(picture, all) {
@@ -71,12 +64,8 @@ function Gpu({ gpu, picture }) {
 // --- models ---------------------------------------------------------------------------------------------------------
 
 function ModelCard({ model, picture, now }) {
-  const [asking, setAsking] = useState(false);
   const { name, workers: all } = model;
-  // The state of a model is that of the worker that is nearest to serving.
-  const shown = all.find((worker) => worker.state === "ready") || all.find((worker) => !DOWN.includes(worker.state)) || all[0];
-  const give = (label, verb) => order(`${label} ${name}`, () => call("POST", `/v1/models/${encodeURIComponent(name)}/${verb}`));
-  const busy = sum(all, (worker) => worker.active) + (shown.queued || 0) > 0;
+  const shown = nearest(all);
   return html`<article class=${`card model ${shown.state === "failed" ? "failed" : ""}`} data-name=${name}>
     <div class="row"><h4><a href=${address("models", name)}>${name}</a></h4><${State} worker=${shown} /></div>
     ${shown.description && html`<p class="small">${shown.description}</p>`}
@@ -87,22 +76,8 @@ function ModelCard({ model, picture, now }) {
     ${all.length > 1 && html`<ul class="small">${all.map((worker) => html`
       <li key=${worker.name} class="row"><span>${worker.name}</span><${State} worker=${worker} />
         <span class="faint number">${joined([worker.active !== undefined && `${worker.active} running`, on(worker)])}</span></li>`)}</ul>`}
-    ${picture.admin && html`<${Orders} shown=${shown} give=${give} stop=${() => busy ? setAsking(true) : give("Stop", "stop")} />`}
-    ${asking && html`<${StopDialog} name=${name} shown=${shown} all=${all} onClose=${() => setAsking(false)}
-      stop=${() => { setAsking(false); give("Stop", "stop"); }} />`}
+    ${picture.admin && html`<${ModelOrders} model=${model} />`}
   </article>`;
-}
-
-// Why the model is in its state, and its last failure.
-function Reason({ worker, now }) {
-  const last = worker.last_exit?.time && worker.last_exit.reason !== "asked" ? worker.last_exit : null;
-  const why = worker.reason || (worker.state === "asleep" ? worker.unloaded : "");
-  const ago = last && html`<time datetime=${new Date(last.time * 1000).toISOString()} title=${new Date(last.time * 1000).toLocaleString()}>
-    ${span(Math.max(0, now - last.time))} ago</time>`;
-  const failing = ["failed", "backoff"].includes(worker.state);
-  return html`
-    ${why && html`<p class=${`small reason ${failing ? "error" : "faint"}`}>${why}</p>`}
-    ${last && html`<p class="small faint reason">Last failure ${ago}${last.message === why ? "" : `: ${last.message}`}</p>`}`;
 }
 
 // A model that is down has a speed only while its line shows one.
@@ -148,48 +123,21 @@ function facts(shown, all, now) {
   ]);
 }
 
-// A button stays while its order changes, and it is never disabled for the browser, so that the focus stays on it.
-function Orders({ shown, give, stop }) {
-  const down = DOWN.includes(shown.state);
-  const sleeping = SLEEPING.includes(shown.state);
-  const one = (label, possible, act, kind) => html`<${Button} kind=${kind} label=${`${label} ${shown.model}`}
-    aria-disabled=${!possible} onClick=${() => possible ? act() : announce(`not while it is ${inWords(shown.state)}`)}>${label}<//>`;
-  return html`<div class="row orders">
-    <span key="load">${down ? one("Load", true, () => give("Load", "load"))
-      : one("Unload", !LEAVING.includes(shown.state), () => give("Unload", "unload"))}</span>
-    ${(shown.can_sleep || sleeping) && html`<span key="sleep">${sleeping ? one("Wake", true, () => give("Wake", "wake"))
-      : one("Sleep", shown.state === "ready", () => give("Sleep", "sleep"))}</span>`}
-    <span key="stop">${one("Stop", !["stopped", "stopping", "unloaded"].includes(shown.state), stop, "danger")}</span>
-  </div>`;
-}
-
-function StopDialog({ name, shown, all, stop, onClose }) {
-  return html`<${Dialog} title=${`Stop ${name}?`} onClose=${onClose}>
-    <p>It has ${sum(all, (worker) => worker.active)} running and ${shown.queued} queued requests. Queued requests end with an error,
-      and running ones have a short time to finish.</p>
-    <div class="row"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="danger" onClick=${stop}>Stop<//></div><//>`;
-}
-
 // --- events ---------------------------------------------------------------------------------------------------------
 
 function Events({ events }) {
-  const [more, setMore] = useState(false);
-  const shown = [...events].reverse().slice(0, more ? undefined : FEW_EVENTS);
   return html`<section aria-labelledby="events-title">
     <h3 id="events-title">Events</h3>
-    ${events.length === 0 && html`<${Empty}>Nothing has happened yet.<//>`}
-    <ol class="events">${shown.map((event) => html`<li key=${event.number} class=${event.level}>
-      <time datetime=${new Date(event.time * 1000).toISOString()} title=${new Date(event.time * 1000).toLocaleString()}>${clock(event.time)}</time>
-      ${event.level === "info" ? html`<i />` : html`<${Icon} name="failed" />`}
-      <span>${event.model && html`<a href=${address("models", event.model)}>${event.worker || event.model}</a> `}${said(event)}</span>
-    </li>`)}</ol>
-    ${events.length > FEW_EVENTS && html`<${Button} aria-expanded=${more} onClick=${() => setMore(!more)}>
-      ${more ? `Show the latest ${FEW_EVENTS}` : `Show ${events.length - FEW_EVENTS} more`}<//>`}
+    <${EventList} events=${[...events].reverse()} linked />
   </section>`;
 }
 
-// The message without the name of the worker, which the link before it has.
-function said({ worker, model, message }) {
-  const name = `${worker || model}: `;
-  return message.startsWith(name) ? message.slice(name.length) : message;
+// Nothing is asked while the logs are closed.
+function Logs({ picture }) {
+  const [open, setOpen] = useState(false);
+  return html`<section aria-labelledby="logs-title">
+    <h3 id="logs-title">Logs</h3>
+    <details onToggle=${(event) => setOpen(event.target.open)}><summary>Of the supervisor and of the gateway</summary>
+      <div class="logs">${open && html`<${Log} names=${["supervisor", "gateway"]} label="Log of" picture=${picture} />`}</div></details>
+  </section>`;
 }
