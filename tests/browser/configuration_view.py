@@ -33,13 +33,13 @@ def changes(page: Page) -> Locator:
 
 def test_the_file_has_line_numbers_and_the_values_lead_to_their_lines(view: Page, file: Path) -> None:
     lines = file.read_text().splitlines()
-    shown = view.locator(".lines li")
+    shown = view.locator(".config-lines li")
     expect(shown).to_have_count(len(lines))
     expect(changes(view)).to_contain_text("Nothing: what is served is what the file says")
     view.get_by_role("button", name="Values").click()
     expect(view.get_by_role("button", name="Values")).to_have_attribute("aria-pressed", "true")
     view.get_by_label("Find a key").fill("sleeper.lazy")
-    row = view.locator(".values > div")
+    row = view.locator(".config-values > div")
     expect(row).to_have_count(1)
     expect(row).to_contain_text("true")
     view.get_by_label("Find a key").fill("letters.replicas")
@@ -59,7 +59,7 @@ def test_a_fault_stands_at_its_line_and_a_reload_is_refused(tab: Tab, view: Page
     number = next(at for at, line in enumerate(file.read_text().splitlines(), 1) if "lzy" in line)
     view.get_by_role("button", name="Refresh").click()
     expect(changes(view)).to_contain_text("A reload would be refused: 1 fault")
-    wrong = view.locator(".lines li.wrong")
+    wrong = view.locator(".config-lines li.wrong")
     expect(wrong).to_contain_text("lazy")  # the name that was meant
     changes(view).get_by_role("button", name=f"Line {number}").click()
     expect(wrong).to_be_focused()
@@ -95,4 +95,4 @@ def test_a_reload_applies_the_changes_and_tells_them(view: Page, file: Path, ser
 def test_a_change_by_somebody_else_is_seen(view: Page, file: Path, serving: Serving) -> None:
     file.write_text(f"# a new line\n{file.read_text()}")
     serving.order("reload")
-    expect(view.locator(".lines li").first).to_contain_text("# a new line")
+    expect(view.locator(".config-lines li").first).to_contain_text("# a new line")

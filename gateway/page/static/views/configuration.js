@@ -10,7 +10,7 @@ const some = (n, one, several) => `${n} ${n === 1 ? one : several}`;
 
 function Faults({ problems, goTo }) {
   return html`<p class="state failed"><${Icon} name="failed" />A reload would be refused: ${some(problems.length, "fault", "faults")}</p>
-    <ul class="faults">${problems.map((fault) => html`<li>
+    <ul class="config-faults">${problems.map((fault) => html`<li>
       ${fault.line ? html`<${Button} kind="plain" onClick=${() => goTo(fault.line)}>Line ${fault.line}<//> ` : html`${fault.place}: `}
       ${fault.key && html`<code>${fault.key}</code> `}${fault.message}</li>`)}</ul>`;
 }
@@ -33,7 +33,7 @@ function Result({ done }) {
     ${!changed.length && !done.settings.length && html`<p>It has changed nothing.</p>`}
     <ul>
       ${done.settings.map((key) => html`<li key=${key}><code>${key}</code> applied</li>`)}
-      ${changed.map((model) => html`<li key=${model.model}><b>${model.model}</b> (${model.change}):
+      ${changed.map((model) => html`<li key=${model.model}><b>${model.model}</b> (${model.change}): ${" "}
         <span class=${`state ${STATES[model.state]}`}><${Icon} name=${STATES[model.state]} />${inWords(model.state)}</span>
         ${model.message && ` ${model.message}`}</li>`)}
     </ul>`;
@@ -44,7 +44,7 @@ function File({ text, problems, line }) {
   const marked = useRef();
   useEffect(() => marked.current?.focus(), [line]);
   const faults = (number) => problems.filter((fault) => fault.line === number);
-  return html`<ol class="lines">${lines.map((one, at) => {
+  return html`<ol class="config-lines">${lines.map((one, at) => {
     const wrong = faults(at + 1), chosen = line.number === at + 1;
     return html`<li class=${wrong.length ? "wrong" : ""} tabindex=${chosen ? -1 : undefined} ref=${chosen ? marked : undefined}>
       <code>${one || " "}</code>${wrong.map((fault) => html`<p class="error"><${Icon} name="failed" />${fault.message}</p>`)}</li>`;
@@ -54,8 +54,8 @@ function File({ text, problems, line }) {
 function Values({ settings, more, goTo }) {
   const [wanted, setWanted] = useState("");
   const found = settings.filter((one) => one.key.includes(wanted.trim()));
-  return html`<label class="find">Find a key <input type="search" value=${wanted} onInput=${(event) => setWanted(event.target.value)} /></label>
-    ${found.length ? html`<dl class="values">${found.map((one) => html`<div key=${one.key}><dt>${one.key}</dt><dd><code>${one.value}</code></dd>
+  return html`<label class="config-find">Find a key <input type="search" value=${wanted} onInput=${(event) => setWanted(event.target.value)} /></label>
+    ${found.length ? html`<dl class="config-values">${found.map((one) => html`<div key=${one.key}><dt>${one.key}</dt><dd><code>${one.value}</code></dd>
       <dd class="faint small">${one.line ? html`<${Button} kind="plain" onClick=${() => goTo(one.line)}>${one.source}<//>` : one.source}</dd>
     </div>`)}</dl>` : html`<${Empty}>No key is called so.<//>`}
     ${more && html`<${Empty}>There are more than fit here: <code>modelctl config</code> shows all.<//>`}`;
@@ -93,7 +93,7 @@ function Read({ picture }) {
   const choice = (text, is) => html`<button type="button" class=${values === is ? "" : "quiet"} aria-pressed=${values === is}
     onClick=${() => setValues(is)}>${text}</button>`;
   return html`
-    <div class="row"><p class="path"><code>${file.file}</code></p>
+    <div class="row"><p class="config-path"><code>${file.file}</code></p>
       <${Button} onClick=${read}>Refresh<//><${Button} kind="" onClick=${reload}>Reload<//></div>
     ${trouble && html`<p class="error">${trouble}</p>`}
     <section class="card" aria-labelledby="changes-title">
@@ -101,7 +101,7 @@ function Read({ picture }) {
       ${file.changes ? html`<${Changes} changes=${file.changes} />` : html`<${Faults} problems=${file.problems} goTo=${goTo} />`}
       ${file.notes.map((note) => html`<p class="faint">${note}</p>`)}
       <p class="faint small">The models' directories are not read here: <code>modelctl check</code> reads them, too.</p>
-      <div role="status">${done && html`<${Result} done=${done} />`}</div>
+      <div class="config-result" role="status">${done && html`<${Result} done=${done} />`}</div>
     </section>
     <section aria-labelledby="content-title">
       <div class="row"><h3 id="content-title">${values ? "Values" : "File"}</h3>
