@@ -151,8 +151,10 @@ class Replica:
         return self._current
 
     def give_label_to(self, successor: "Replica") -> None:
-        """Let the label mean another worker, which has been started to take this worker's place."""
+        """Let the label mean another worker, which has been started to take this worker's place. It goes on with the
+        speeds that the label has shown."""
         self._current, successor._current = False, True
+        successor.speeds = self.speeds.copy()
 
     @property
     def model(self) -> str:

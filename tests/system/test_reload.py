@@ -87,6 +87,8 @@ def test_no_request_is_lost(serve: Serve, how: str) -> None:
     assert serving.status("b")["pid"] == others
     assert [model["name"] for model in serving.overview()["models"]] == ["a", "b"]
     assert serving.status("a")["totals"]["tokens"] == 30 * load.asked, "what earlier workers did counts on"
+    exchanged, other = (model["speeds"] for model in serving.order("status", history=True)["models"])
+    assert len(exchanged) == len(other), "what earlier workers did is in the line of speeds"
 
 
 def test_the_difference_of_a_file_is_applied(serve: Serve) -> None:
