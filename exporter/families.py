@@ -18,7 +18,7 @@ STATES: Final = (
     "starting", "loading", "ready", "draining", "stopping", "stopped", "backoff", "unloaded",
     "falling_asleep", "asleep", "waking", "failed",
 )  # fmt: skip
-TROUBLES: Final = ("log", "config", "gpus", "gateway", "keys", "queue", "cluster", "listen")
+TROUBLES: Final = ("log", "config", "gpus", "gateway", "keys", "queue", "cluster", "listen", "folders")
 HELP: Final[Mapping[str, str]] = {
     "time_to_first_token_seconds": "Time from the acceptance of a request to its first token.",
     "inter_token_latency_seconds": "Time between two tokens of an answer: the mean of each answer, for each token.",

@@ -6,7 +6,8 @@ started, each with its line. No value is clamped, and none is ignored.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from protocol.process.absent_directories import is_unmounted
 from protocol.process.worker_spec import EngineSpec
 from supervisor.config_defaults import lay_defaults
 from supervisor.config_environment import overlay
+from supervisor.config_folders import SECTION as FOLDERS
+from supervisor.config_folders import Folder, FoundModel, engines_of, lay_folders, lay_suitable
 from supervisor.config_gateway import GatewayConfig, gateway_problems
 from supervisor.config_model import ENGINE_KEYS, ModelConfig
 from supervisor.config_rules import (
@@ -26,7 +29,7 @@ from supervisor.config_rules import (
     is_template_file,
     sampling_problems,
 )
-from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
+from supervisor.config_schema import ClusterConfig, FileConfig, FolderConfig, GroupConfig, SupervisorConfig
 from supervisor.config_watch import Signature
 from supervisor.foreign_configs import program_of
 from supervisor.keys.store import default_keys_dir
@@ -50,6 +53,7 @@ class ModelSpec:
     draft_model, lora  the directories that these keys name
     model_roots        directories into which files of these directories may be links
     template_file      the file that ``chat_template`` names; None if it names none
+    folder             the folder below which the model was found; None for a model with an entry in models.yaml
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class ModelSpec:
         lora: tuple[Path, ...] = (),
         model_roots: tuple[Path, ...] = (),
         template_file: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -71,6 +76,7 @@ class ModelSpec:
         self.template_file = template_file
         self.source: YamlSource | None = None
         """The file as it was when the model was read from it. None for a model that was not read from a file."""
+        self.folder = folder
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -163,9 +169,37 @@ class Config:
         """What was left out of files that give defaults, one line each."""
         self.read: Signature | None = None
         """The signature of the content of ``file`` that this is; None for one that was not read from a file."""
+        self.folders: tuple[Folder, ...] = ()
         self.groups = groups or {}
         self.cluster = cluster
         self.names = ModelNames({name: spec.config for name, spec in models.items()}, default_model)
+
+    def with_models(self, models: dict[str, ModelSpec]) -> "Config":
+        """Return this configuration with other models."""
+        changed = copy(self)
+        changed.models = models
+        changed.names = ModelNames({name: spec.config for name, spec in models.items()}, self.names.default)
+        return changed
+
+    def with_found(self, found: Mapping[str, ModelSpec]) -> "Config":
+        """Return this configuration with these models of folders, in place of those that it has.
+
+        A model of a folder that is no longer in the file is left out, and so is one that has a name of a model with an
+        entry.
+        """
+        own = {name: spec for name, spec in self.models.items() if spec.folder is None}
+        names, folders = self.with_models(own).names, {folder.path for folder in self.folders}
+        more = {
+            name: spec
+            for name, spec in found.items()
+            if spec.folder in folders and not any(each in names for each in (name, *spec.config.aliases))
+        }
+        return self.with_models(own | more)
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines of all models, and of those that may be found."""
+        return [*(spec.config.engine for spec in self.models.values()), *(folder.engine for folder in self.folders)]
 
     @property
     def worker_count(self) -> int:
@@ -229,20 +263,36 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
 
     environment  the variables that ``config_environment`` lays over the file
     """
-    source = YamlSource(file)
+    return examine_source(YamlSource(file), environment)
+
+
+def examine_source(
+    source: YamlSource, environment: Mapping[str, str] = os.environ, found: Sequence[FoundModel] = ()
+) -> Examined:
+    """Check a models.yaml that was read, as ``examine_config`` does. The source's values are changed.
+
+    found  models of the file's folders
+    """
+    file = Path(source.file)
     if (program := program_of(source.data)) is not None:
         why = f"is the configuration of {program}: `modelctl init --from {file}` writes a models.yaml from it"
         raise ConfigError([Problem(source.file, 0, "", why)])
     if isinstance(source.data, dict):
         source.data = {key: value for key, value in source.data.items() if not key.startswith(NOTE_PREFIX)}
     overlay(source, environment)
+    lay_folders(source, found)
+    engines = engines_of(source.data)
     lay_defaults(source)
     path_of_file = absolute(file)
     base = path_of_file.parent
     notes = lay_beneath(source, lambda model_dir: _resolve(model_dir, base))
+    lay_suitable(source, found)
     parsed, flaws = _fit(source.data)
     problems = [*source.problems, *(source.problem(flaw.path, flaw.message) for flaw in flaws)]
-    if not parsed.models and not flaws:
+    folders, unusable = _folders(parsed.folders, engines, base)
+    problems += [source.problem((FOLDERS, *path), message) for path, message in unusable]
+    of_folder = {model.name: folders[model.folder].path for model in found if model.folder < len(folders)}
+    if not parsed.models and not parsed.folders and not flaws:
         problems.append(source.problem(("models",), "names no model; add at least one"))
     flawed = {flaw.path[1] for flaw in flaws if len(flaw.path) > 2 and flaw.path[0] == "models"}
     roots, unfit = _roots(parsed.supervisor.model_roots or (), base)
@@ -262,6 +312,7 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
         problems += [source.problem((*path, *key), message) for key, message in missing]
         if spec is not None:
             models[name] = spec
+            spec.folder = of_folder.get(name)
     default = None if flaws else parsed.default_model  # a model with a wrong key may be missing here
     problems += [source.problem(path, message) for path, message in name_problems(parsed.models, default)]
     problems += [source.problem(path, message) for path, message in held_problems(parsed.supervisor.held)]
@@ -280,6 +331,7 @@ def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> E
         spec.source = source
     whole.notes = [str(note) for note in notes]
     whole.read = source.read
+    whole.folders = folders
     return Examined(source, whole, problems)
 
 
@@ -318,8 +370,12 @@ def _fit(data: Any) -> tuple[FileConfig, list[Flaw]]:
     gateway = None
     if isinstance(data, dict) and data.get("gateway") is not None and not _has_flaw(flaws, "gateway"):
         gateway = fit(GatewayConfig, data["gateway"])
+    folders = []
+    if isinstance(data, dict) and not _has_flaw(flaws, FOLDERS):
+        folders = fit(FileConfig, {"models": {}, FOLDERS: data.get(FOLDERS) or []}).folders
     default = data.get("default_model") if isinstance(data, dict) and not _has_flaw(flaws, "default_model") else None
-    return FileConfig(models=sound, default_model=default, supervisor=supervisor, gateway=gateway), flaws
+    whole = FileConfig(models=sound, default_model=default, folders=folders, supervisor=supervisor, gateway=gateway)
+    return whole, flaws
 
 
 def _has_flaw(flaws: list[Flaw], section: str) -> bool:
@@ -350,6 +406,22 @@ def _roots(given: Iterable[str], base: Path) -> tuple[tuple[Path, ...], list[tup
         except (ValueError, RuntimeError, OSError) as e:
             unfit.append(((index,), str(e)))
     return tuple(roots), unfit
+
+
+def _folders(
+    given: Iterable[FolderConfig], engines: Sequence[str], base: Path
+) -> tuple[tuple[Folder, ...], list[tuple[KeyPath, str]]]:
+    """Return the folders, and (place in the list, message) for each that cannot be one. No file system is asked: a
+    share of the network may be away, and come later."""
+    folders: list[Folder] = []
+    unusable: list[tuple[KeyPath, str]] = []
+    for index, (folder, engine) in enumerate(zip(given, engines, strict=False)):  # none are given if one has a flaw
+        path = Path(os.path.normpath(base / Path(folder.path).expanduser()))
+        if path == Path("/"):
+            message = "is '/', which holds every file of the machine: name the directory that holds models"
+            unusable.append(((index, "path"), message))
+        folders.append(Folder(path, engine))
+    return tuple(folders), unusable
 
 
 def _find(

@@ -28,7 +28,7 @@ def lay_defaults(source: YamlSource) -> None:
     """
     if not isinstance(source.data, dict) or (given := source.data.pop(SECTION, None)) is None:
         return
-    defaults = _sound(source, given)
+    defaults = sound_defaults(source, (SECTION,), given)
     models = source.data.get("models")
     for name, entry in models.items() if isinstance(models, dict) else ():
         if isinstance(entry, dict):
@@ -36,17 +36,20 @@ def lay_defaults(source: YamlSource) -> None:
                 _lay(source, entry, ("models", name), key, defaults[key])
 
 
-def _sound(source: YamlSource, given: Any) -> dict[str, Any]:
-    """Return the defaults that a model may have. The others become problems."""
+def sound_defaults(source: YamlSource, path: KeyPath, given: Any) -> dict[str, Any]:
+    """Return the defaults that a model may have. The others become problems.
+
+    path  the place of the defaults in the file
+    """
     if not isinstance(given, dict):
-        source.problems.append(source.problem((SECTION,), "must be a mapping (key: value lines)"))
+        source.problems.append(source.problem(path, "must be a mapping (key: value lines)"))
         return {}
     known = {key: value for key, value in given.items() if key not in NO_DEFAULTS}
-    source.problems += [source.problem((SECTION, key), NO_DEFAULTS[key]) for key in given if key in NO_DEFAULTS]
+    source.problems += [source.problem((*path, key), NO_DEFAULTS[key]) for key in given if key in NO_DEFAULTS]
     try:
         fit(ModelConfig, {"model_dir": "", **known})
     except Unfit as e:
-        source.problems += [source.problem((SECTION, *flaw.path), flaw.message) for flaw in e.flaws]
+        source.problems += [source.problem((*path, *flaw.path), flaw.message) for flaw in e.flaws]
         wrong = {flaw.path[0] for flaw in e.flaws}
         return {key: value for key, value in known.items() if key not in wrong}
     return known

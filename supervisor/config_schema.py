@@ -373,6 +373,24 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FolderConfig:
+    """One folder, an entry of the list ``folders``. A path alone stands for a folder without ``defaults``."""
+
+    path: UserPath
+    """The directory: absolute, or relative to models.yaml. Models may lie at any depth below it.
+
+    Example: /data/models
+    """
+    defaults: dict[str, Any] | None = None
+    """Keys for each model of the folder: any [key of a model](#keys-of-a-model) but model_dir, aliases and description.
+    They win over the file's [`defaults`](#defaults). A model of a folder is always lazy.
+
+    Default: none
+    Example: {cache_mode: Q8, ttl: 10m}
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileConfig:
     """Keys of the whole file, beside ``models`` and the sections."""
 
@@ -395,6 +413,13 @@ class FileConfig:
 
     Default: a request without a model is refused
     Example: qwen
+    """
+    folders: list[FolderConfig] = field(default_factory=list)
+    """Directories whose models are served without an entry of their own, see
+    [Models of a folder](operations.md#models-of-a-folder). A path, or a list of paths and maps. With folders,
+    ``models`` may be left out.
+
+    Example: [{path: /data/models, defaults: {cache_mode: Q8, ttl: 10m}}]
     """
     groups: dict[str, GroupConfig] = field(default_factory=dict)
     """Groups of models, of which a limited number is loaded at once. To let one model never be loaded beside another

@@ -11,7 +11,7 @@ import yaml
 from supervisor.cli.figures import duration
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
-from supervisor.config_schema import ClusterConfig, GroupConfig, SupervisorConfig
+from supervisor.config_schema import ClusterConfig, FolderConfig, GroupConfig, SupervisorConfig
 from supervisor.yaml_source import KeyPath, YamlSource
 
 _SECONDS = ("duration", "duration, or never", "duration from 1s to 24h")
@@ -76,6 +76,9 @@ def settings_of(source: YamlSource, models: Sequence[str] = ()) -> Iterator[Sett
     for name, kind in (("gateway", GatewayConfig), ("cluster", ClusterConfig)):
         if data.get(name) is not None:
             yield from _section(source, kind, data[name], (name,))
+    folders = data.get("folders")
+    for place, folder in enumerate(folders if isinstance(folders, list) else ()):
+        yield from _section(source, FolderConfig, folder, ("folders", place))
     groups = data.get("groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
         yield from _section(source, GroupConfig, group, ("groups", name))

@@ -46,6 +46,8 @@ class EventKind(StrEnum):
     """Idle workers were unloaded to make room for another model."""
     RELOAD = "reload"
     """models.yaml was read again, or workers are restarted one after the other."""
+    FOLDER = "folder"
+    """A directory below one of the `folders` is not served, with the reason."""
     VRAM = "vram"
     """GPU memory of a dead worker is not back, or the GPUs cannot be read."""
     LOG = "log"

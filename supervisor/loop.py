@@ -39,6 +39,8 @@ from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.rollout import How
+from supervisor.folder_keeper import CHECK_S as FOLDERS_CHECK_S
+from supervisor.folder_keeper import FolderKeeper
 from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
 from supervisor.gateway_process import GatewayProcesses, supervisors_settings
 from supervisor.how_to_ask import how_to_ask, is_settled
@@ -170,7 +172,8 @@ class Supervisor:
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
         self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
         self._logs = LogControl(self._fleet.registry, log, self._gateway, self._effects)
-        self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt, log)
+        self._folders = FolderKeeper(config, self._take_found, log)
+        self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt, self._folders.layered, log)
         self._config_watch = ConfigWatch(config.read) if watch else None
         self._shutdown = SupervisorShutdown(
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
@@ -193,6 +196,7 @@ class Supervisor:
             ring,
             self._cluster,
             self._clients,
+            self._folders,
         )
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
@@ -245,6 +249,7 @@ class Supervisor:
         self._begin_rounds()
         self._check_usage()
         self._request_log.adopt(self._fleet.registry.config.request_log)
+        self._folders.check()
         self._gateway.check()
         gc.collect()
         gc.freeze()
@@ -271,6 +276,7 @@ class Supervisor:
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
         watch(self._gateway.descriptor, self._gateway.hear)
         watch(self._key_orders.descriptor, self._key_orders.ended)
+        watch(self._folders.descriptor, self._folders.hear)
         if self._usage is not None:
             watch(self._usage.descriptor, self._usage.hear)
 
@@ -295,6 +301,7 @@ class Supervisor:
         every(GATEWAY_CHECK_S, self._gateway.check)
         every(RATE_WINDOW_S, self._sample)
         every(USAGE_CHECK_S, self._check_usage)
+        every(FOLDERS_CHECK_S, self._folders.check)
         every(REQUEST_LOG_CHECK_S, self._request_log.check)
         every(TRIM_S, trim)
         self._reactor.timers.at(time.monotonic() + HOW_TO_ASK_S, self._say_how_to_ask)
@@ -302,6 +309,7 @@ class Supervisor:
             every(self._manager.look_s, self._tell_manager)
 
     def _close(self) -> None:
+        self._folders.close()
         self._gateway.close()
         for port in self._clients:
             # Requests that came since the last turn, or while the gateway ended, are refused as draining. Their clients
@@ -362,6 +370,11 @@ class Supervisor:
             with suppress(WireError):  # the log has it
                 self._reloads.read_again(f"{file.name} has changed", How.AUTO)
 
+    def _take_found(self, cause: str) -> None:
+        """Serve the models that the folders give now."""
+        if not self._shutdown.begun:
+            self._reloads.reload(self._folders.layered(self._fleet.registry.config), cause, How.AUTO)
+
     def _say_how_to_ask(self) -> None:
         """Log once, when the models that start with the supervisor are up or failed, how to ask them over HTTP."""
         gateway, replicas = self._gateway.describe(), self._fleet.registry.replicas.values()
@@ -376,6 +389,7 @@ class Supervisor:
     def _adopt(self, config: Config) -> bool:
         """Apply what the loop's own parts read of a configuration. Return whether the gateway's part of it differs."""
         self._request_log.adopt(config.request_log)
+        self._folders.adopt(config)
         self._logs.adopt(config.supervisor.log_style)
         return self._gateway.adopt(config.gateway, supervisors_settings(config, self._runtime.path))
 

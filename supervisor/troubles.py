@@ -2,7 +2,8 @@
 
 A model's own trouble is its state and reason. These are the others, and each has a name: the log cannot be written, a
 changed models.yaml is not used, the GPUs cannot be read, the gateway does not answer, the keys cannot be read, requests
-are refused because queues are full, the Ray cluster cannot be used, the port over TCP cannot be opened yet.
+are refused because queues are full, the Ray cluster cannot be used, the port over TCP cannot be opened yet, the folders
+of models cannot be read.
 """
 
 import logging
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.folder_keeper import FolderKeeper
 from supervisor.gateway_process import GatewayProcesses
 from supervisor.keys.ring import KeyRing
 from supervisor.logs import log_trouble
@@ -45,6 +47,7 @@ class Troubles:
         keys: KeyRing,
         cluster: "Cluster | None",
         clients: ClientPorts,
+        folders: FolderKeeper,
     ) -> None:
         self._log = log
         self._scheduler = scheduler
@@ -55,6 +58,7 @@ class Troubles:
         self._keys = keys
         self._cluster = cluster
         self._clients = clients
+        self._folders = folders
         self._lasting = Lasting()
         self._refused = Refusals()
         self._said: dict[str, str] = {}
@@ -70,6 +74,7 @@ class Troubles:
             "queue": self._refused.words(self._turned_away(), time.monotonic()),
             "cluster": None if self._cluster is None else self._cluster.trouble,
             "listen": self._clients.problem,
+            "folders": self._folders.trouble,
         }
         return {name: words for name, words in found.items() if words is not None}
 

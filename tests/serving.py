@@ -121,7 +121,7 @@ class Serving:
     listen, keys  the endpoint of a port over TCP, and the directory of its keys
     gateway     the section ``gateway`` of models.yaml
     default_model  the name of the model for requests without one
-    groups, cluster  the sections of models.yaml with these names
+    groups, cluster, folders  the sections of models.yaml with these names
     environment  further environment variables of the supervisor
     wait        return only when every model that starts by itself is ready
     options     further command line options of ``serve``
@@ -148,6 +148,7 @@ class Serving:
         host_memory: str | None = None,
         spare: int = 0,
         cluster: dict[str, Any] | None = None,
+        folders: Any = None,
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
         script: Path | None = None,
@@ -158,7 +159,10 @@ class Serving:
     ) -> None:
         self._mark = uuid4().hex
         self._models = models
-        self._beside = {"gateway": gateway, "default_model": default_model, "groups": groups, "cluster": cluster}
+        self._beside = {
+            "gateway": gateway, "default_model": default_model, "groups": groups, "cluster": cluster,
+            "folders": folders,
+        }  # fmt: skip
         self._wait = wait
         self._queries: Client | None = None
         self._killed = False

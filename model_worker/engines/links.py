@@ -10,9 +10,7 @@ An entry is opened once, without reading it (O_PATH). What is checked is that de
 same file, whatever the entry is by then.
 """
 
-import grp
 import os
-import pwd
 import re
 import stat
 from collections import deque
@@ -21,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_worker.engine import LoadError
+from protocol.process.file_owners import shown, trusted, weakness
 
 _MOST_LINKS = 40
 """The links that Linux follows on the way to one file, at most."""
@@ -80,9 +79,9 @@ def _check_outside(path: Path, target: Path, status: os.stat_result, bounds: Bou
     snapshots = bounds.directory.parent
     if snapshots.name == "snapshots" and target.parent == snapshots.parent / "blobs":
         return
-    if _BLOB.fullmatch(str(target)) and status.st_uid in _trusted():
+    if _BLOB.fullmatch(str(target)) and status.st_uid in trusted():
         return
-    what = f"{_shown(path)} is a link to {_shown(target)}, out of the model's directory"
+    what = f"{shown(path)} is a link to {shown(target)}, out of the model's directory"
     if path.suffix != ".safetensors":
         raise LoadError(
             f"{what}: put the file itself there, or a hard link to it, or name the directory of the target in "
@@ -104,7 +103,7 @@ def _changeable(path: Path, status: os.stat_result) -> str | None:
     last = None
     for last in _way(path):
         for place in (last, *map(str, Path(last).parents)):
-            if place not in checked and (why := _weakness(place)):
+            if place not in checked and (why := weakness(place)):
                 return why
             checked.add(place)
     found = os.stat(last) if last is not None else None
@@ -133,49 +132,8 @@ def _way(path: Path) -> Iterator[str]:
             continue
         links += 1
         if links > _MOST_LINKS:
-            raise LoadError(f"{_shown(path)} is a link with more than {_MOST_LINKS} links on its way: remove it")
+            raise LoadError(f"{shown(path)} is a link with more than {_MOST_LINKS} links on its way: remove it")
         text = os.readlink(here)
         if text.startswith("/"):
             at = "/"
         parts.extendleft(reversed(text.split("/")))
-
-
-def _weakness(place: str) -> str | None:
-    """Return how another user can change a file, a directory or a link; None if nobody else can.
-
-    In a directory with the sticky bit, such as /tmp, others can add entries, but not change those that are not theirs.
-    Each entry on the way is checked, so such a directory is no weakness.
-    """
-    status = os.lstat(place)
-    if status.st_uid not in _trusted():
-        return f"{_shown(place)} belongs to another user ({status.st_uid})"
-    mode = status.st_mode
-    if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
-        return None
-    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(place, status.st_gid)):
-        return f"others can write to {_shown(place)} (mode {stat.S_IMODE(mode):o})"
-    return None
-
-
-def _trusted() -> tuple[int, int]:
-    return 0, os.geteuid()
-
-
-def _is_private(place: str, group: int) -> bool:
-    """Return whether a group that can write to a place is that of this user or of root alone.
-
-    Many systems give each user a group of the same name. With an access control list, the group's bits in the mode
-    speak for others, too.
-    """
-    try:
-        entry = grp.getgrgid(group)
-        owner = pwd.getpwnam(entry.gr_name)
-        if "system.posix_acl_access" in os.listxattr(place):
-            return False
-    except (KeyError, OSError):
-        return False
-    return owner.pw_uid in _trusted() and owner.pw_gid == group and set(entry.gr_mem) <= {entry.gr_name}
-
-
-def _shown(path: object) -> str:
-    return repr(str(path))[1:-1]

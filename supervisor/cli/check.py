@@ -16,6 +16,7 @@ from supervisor.cli.config_file import SCHEMA, find_config
 from supervisor.cli.figures import name_lines
 from supervisor.cli.hints import ADD_TEMPLATE, say
 from supervisor.cli.options import as_json, config_file
+from supervisor.cli.text_width import clean
 from supervisor.compiled_modules import loss
 
 if TYPE_CHECKING:
@@ -57,26 +58,34 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
 
     Each directory is checked as the model's worker checks it before it loads. Exit code 78 if anything is wrong.
     """
-    from supervisor.config import examine_config
+    from supervisor.folder_scanner import examine_with_folders
     from supervisor.yaml_source import ConfigError
 
     try:
-        examined = examine_config(find_config(file, default_runtime_dir()))
+        examined, found = examine_with_folders(find_config(file, default_runtime_dir()))
     except ConfigError as e:
         return _tell(e.problems, (), as_json)
     checked = check_all(examined, elsewhere=elsewhere)
     if checked.of_file or checked.of_machine:
         return _tell(checked.of_file, checked.of_machine, as_json)
     names = list(examined.config.models)
+    folders = {} if found is None else {"unread": found.unread, "refused": found.refused, "waiting": found.waiting}
     if as_json:
         unchecked = {"unchecked": checked.unchecked} if checked.unchecked else {}
         notes = {"notes": examined.config.notes} if examined.config.notes else {}
         templates = {"templates": checked.templates} if checked.templates else {}
         understood = {"understood": checked.understood} if checked.understood else {}
-        found = {**templates, **understood, **unchecked, **notes}
-        click.echo(json.dumps({"ok": True, "models": names, **found}, indent=2))
+        of_folders = {"folders": folders} if folders else {}
+        facts = {**templates, **understood, **unchecked, **notes, **of_folders}
+        click.echo(json.dumps({"ok": True, "models": names, **facts}, indent=2))
         return exit_codes.OK
-    click.echo(f"{examined.config.file}: fine; models: {', '.join(names)}")
+    click.echo(f"{examined.config.file}: fine; models: {', '.join(names) or 'none'}")
+    for name, spec in examined.config.models.items():
+        if spec.folder is not None:
+            click.echo(f"{name}: found below {spec.folder}: {clean(str(spec.model_dir))}")
+    for how, places in folders.items():
+        for place, why in places.items():
+            click.echo(f"{_OF_FOLDERS[how]}: {clean(place)}: {clean(why)}")
     for note in examined.config.notes:
         click.echo(note)
     for line in name_lines({name: examined.config.names.describe(name) for name in names}):
@@ -93,6 +102,10 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     if not elsewhere and (message := loss()) is not None:
         click.echo(message)
     return exit_codes.OK
+
+
+_OF_FOLDERS = {"unread": "not looked into", "refused": "not served", "waiting": "not served yet"}
+"""What the lines about directories below the folders begin with."""
 
 
 def _of_port(examined: "Examined") -> "list[Problem]":

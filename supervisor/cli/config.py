@@ -47,8 +47,8 @@ def config(
     The last of these wins: the default, the model's tabby_config.yml, models.yaml, the environment
     (MODELCTL_SECTION__KEY), a flag. Starts nothing.
     """
-    from supervisor.config import examine_config
     from supervisor.config_settings import settings_of
+    from supervisor.folder_scanner import examine_with_folders
     from supervisor.yaml_source import ConfigError
 
     if models and is_file(models[0]):
@@ -57,7 +57,7 @@ def config(
         file, models = Path(models[0]), models[1:]
     given = file is not None
     try:
-        examined = examine_config(find_config(file, runtime_dir))
+        examined, _ = examine_with_folders(find_config(file, runtime_dir))
     except ConfigError as e:
         for problem in e.problems:
             say(str(problem))

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,15 +21,10 @@ from supervisor.config import DEMO_PREFIX, demo_models
 
 if TYPE_CHECKING:
     from supervisor.foreign_configs import ForeignModel
-    from supervisor.placement.estimates import Estimated
-    from supervisor.placement.gpus import Gpu
 
 SAMPLE = Path(__file__).with_name("models.yaml")
 _SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA.as_uri()}\n"
 """The first line of a written file. Editors take the schema from it. The sample's first line names another path."""
-CONTEXT = 16384
-"""Tokens of context that an entry gets if the model has more. The cache grows with the context: the 131072 tokens of a
-Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
 LISTEN = "127.0.0.1:8000"
 """The address of HTTP in a written file."""
 
@@ -56,6 +51,7 @@ class Draft:
     options   the command line behind ``modelctl init``, for people
     left_out  directories without an entry → the reason
     gateway   the section ``gateway``; empty if no port is opened
+    folders   directories whose models need no entries
     missing   models of another program's file that cannot be served as they are
     notes     what that file says without a counterpart
     lazy      why the models are lazy, or not, as a comment of the file; "" if another program's file has decided that
@@ -66,6 +62,7 @@ class Draft:
     left_out: dict[str, str] = field(default_factory=dict)
     gateway: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, Any] = field(default_factory=dict)
+    folders: list[dict[str, Any]] = field(default_factory=list)
     missing: "list[ForeignModel]" = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lazy: str = ""
@@ -193,13 +190,15 @@ def _translated(file: Path, roots: Sequence[Path]) -> Draft:
         raise CommandFailure(exit_codes.CONFIG, "config", message)
     draft = Draft(f"--from {_printable(str(file))}", [], gateway=foreign.gateway, groups=foreign.groups)
     draft.notes += foreign.notes
-    if foreign.folder is not None and foreign.folder.is_dir():
-        draft.entries, draft.left_out = _entries(foreign.folder, roots)
-        for entry in draft.entries:
-            entry.keys["lazy"] = True
-            _overlay(entry, foreign.common, draft.notes)
-    elif foreign.folder is not None:
-        draft.notes.append(f"model.model_dir: there is no directory {foreign.folder} here")
+    if foreign.folder is not None:
+        given = {"model_dir": ".", "engine": "exllamav2", "gpu": "auto", "lazy": True}
+        any_model = Entry("folders", dict(given))
+        _overlay(any_model, foreign.common, draft.notes)
+        defaults = {key: value for key, value in any_model.keys.items() if key not in given}
+        folder = os.path.abspath(foreign.folder.expanduser())
+        draft.folders.append({"path": folder, **({"defaults": defaults} if defaults else {})})
+        if not os.path.isdir(folder):
+            draft.notes.append(f"model.model_dir: there is no directory {folder} here")
     _take_over(foreign.models, draft, roots)
     there = {entry.name for entry in draft.entries}
     for name, group in list(draft.groups.items()):
@@ -265,7 +264,7 @@ def _entries(directory: Path, roots: Sequence[Path]) -> tuple[list[Entry], dict[
 
     Raises CommandFailure if no model can be loaded.
     """
-    from supervisor.cli.model_search import MOST_DIRECTORIES, find_models, name_of, original_name
+    from supervisor.model_search import MOST_DIRECTORIES, find_models, name_of, original_name
 
     root = directory.resolve()
     try:
@@ -315,9 +314,10 @@ def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tu
     from protocol.process.worker_spec import EngineSpec
     from supervisor.placement.estimates import Question, ask_now
     from supervisor.placement.policy import GpuRequest
+    from supervisor.placement.vetting import CONTEXT, fewest_gpus, unused_gpus
 
     engines: list[dict[str, Any]] = [{"engine": "exllamav2", "gpu": "auto"}, {"engine": "transformers", "gpu": "cpu"}]
-    gpus = _gpus()
+    gpus = unused_gpus()
     if not gpus:
         engines.reverse()
     chosen: dict[Path, tuple[dict[str, Any], str | None]] = {}
@@ -336,7 +336,8 @@ def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tu
             for path, estimated in answers.items():
                 if not estimated.faults:
                     recommended = {"sampling": dict(estimated.sampling)} if estimated.sampling else {}
-                    size = _how_many(estimated, gpus) if engine["gpu"] == "auto" else {}
+                    count = fewest_gpus(estimated, gpus) if engine["gpu"] == "auto" else 1
+                    size = {"gpus": count} if count > 1 else {}
                     keys = {**engine, **size, **({"max_seq_len": context} if context else {}), **recommended}
                     chosen[path] = keys, estimated.template
                 elif context is not None and all(fault.key == "max_seq_len" for fault in estimated.faults):
@@ -352,32 +353,6 @@ def _in_words(reasons: Mapping[str, str]) -> str:
     if len({*reasons.values()}) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"engine {engine}: {why}" for engine, why in reasons.items())
-
-
-def _gpus() -> "list[Gpu]":
-    """Return the GPUs of this machine as they are without any process; none if they cannot be read."""
-    from supervisor.placement.gpu_reader import read_once
-    from supervisor.placement.gpus import GpusUnknown
-
-    try:
-        box = read_once()
-    except GpusUnknown:
-        return []
-    held = [sum(size or 0 for size in gpu.processes.values()) for gpu in box]
-    return [replace(gpu, used=gpu.used - size, free=gpu.free + size) for gpu, size in zip(box, held, strict=True)]
-
-
-def _how_many(estimated: "Estimated", gpus: "Sequence[Gpu]") -> dict[str, int]:
-    """Return the key ``gpus`` for the smallest number of GPUs on which a model fits. Nothing for one GPU, and nothing
-    for a model that fits on no number of them: `plan` says what is missing."""
-    from supervisor.placement.gpu_shares import Split
-    from supervisor.placement.policy import GpuRequest, Placed, place, rooms
-
-    for count in range(1, len(gpus) + 1):
-        wanted = GpuRequest(None, Split(engine_chooses=count > 1), count)
-        if estimated.needs is None or isinstance(place(wanted, estimated.needs, rooms(gpus, [])), Placed):
-            return {"gpus": count} if count > 1 else {}
-    return {}
 
 
 _COMMENTS = {
@@ -396,6 +371,9 @@ _NOT_LAZY = """\
 # request loads it."""
 
 
+_FOLDERS = """\
+# Every model below this directory is served, also one that comes later. Its first request loads it. `modelctl check`
+# lists the models. One with keys of its own needs an entry below `models`."""
 _HTTP = """\
 # OpenAI's and Anthropic's APIs, and the page http://{listen}/."""
 _AUTH = {
@@ -427,7 +405,12 @@ def _text(draft: Draft, roots: Sequence[Path]) -> str:
         lines += [f"supervisor: {_in_line({'model_roots': [*map(str, roots)]})}", ""]
     if draft.groups:
         lines += ["groups:", *(f"  {name}: {_in_line(group)}" for name, group in draft.groups.items()), ""]
-    lines.append("models:")
+    if draft.folders:
+        lines += [_FOLDERS, "folders:", *(f"  - {_in_line(folder)}" for folder in draft.folders), ""]
+    if draft.entries or not draft.folders:
+        lines.append("models:")
+    elif draft.missing:
+        lines.append("# models:")
     for entry in draft.entries:
         lines += [*_entry_lines(entry.name, entry.keys), ""]
     for model in draft.missing:
@@ -467,8 +450,9 @@ def _tell(file: Path, draft: Draft, as_json: bool) -> None:
     if as_json:
         models = [{"name": entry.name, **entry.keys, **_template_key(entry)} for entry in entries]
         out = [{"model_dir": path, "why": why} for path, why in left_out.items()]
+        folders = {"folders": draft.folders} if draft.folders else {}
         more = {"missing": missing, "notes": draft.notes} if missing or draft.notes else {}
-        click.echo(json.dumps({"file": str(file), "models": models, "left_out": out, **more}, indent=2))
+        click.echo(json.dumps({"file": str(file), "models": models, "left_out": out, **folders, **more}, indent=2))
         return
     for path, why in left_out.items():
         say(f"left out: {_printable(path)}: {why}")
@@ -477,6 +461,8 @@ def _tell(file: Path, draft: Draft, as_json: bool) -> None:
     for note in draft.notes:
         say(f"no counterpart: {_printable(note)}")
     click.echo(f"{file}: written; models: {', '.join(entry.name for entry in entries) or 'none'}")
+    for folder in draft.folders:
+        click.echo(f"each model below {_printable(folder['path'])} is served, too: `modelctl check` lists them")
     for entry in entries:
         if entry.template is not None:
             click.echo(f"{entry.name}: " + (f"chat template in {entry.template}" if entry.template else ADD_TEMPLATE))

@@ -50,6 +50,7 @@ def of_model(m: Values) -> Entries:
             "reason": m.get("reason"),
             "description": m.get("description"),
             "also called": figures.other_names(m),
+            "found below": m.get("folder"),
             "last exit": _last_exit(m),
             "engine": f"{m['engine']} on {_place(m)}",
             "attention": m.get("attention"),

@@ -64,14 +64,14 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
 
     Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
     """
-    from supervisor.config import examine_config
+    from supervisor.folder_scanner import examine_with_folders
     from supervisor.placement.fit import fit
     from supervisor.placement.groups import describe
     from supervisor.placement.host_memory import free_bytes
     from supervisor.yaml_source import ConfigError
 
     try:
-        examined = examine_config(find_config(file, runtime_dir))
+        examined, _ = examine_with_folders(find_config(file, runtime_dir))
     except ConfigError as e:
         raise CommandFailure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
     candidates = _candidates(examined, installed=gpus is None)

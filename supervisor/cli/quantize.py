@@ -18,13 +18,12 @@ from supervisor.cli.config_file import find_config
 from supervisor.cli.detach import child_environment
 from supervisor.cli.errors import CommandFailure
 from supervisor.cli.figures import size
-from supervisor.cli.init import CONTEXT
 from supervisor.cli.live_lines import LiveLines
-from supervisor.cli.model_search import name_of
 from supervisor.cli.options import as_json
 from supervisor.cli.quantize_job import Job
 from supervisor.cli.quantize_trial import try_out
 from supervisor.cli.signalled import Signalled, raised
+from supervisor.model_search import name_of
 from supervisor.worker_modules import CONVERSION
 
 if TYPE_CHECKING:
@@ -74,6 +73,8 @@ def quantize(
 
     At the end the new model is loaded and generates some tokens, and its entry for models.yaml is printed.
     """
+    from supervisor.placement.vetting import CONTEXT
+
     source = _source(model, config)
     out = (out or source.with_name(f"{source.name}-{bits}bpw")).absolute()
     job = Job(source, out, bits, int(head_bits), measurement and measurement.absolute())

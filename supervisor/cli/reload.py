@@ -111,7 +111,7 @@ def _prepare(client: Client, *, quiet: bool) -> Sequence[object]:
         config = load_config(Path(client.status()["supervisor"]["config"]))
     except ConfigError as e:
         return e.problems
-    compile_for([spec.config.engine for spec in config.models.values()], quiet=quiet)
+    compile_for(config.engines, quiet=quiet)
     return ()
 
 

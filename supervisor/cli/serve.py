@@ -50,7 +50,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
         raise CommandFailure(exit_codes.CONFIG, "too_few_descriptors", str(e)) from None
     if not no_compile:
         try:
-            compile_for([model.config.engine for model in loaded.models.values()], quiet=quiet)
+            compile_for(loaded.engines, quiet=quiet)
         except KeyboardInterrupt:
             return exit_codes.INTERRUPTED
     if detach:

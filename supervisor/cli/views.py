@@ -17,11 +17,12 @@ from supervisor.phase_lines import percentage_of
 
 NODE = Column("NODE", drop=4)
 ALSO_CALLED = Column("ALSO CALLED", drop=14, least=16)
+FOLDER = Column("FOLDER", drop=15)
 PS = (
     Column("NAME"), Column("STATE", state=True), NODE, Column("GPU", drop=4), Column("VRAM(EST)", drop=6),
     Column("CTX", drop=11), Column("ACTIVE", drop=1), Column("QUEUED", drop=2), Column("TOK/S", drop=3),
     Column("IDLE", drop=8), Column("UNTIL", drop=9), Column("PID", drop=10), Column("SINCE", drop=5),
-    Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True), ALSO_CALLED,
+    Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True), ALSO_CALLED, FOLDER,
     Column("REASON", drop=7, least=30),
 )  # fmt: skip
 UNWELL = ("failed", "backoff")
@@ -62,7 +63,8 @@ def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
     width  columns of the terminal; None: all columns
     """
     # Few files have other names or other machines, and the table is wide.
-    used = {ALSO_CALLED: any(map(figures.other_names, models)), NODE: any(m.get("node") for m in models)}
+    used = {ALSO_CALLED: any(map(figures.other_names, models)), NODE: any(m.get("node") for m in models),
+            FOLDER: any(m.get("folder") for m in models)}  # fmt: skip
     columns = [column for column in PS if used.get(column, True)]
 
     def shown(reasons: Sequence[str]) -> str:
@@ -144,7 +146,7 @@ def warn_of_troubles(answer: dict[str, Any]) -> None:
 
 
 _BEGINS = {"log": "the log ", "gpus": "the GPUs cannot be read: ", "gateway": "the gateway does not answer: ",
-           "cluster": "cluster: "}  # fmt: skip
+           "cluster": "cluster: ", "folders": "folders: "}  # fmt: skip
 """The beginning of the line about a trouble."""
 
 
@@ -159,7 +161,7 @@ def _ps_row(m: dict[str, Any], reason: str, *, in_words: bool) -> tuple[object, 
     return (
         m["name"], state, m.get("node"), _where(m), _vram(m), m["context"], m["active"], m["queued"], m["tokens_per_s"],
         _age(m["idle_s"]), _until(m), m["pid"], _age(m["state_s"]), m["restarts"],
-        figures.cache_in_use(m.get("engine_stats") or {}), figures.other_names(m), reason,
+        figures.cache_in_use(m.get("engine_stats") or {}), figures.other_names(m), m.get("folder"), reason,
     )  # fmt: skip
 
 

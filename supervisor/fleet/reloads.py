@@ -27,13 +27,14 @@ FIXED_CHANGED: Final = (
     "supervisor.listen, supervisor.keys and supervisor.usage are applied at the next start only: put them back as they "
     "were, or shut down and serve again"
 )
-_OF_NO_SECTION: Final = ("default_model", "groups")
+_OF_NO_SECTION: Final = ("default_model", "groups", "folders")
 
 
 class Reloads:
     """The orders that concern several workers. Call ``advance_soon`` when a worker's state has changed.
 
     adopt  applies a new configuration to the parts that know no models; returns whether the gateway's part differs
+    found  returns a configuration of models.yaml with the models of its folders
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Reloads:
         scheduler: Scheduler,
         timers: Timers,
         adopt: Callable[[Config], bool],
+        found: Callable[[Config], Config],
         log: logging.Logger,
     ) -> None:
         self._fleet = fleet
@@ -49,6 +51,7 @@ class Reloads:
         self._scheduler = scheduler
         self._timers = timers
         self._adopt = adopt
+        self._found = found
         self._log = log
         self._advancing = False
         self.rollouts = Rollouts(fleet, log)
@@ -62,7 +65,7 @@ class Reloads:
         """
         before = self._registry.config
         try:
-            config = load_config(before.file)
+            config = self._found(load_config(before.file))
         except ConfigError as e:
             raise self._refusal(cause, "; ".join(map(str, e.problems))) from None
         for note in config.notes:
@@ -82,7 +85,7 @@ class Reloads:
 
     def preview(self, config: Config) -> tuple[list[str], dict[str, Change]]:
         """Return what a reload would change now: the settings as ``Rollout`` has them, and the change of each model."""
-        return settings_changed(self._registry.config, config), changes(self._specs(), config.models)
+        return settings_changed(self._registry.config, config), changes(self._specs(), self._found(config).models)
 
     def _refusal(self, cause: str, message: str) -> WireError:
         """Note that models.yaml cannot be used: for ``ps``, for the events, and as the error that is returned."""
@@ -104,7 +107,7 @@ class Reloads:
             models = before.models | {name: spec for name, spec in config.models.items() if name == only}
             if only not in config.models:
                 models.pop(only, None)  # an earlier order may be removing it already
-            config = Config(config.file, models, before.supervisor, before.gateway, before.names.default, before.groups)
+            config = before.with_models(models)
             _check_names(config)
         settings = settings_changed(before, config)
         if self._adopt(config) and not any(key.startswith("gateway.") for key in settings):
@@ -191,11 +194,12 @@ def _check_names(config: Config) -> None:
 
 def settings_changed(before: Config, after: Config) -> list[str]:
     """Return the keys that differ, apart from those of models: of the section ``supervisor`` without its name, then
-    ``gateway.KEY``, ``default_model`` and ``groups``."""
+    ``gateway.KEY``, ``default_model``, ``groups`` and ``folders``."""
     found = differing(SupervisorConfig, before.supervisor, after.supervisor)
     found += [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, after.gateway)]
     found += ["default_model"] if before.names.default != after.names.default else []
-    return found + (["groups"] if before.groups != after.groups else [])
+    found += ["groups"] if before.groups != after.groups else []
+    return found + (["folders"] if before.folders != after.folders else [])
 
 
 def differing(kind: type[Any], before: object, after: object) -> list[str]:

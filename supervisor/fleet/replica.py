@@ -302,6 +302,7 @@ class Replica:
             "state": str(self.state),
             "reason": self.reason,
             "state_s": round(now - self.life.since, 1),
+            "folder": None if self.spec.folder is None else str(self.spec.folder),
             "engine": config.engine,
             "gpu": self.spec.visible_devices or "cpu",
             "device": self.info.get("device"),

@@ -29,6 +29,8 @@ from supervisor.workers.worker_life import Desired
 
 KEPT = 16
 """Rollouts whose outcome can still be asked for."""
+MOST_NAMED = 8
+"""Unchanged models that the log names. A folder may have hundreds of models."""
 TRIES = 3
 """Processes of a worker that may die before the worker is ready, until the rollout counts the worker as failed. The
 supervisor goes on restarting the worker. But the next rollout may bring a models.yaml that repairs the worker. That
@@ -205,7 +207,10 @@ class Rollouts:
         busy = {step.model for step in steps}
         for model, change in found.items():
             rollout.models[model] = {"change": str(change), "state": "waiting" if model in busy else "done"}
-        what = ", ".join(f"{m} {c}" for m, c in found.items())
+        same = [model for model, change in found.items() if change is Change.UNCHANGED]
+        short = len(same) > MOST_NAMED
+        parts = [f"{m} {c}" for m, c in found.items() if not (short and c is Change.UNCHANGED)]
+        what = ", ".join([*parts, *([f"{len(same)} models unchanged"] if short else [])])
         self._log.info("%s: %s", rollout.cause, what, extra=noted(EventKind.RELOAD))
         return deque(steps)
 

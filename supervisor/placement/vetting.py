@@ -5,16 +5,23 @@ machine (a missing GPU or package) is marked as such, because a file may be chec
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
 
 from supervisor.config import Examined, ModelSpec
 from supervisor.placement.estimates import Estimated, Fault, ask_now
 from supervisor.placement.gpu_reader import read_once
 from supervisor.placement.gpu_requests import answer_with, gpu_request_of, question_of
+from supervisor.placement.gpu_shares import Split
 from supervisor.placement.gpus import Gpu, GpusUnknown
-from supervisor.placement.policy import PlacementRefused, place, rooms
+from supervisor.placement.policy import GpuRequest, Placed, PlacementRefused, place, rooms
 from supervisor.workers.machines import includes_own
 from supervisor.yaml_source import Problem
+
+CONTEXT: Final = 16384
+"""Tokens of context that a model gets if it has more, and nobody has said how many. The cache grows with the context:
+the 131072 tokens of a Llama 3.1 8B take 16 GiB, more than its weights in EXL2."""
 
 
 def vet_models(models: Mapping[str, ModelSpec], *, installed: bool, templates: bool = False) -> dict[str, Estimated]:
@@ -60,3 +67,23 @@ def problems_of(examined: Examined, faults: Iterable[tuple[str, Fault]]) -> list
     known_paths = {problem.path for problem in examined.problems}
     found = [examined.problem(name, fault.key, fault.message) for name, fault in faults]
     return [problem for problem in found if problem.path not in known_paths]
+
+
+def unused_gpus() -> list[Gpu]:
+    """Return the GPUs of this machine as they are without any process; none if they cannot be read."""
+    try:
+        box = read_once()
+    except GpusUnknown:
+        return []
+    held = [sum(size or 0 for size in gpu.processes.values()) for gpu in box]
+    return [replace(gpu, used=gpu.used - size, free=gpu.free + size) for gpu, size in zip(box, held, strict=True)]
+
+
+def fewest_gpus(estimated: Estimated, gpus: Sequence[Gpu]) -> int:
+    """Return the smallest number of GPUs on which a model fits. 1 for a model that fits on no number of them: `plan`
+    says what is missing."""
+    for count in range(1, len(gpus) + 1):
+        wanted = GpuRequest(None, Split(engine_chooses=count > 1), count)
+        if estimated.needs is None or isinstance(place(wanted, estimated.needs, rooms(gpus, [])), Placed):
+            return count
+    return 1

@@ -138,10 +138,11 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
         "chat_template": str(tabby / "templates" / "chatml.jinja"),
         "template_kwargs": {"enable_thinking": True}, "aliases": ["Main-exl2/4.0bpw", "gpt-3.5-turbo"],
     }, "it starts with the supervisor, as it did there"  # fmt: skip
-    assert written["models"]["other"] == {
-        "model_dir": str(tabby / "models" / "Other"), "engine": "exllamav2", "gpu": "auto",
-        "lazy": True, "cache_mode": "Q8", **calm, "aliases": ["Other"],
-    }  # fmt: skip
+    assert list(written["models"]) == ["main-exl2-4.0bpw"]
+    assert written["folders"] == [{"path": str(tabby / "models"), "defaults": {"cache_mode": "Q8", **calm}}], (
+        "any directory of it was served, also one that came later"
+    )
+    assert f"each model below {tabby / 'models'} is served, too: `modelctl check` lists them\n" in done.stdout
     for said in (
         "network.send_tracebacks: errors never hold tracebacks",
         "logging.log_prompt: ",
@@ -153,7 +154,9 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
         assert f"no counterpart: {said}" in done.stderr
         assert f"# no counterpart: {said}" in (place / "models.yaml").read_text()
     assert "api_servers" not in done.stderr, "what says nothing is not mentioned"
-    assert modelctl("check", cwd=place, **box(tmp_path)).returncode == 0
+    done = modelctl("check", cwd=place, **box(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"not served yet: {tabby / 'models' / 'Other'}: its files changed less than 30 s ago" in done.stdout
 
 
 def test_a_tabbyapi_that_is_open_to_others_gets_keys(tmp_path: Path, place: Path) -> None:
@@ -164,6 +167,7 @@ def test_a_tabbyapi_that_is_open_to_others_gets_keys(tmp_path: Path, place: Path
     assert done.returncode == 0, done.stderr
     assert read(place)["gateway"] == {"listen": "0.0.0.0:5001", "auth": "keys"}
     assert read(place)["models"]["far"]["model_dir"] == str(tmp_path / "models" / "Far")
+    assert read(place)["folders"] == [{"path": str(tmp_path / "models")}]
     assert f"there is no directory {tmp_path}/models here" in done.stderr
     assert "`modelctl keys new NAME --token-file FILE`" in done.stderr
 

@@ -22,6 +22,10 @@ def file_with(key: Key) -> dict[str, Any]:
         value = {section: value}
     if key.path == "groups.NAME.loaded":
         value["groups"]["NAME"]["models"] = ["m"]
+    if sections == ["folders"]:
+        value = {"folders": [{"path": "/data/models"} | value["folders"]]}
+    if key.path == "folders" or sections == ["folders"]:
+        return {"models": {}, **value}
     if sections[:1] in (["supervisor"], ["gateway"], ["cluster"], ["groups"]) or key.path in ("groups", "defaults"):
         return {"models": {"m": {"model_dir": "."}}, **value}
     if sections == ["lora"]:

@@ -51,6 +51,10 @@ def file_with(key: Key) -> dict[str, Any]:
         return {"models": {"m": DEMO}, **value}
     if key.path == "default_model":
         return {"models": {"qwen": DEMO}, **value}
+    if sections == ["folders"]:
+        value = {"folders": [{"path": "/data/models"} | value["folders"]]}
+    if key.path == "folders" or sections == ["folders"]:
+        return value
     if sections == ["lora"]:
         value = {"lora": [{"dir": "."} | value["lora"]]}
     custom = {"model_dir": ".", "engine": "my_engine:Mine"}

@@ -13,7 +13,7 @@ from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from protocol.attribute_docs import attribute_docs
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
-from supervisor.config_schema import ClusterConfig, FileConfig, GroupConfig, SupervisorConfig
+from supervisor.config_schema import ClusterConfig, FileConfig, FolderConfig, GroupConfig, SupervisorConfig
 from supervisor.config_values import parse_days, parse_duration, parse_lease
 from supervisor.schema_validation import Read, Within
 from tools.docs.markdown import page, table, text
@@ -149,6 +149,7 @@ def _sections() -> Iterator[tuple[str, type, str]]:
     yield "Keys of a LoRA adapter", LoraConfig, "lora."
     yield "Keys of a variant", VariantConfig, "variants.NAME."
     yield "Keys beside the models", FileConfig, ""
+    yield "Keys of a folder", FolderConfig, "folders."
     yield "Keys of a group", GroupConfig, "groups.NAME."
     for kind, name in SECTIONS:
         yield from _section(kind, name)
@@ -223,6 +224,7 @@ _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number
 _PLURAL: dict[Any, str] = {
     LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)",
     VariantConfig: "a map with the [keys of a variant](#keys-of-a-variant)",
+    FolderConfig: "paths, and of maps with the [keys of a folder](#keys-of-a-folder)",
     GroupConfig: "a map with the [keys of a group](#keys-of-a-group)",
 }
 

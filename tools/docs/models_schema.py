@@ -106,10 +106,23 @@ def models_schema() -> str:
     """Return the text of the schema's file."""
     made = _mapping(FileConfig)
     name: Schema = {"pattern": MODEL_NAME_PATTERN, "not": {"enum": [SUPERVISOR_NAME, GATEWAY_NAME]}}
-    made["properties"]["models"] |= {"minProperties": 1, "propertyNames": name}
+    made["properties"]["models"] |= {"propertyNames": name}
     model = made["properties"]["models"]["additionalProperties"]
     keys = {key: value for key, value in model["properties"].items() if key not in NO_DEFAULTS}
     made["properties"]["defaults"] |= {"additionalProperties": False, "properties": keys}
+    folder = made["properties"]["folders"].pop("items")
+    folder["properties"]["defaults"] |= {"additionalProperties": False, "properties": keys}
+    made["properties"]["folders"].pop("type")
+    made["properties"]["folders"] |= {
+        "anyOf": [
+            {"type": "string"},
+            folder,
+            {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, folder]}},
+        ]
+    }
+    made.pop("required")
+    some: Schema = {"required": ["models"], "properties": {"models": {"minProperties": 1}}}
+    made["anyOf"] = [some, {"required": ["folders"]}]
     made |= {
         "if": {"required": ["defaults"]},
         "then": _each_model({"allOf": _engine_rules(alone=False)}),
