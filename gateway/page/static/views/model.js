@@ -37,6 +37,7 @@ function Known({ model, picture }) {
       ${picture.admin && html`<${ModelOrders} model=${model} more />`}
     </div>
     ${wrong && html`<p class="error" role="alert">The details cannot be read: ${wrong}</p>`}
+    ${!details && !wrong && html`<${Empty}>Reading …<//>`}
     ${details?.figures && html`<${Figures} figures=${details.figures} workers=${workers} />`}
     ${details?.workers && workers.length > 1 && html`<${Workers} all=${details.workers} />`}
     ${details && html`<${About} details=${details} name=${name} />`}
