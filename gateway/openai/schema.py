@@ -171,8 +171,8 @@ def _models() -> Schema:
         ),
         "/v1/models/{id}": _get(
             "Describe a model.",
-            "Keys with the right `status` or `admin` also get the state of each worker: `workers` in the object "
-            "`modelctl`.",
+            "Keys with the right `status` or `admin` also get, in the object `modelctl`, the state of each worker "
+            "(`workers`), the keys of models.yaml (`settings`), and what requests have taken (`figures`).",
             "A `model`, with the keys that clients of several servers look for.",
             path={"id": MODEL},
         ),

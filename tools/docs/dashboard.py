@@ -97,6 +97,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         }, "bytes"),
         Panel("GPU memory by model",
               {"{{model}} {{replica}} on GPU {{gpu}}": "modelctl_worker_vram_bytes{S}"}, "bytes", stacked=True),
+        Panel("GPU utilization", {"GPU {{gpu}}": "modelctl_gpu_utilization_ratio{I}"}, "percentunit"),
+        Panel("GPU temperature", {"GPU {{gpu}}": "modelctl_gpu_temperature_celsius{I}"}, "celsius"),
+        Panel("GPU power", {
+            "GPU {{gpu}}": "modelctl_gpu_power_watts{I}",
+            "GPU {{gpu}} limit": "modelctl_gpu_power_limit_watts{I}",
+        }, "watt"),
         Panel("Host memory of models that sleep",
               {"{{model}} {{replica}}": "modelctl_worker_host_bytes{S}"}, "bytes", width=12, stacked=True),
         Panel("Time of the last wake", {"{{model}} {{replica}}": "modelctl_worker_wake_seconds{S}"}, "s", width=12),
