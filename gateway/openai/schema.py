@@ -339,7 +339,7 @@ def _operation() -> Schema:
             query={
                 "key": said(TEXT, "The name of a key. Without it: all keys that the caller may see."),
                 "model": name,
-                "since": said(TEXT, "The first day, such as `2026-01-31`."),
+                "since": said({"type": "string", "format": "date"}, "The first day, such as `2026-01-31`."),
             },
         ),
         "/v1/events": _get(
@@ -486,6 +486,7 @@ def _order(summary: str, about: str, properties: Schema, answer: str = _BEGUN, *
     described = _post(summary, about, answer, properties, [])["post"]
     described["responses"] = _described(summary, about, answer, _ORDERING)["responses"]
     described["requestBody"]["required"] = False
+    described["requestBody"]["content"]["application/json"]["schema"]["additionalProperties"] = False
     if path is not None:
         described["parameters"] = _parameters("path", path)
     return {"post": described}
