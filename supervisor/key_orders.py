@@ -72,10 +72,10 @@ class KeyOrders:
     def listed(self, after: str, limit: int, caller: Identity) -> dict[str, Any]:
         """Return the keys whose names come after ``after``: the result of the verb ``keys``. Raises WireError."""
         try:
-            found = [key for key in self._ring.listed(caller) if key["name"] > after]
+            keys, more = self._ring.listed(after, limit, caller)
         except KeysProblem as e:
             raise as_refusal(e) from None
-        return {"keys": found[:limit], "more": len(found) > limit}
+        return {"keys": keys, "more": more}
 
     def begin(self, verb: str, params: Mapping[str, Any], caller: Identity, asker: Asker, config: Config) -> None:
         """Begin an order. The asker hears of its end. Raises WireError if it cannot be carried out as it is."""

@@ -90,7 +90,7 @@ _MODELS_HELP = (
 _LIMITS = {
     "rights": ("--rights", "Of infer, status, admin, gateway; several with commas."),
     "models": ("--models", _MODELS_HELP),
-    "expires": ("--expires", "End of the key, from now: 12h, 30d, 8w.  [default: never]"),
+    "expires": ("--expires", "12h, 30d or 8w from now, or a time such as 2026-01-31T12:00:00Z.  [default: never]"),
     "max_in_flight": ("--max-in-flight", f"Most requests that may be unfinished.{_RATE}"),
     "requests_per_minute": ("--requests-per-minute", f"Most requests in a minute.{_RATE}"),
     "tokens_per_minute": ("--tokens-per-minute", f"Of prompts and answers together.{_RATE}"),

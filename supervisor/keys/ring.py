@@ -150,15 +150,21 @@ class KeyRing:
             raise KeysProblem("this user has no home directory for keys: set supervisor.keys in models.yaml")
         return self._store
 
-    def listed(self, caller: Identity) -> list[dict[str, Any]]:
-        """Describe the keys on the list, expired ones included, by name. Raises KeysProblem if it cannot be read.
+    def listed(self, after: str, limit: int, caller: Identity) -> tuple[list[dict[str, Any]], bool]:
+        """Describe keys on the list, expired ones included, by name. Return them, and whether there are further ones.
 
+        after   only keys whose names come after this one
+        limit   the most keys
         caller  who asks: its own key is marked
+
+        Raises KeysProblem if the list cannot be read.
         """
         self.refresh()
         if self.trouble is not None:
             raise KeysProblem(self.trouble)
-        return [self._described(key, caller) for key in sorted(self._listed.values(), key=lambda key: key.name or "")]
+        found = {key.name: key for key in self._listed.values() if key.name is not None and key.name > after}
+        names = sorted(found)
+        return [self._described(found[name], caller) for name in names[:limit]], len(names) > limit
 
     def listed_as(self, name: str, caller: Identity) -> dict[str, Any] | None:
         """Describe the key of this name as ``listed`` does; None if there is none."""

@@ -40,6 +40,8 @@ def test_limits_are_changed_and_taken_away(tmp_path: Path) -> None:
         "requests_per_minute": 20,
         "tokens_per_day": 7000,
     }, "the token, the rights, the day of its making and its end stay"
+    assert keys(tmp_path, "set", "guest", "--expires", "2031-01-31T12:00:00Z").returncode == 0
+    assert entry(tmp_path, "guest")["expires"] == "2031-01-31T12:00:00Z"
     assert keys(tmp_path, "set", "guest", "--rights", "infer,status").returncode == 0
     assert entry(tmp_path, "guest")["rights"] == ["infer", "status"]
     refused = keys(tmp_path, "set", "guest", "--rights", "gateway")

@@ -207,6 +207,22 @@ def test_commands_over_tcp(keyed: Keyed) -> None:
     assert "--key-file" in no_key.stderr
 
 
+def test_an_administrator_over_tcp_makes_tokens_and_keeps_its_own_right(keyed: Keyed) -> None:
+    with keyed.client("boss") as boss:
+        made = boss.call("new_key", name="by-boss")
+        assert made["token"].startswith("mctl_")
+        listed = {key["name"]: key for key in boss.call("keys")["keys"]}
+        assert (listed["boss"]["own"], listed["boss"]["http"], listed["by-boss"]["http"]) == (True, False, True)
+        assert listed["boss"]["last_used"] is not None
+        for verb, params in (("revoke_key", {}), ("set_key", {"rights": ["infer"]})):
+            with pytest.raises(WireError, match="would take the right admin away from it") as raised:
+                boss.call(verb, name="boss", **params)
+            assert raised.value.code is ErrorCode.FORBIDDEN
+        assert boss.call("revoke_key", name="by-boss") == {}
+    with keyed.client("laptop") as client, pytest.raises(WireError, match="takes the right admin"):
+        client.call("new_key", name="mine")
+
+
 def test_keys_from_the_command_line(keyed: Keyed, tmp_path: Path) -> None:
     at = ("--keys", str(keyed.store.directory))
     file = tmp_path / "cli.key"
