@@ -184,16 +184,17 @@ class Config:
     def with_found(self, found: Mapping[str, ModelSpec]) -> "Config":
         """Return this configuration with these models of folders, in place of those that it has.
 
-        A model of a folder that is no longer in the file is left out, and so is one that has a name of a model with an
-        entry.
+        A model of a folder that is no longer in the file is left out, and so is one whose name a model with an entry
+        has. An alias that such a model has is no alias of the found model.
         """
         own = {name: spec for name, spec in self.models.items() if spec.folder is None}
         names, folders = self.with_models(own).names, {folder.path for folder in self.folders}
-        more = {
-            name: spec
-            for name, spec in found.items()
-            if spec.folder in folders and not any(each in names for each in (name, *spec.config.aliases))
-        }
+        more: dict[str, ModelSpec] = {}
+        for name, spec in found.items():
+            if spec.folder in folders and name not in names:
+                aliases = [alias for alias in spec.config.aliases if alias not in names]
+                more[name] = copy(spec)
+                more[name].config = replace(spec.config, aliases=aliases)
         return self.with_models(own | more)
 
     @property

@@ -18,7 +18,6 @@ from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
 from supervisor.folder_scanner import unpacked
 from supervisor.model_folders import QUIET_S, SCAN_S
-from supervisor.schema_validation import Unfit
 from supervisor.usage_keeper import writer_environment
 
 _SCANNER: Final = (sys.executable, "-P", "-m", "supervisor.folder_scanner")
@@ -28,6 +27,8 @@ AGAIN_S: Final = 10.0
 """Least seconds between two starts of the process."""
 LATE_S: Final = 60.0
 """Seconds without a look at the folders that are a trouble."""
+MOST_SAID: Final = 1000
+"""Reasons that are remembered, so that they are said once."""
 _MOST_BYTES: Final = 1 << 18
 
 
@@ -157,13 +158,15 @@ class FolderKeeper:
         data: dict[str, dict[str, Any]] = {}
         for each in told["models"]:
             name = each["name"]
-            try:
-                found[name] = self._found[name] if self._data.get(name) == each else unpacked(each)
-            except (Unfit, KeyError):
-                continue
+            known = self._found.get(name)
+            found[name] = (
+                known if known is not None and self._data.get(name) == each else unpacked(self._config.file, each)
+            )
             data[name] = each
         found |= {name: self._found[name] for name in told["kept"] if name in self._found}
         self._unread = told["unread"]
+        if len(self._said) > MOST_SAID:
+            self._said.clear()
         for directory, why in told["refused"].items():
             if (directory, why) not in self._said:
                 self._said.add((directory, why))

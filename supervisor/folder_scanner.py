@@ -44,12 +44,16 @@ AT_ONCE: Final = 16
 class FolderScanner:
     """The folders of one models.yaml.
 
-    served  the models of folders that are served already: name → directory
+    served     the models of folders that are served already: name → directory
+    installed  whether a model is refused because the packages of its engine are not installed here
 
     Raises ConfigError if the file cannot be used.
     """
 
-    def __init__(self, file: Path, served: Mapping[str, Path], quiet_s: float = QUIET_S) -> None:
+    def __init__(
+        self, file: Path, served: Mapping[str, Path], quiet_s: float = QUIET_S, *, installed: bool = True
+    ) -> None:
+        self._installed = installed
         self._source = YamlSource(file)
         self.own = self.examine(())
         config = self.own.config
@@ -85,7 +89,7 @@ class FolderScanner:
                 for model in left
                 if model.name not in faults and (spec := examined.config.models.get(model.name)) is not None
             }
-            answers = vet_models(found, installed=True)
+            answers = vet_models(found, installed=self._installed)
             again = []
             for model in left:
                 if (why := faults.get(model.name)) is not None:
@@ -141,15 +145,17 @@ def _verdict(spec: ModelSpec, answer: Estimated, keys: Mapping[str, Any], gpus: 
     return Verdict(suitable)
 
 
-def examine_with_folders(file: Path) -> tuple[Examined, Picture | None]:
+def examine_with_folders(file: Path, *, installed: bool = True) -> tuple[Examined, Picture | None]:
     """Read and check a models.yaml with the models that its folders have now. Start and change nothing.
+
+    installed  as for ``FolderScanner``
 
     Returns None for a file without folders, or with problems. Raises ConfigError if nothing of it can be understood.
     """
     examined = examine_config(file)
     if examined.problems or not examined.config.folders:
         return examined, None
-    scanner = FolderScanner(file, {})
+    scanner = FolderScanner(file, {}, installed=installed)
     *_, picture = scanner.looks()
     return scanner.examine(picture.models), picture
 
@@ -160,10 +166,12 @@ def packed(examined: Examined, models: Iterable[FoundModel]) -> list[dict[str, A
     for model in models:
         spec = examined.config.models[model.name]
         places = (spec.model_dir, spec.draft_model, spec.template_file, spec.folder)
+        keys = examined.source.data["models"][model.name]
         found.append(
             {
                 "name": model.name,
-                "keys": examined.source.data["models"][model.name],
+                "keys": keys,
+                "origins": {key: examined.source.origin(("models", model.name, key)) for key in keys},
                 "places": [None if place is None else str(place) for place in places],
                 "lora": [*map(str, spec.lora)],
                 "roots": [*map(str, spec.model_roots)],
@@ -172,14 +180,19 @@ def packed(examined: Examined, models: Iterable[FoundModel]) -> list[dict[str, A
     return found
 
 
-def unpacked(data: Mapping[str, Any]) -> ModelSpec:
-    """Return the model that ``packed`` made plain data of. No file system is asked. Raises Unfit."""
+def unpacked(file: Path, data: Mapping[str, Any]) -> ModelSpec:
+    """Return the model of a models.yaml that ``packed`` made plain data of. No file system is asked."""
     model_dir, draft, template, folder = (None if place is None else Path(place) for place in data["places"])
     assert model_dir is not None
-    return ModelSpec(
+    spec = ModelSpec(
         data["name"], fit(ModelConfig, data["keys"]), model_dir, draft, tuple(map(Path, data["lora"])),
         tuple(map(Path, data["roots"])), template, folder,
     )  # fmt: skip
+    spec.source = YamlSource(file, b"")
+    spec.source.data = {"models": {spec.name: data["keys"]}}
+    origins = {key: origin for key, origin in data["origins"].items() if origin is not None}
+    spec.source.defaults = {("models", spec.name, key): (place, line) for key, (place, line) in origins.items()}
+    return spec
 
 
 def main(arguments: list[str]) -> None:

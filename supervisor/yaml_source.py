@@ -98,7 +98,11 @@ class YamlSource:
     read      the signature of the content
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, raw: bytes | None = None) -> None:
+        """Read the file.
+
+        raw  its content, if that is known. Then nothing is read, and the signature is one of no file
+        """
         self.file = str(file)
         self._lines: dict[KeyPath, int] = {}
         self.variables: dict[KeyPath, str] = {}
@@ -110,7 +114,7 @@ class YamlSource:
         self.problems: list[Problem] = []
         self._nodes = 0
         # The signature is older than the content: a change during the reading is seen as one that is to be read, too.
-        raw, self.read = read_file(file)
+        raw, self.read = read_file(file) if raw is None else (raw, (0, 0, 0, 0))
         self.data = self._parse(raw)
 
     def problem(self, path: KeyPath, message: str) -> Problem:

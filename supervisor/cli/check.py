@@ -62,7 +62,7 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     from supervisor.yaml_source import ConfigError
 
     try:
-        examined, found = examine_with_folders(find_config(file, default_runtime_dir()))
+        examined, found = examine_with_folders(find_config(file, default_runtime_dir()), installed=not elsewhere)
     except ConfigError as e:
         return _tell(e.problems, (), as_json)
     checked = check_all(examined, elsewhere=elsewhere)
@@ -118,6 +118,19 @@ def _of_port(examined: "Examined") -> "list[Problem]":
     except ConfigError as e:
         return e.problems
     return []
+
+
+def _of_folders(examined: "Examined") -> "list[Problem]":
+    """Return a problem for each folder that is missing. One on a file system that is not mounted may come later."""
+    from protocol.process.absent_directories import is_unmounted
+
+    return [
+        examined.source.problem(
+            ("folders", place, "path"), f"{folder.path} is no directory; give one with models below"
+        )
+        for place, folder in enumerate(examined.config.folders)
+        if not folder.path.is_dir() and not is_unmounted(folder.path)
+    ]
 
 
 def _of_certificate(examined: "Examined") -> "list[Problem]":
@@ -188,7 +201,13 @@ def check_all(examined: "Examined", *, elsewhere: bool) -> Checked:
     of_models = problems_of(examined, [(name, fault) for name, fault in found if not fault.machine])
     of_machine = problems_of(examined, [(name, fault) for name, fault in found if fault.machine])
     return Checked(
-        of_file=[*examined.problems, *_of_port(examined), *_of_certificate(examined), *of_models],
+        of_file=[
+            *examined.problems,
+            *_of_port(examined),
+            *_of_certificate(examined),
+            *_of_folders(examined),
+            *of_models,
+        ],
         of_machine=of_machine if elsewhere else [*of_machine, *_of_missing_gateway(examined)],
         unknown=[name for name, spec in models.items() if spec.config.engine not in VETTED],
         unchecked={name: answer.unchecked for name, answer in known.items() if answer.unchecked is not None},

@@ -71,7 +71,7 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
     from supervisor.yaml_source import ConfigError
 
     try:
-        examined, _ = examine_with_folders(find_config(file, runtime_dir))
+        examined, _ = examine_with_folders(find_config(file, runtime_dir), installed=gpus is None)
     except ConfigError as e:
         raise CommandFailure(exit_codes.CONFIG, "config", *map(str, e.problems)) from None
     candidates = _candidates(examined, installed=gpus is None)

@@ -414,3 +414,30 @@ def test_check_says_how_the_chat_templates_were_understood() -> None:
     assert found["agent"] == "calls in the format hermes"
     assert found["stories"].startswith("calls in the format json; one system message, ")
     assert "letters" not in found  # it has no chat template
+
+
+def test_check_lists_what_a_folder_gives_and_why_a_directory_is_not_served(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    shutil.copytree(DEMO, folder / "New")
+    shutil.copytree(DEMO, folder / "weak")
+    (folder / "weak").chmod(0o777)
+    (folder / "ggufs").mkdir()
+    (folder / "ggufs" / "x.gguf").touch()
+    file = tmp_path / "models.yaml"
+    file.write_text("folders: [{path: models, defaults: {engine: transformers}}]\n")
+    done = modelctl("check", file)
+    assert (done.returncode, done.stderr) == (0, "")
+    weak = f"others can write to {folder}/weak (mode 777): let only this user and root change it, or give the model an"
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{file}: fine; models: none"
+    assert f"not served: {folder}/ggufs: it has GGUF weights, which no engine here loads" in lines
+    assert f"not served: {folder}/weak: {weak} entry in models.yaml" in lines
+    assert f"not served yet: {folder}/New: its files changed less than 30 s ago: a download may go on" in lines
+    told = json.loads(modelctl("check", "--json", file).stdout)["folders"]
+    assert {how: [Path(place).name for place in places] for how, places in told.items()} == {
+        "unread": [], "refused": ["weak", "ggufs"], "waiting": ["New"],
+    }  # fmt: skip
+    file.write_text("folders: mdoels\n")
+    done = modelctl("check", file)
+    says = f"{file}:1: folders.0.path: {tmp_path}/mdoels is no directory; give one with models below\n"
+    assert (done.returncode, done.stderr) == (78, says)

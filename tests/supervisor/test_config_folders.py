@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from supervisor.config import Config, ModelSpec, examine_config, load_config
 from supervisor.config_folders import Folder, FoundModel
+from supervisor.config_settings import settings_of
 from supervisor.folder_scanner import FolderScanner, packed, unpacked
 from supervisor.model_folders import list_folder
 from supervisor.placement.vetting import CONTEXT
@@ -33,7 +35,7 @@ def found(file: Path) -> tuple[dict[str, ModelSpec], dict[str, str]]:
     """Return the models of a file's folders, as a supervisor gets them, and the directories that are not served."""
     scanner = FolderScanner(file, {}, quiet_s=0.0)
     *_, picture = scanner.looks()
-    models = map(unpacked, packed(scanner.examine(picture.models), picture.models))
+    models = [unpacked(file, data) for data in packed(scanner.examine(picture.models), picture.models)]
     return {model.name: model for model in models}, dict(picture.refused)
 
 
@@ -94,6 +96,11 @@ def test_a_found_model_has_the_keys_of_its_folder_then_the_defaults_then_what_su
     assert refused == {}
     assert list(models) == ["big-exl2-4.0bpw", "letters"]
     big, letters = models.values()
+    assert letters.source is not None
+    shown = {each.key.rpartition(".")[2]: (each.value, each.place) for each in settings_of(letters.source, ["letters"])}
+    assert shown["max_batch_size"] == (3, "models.yaml:2")
+    assert shown["lazy"][0] is True
+    assert shown["priority"] == (0, "default")
     assert (big.folder, big.model_dir) == (tmp_path / "models", tmp_path / "models" / "Big-exl2" / "4.0bpw")
     config = big.config
     assert (config.engine, config.lazy, config.ttl, config.max_batch_size) == ("transformers", True, 600.0, 3)
@@ -142,6 +149,11 @@ def test_what_a_reload_does_with_found_models(tmp_path: Path) -> None:
     entry = {"model_dir": "demo:letters", "engine": "transformers", "aliases": ["b"]}
     after = load_config(write(tmp_path, models={"a": entry}, folders=[FOLDER])).with_found(models)
     assert {name: spec.folder is None for name, spec in after.models.items()} == {"a": True, "c": False}
+    entry["aliases"] = ["C", "x"]
+    found_c = replace(models["c"].config, aliases=["C", "c-too"])
+    models["c"].config = found_c
+    other = load_config(write(tmp_path, models={"a": entry}, folders=[FOLDER])).with_found(models)
+    assert (other.models["c"].config.aliases, models["c"].config) == (["c-too"], found_c)
     gone: Config = load_config(write(tmp_path, models={"a": entry})).with_found(models)
     assert list(gone.models) == ["a"]
 

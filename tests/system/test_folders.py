@@ -122,10 +122,17 @@ def test_what_cannot_be_served_is_said_once_and_a_reload_keeps_the_models(servin
     assert len(events(serving)) == 3
     assert serving.status("letters")["pid"] == loaded["pid"]
     assert "FOLDER" in serving.modelctl("ps").stdout
-    serving.write_models({"stories": engine(lazy=True)}, folders=None)
+    assert f"found below  {folder}\n" in serving.modelctl("status", "letters").stdout
+    serving.write_models({"stories": engine(lazy=True, aliases=["letters"])})
     assert serving.modelctl("reload").returncode == 0
-    wait_until(lambda: names(serving) == ["stories"])
+    wait_until(lambda: names(serving) == ["stories", "later"])
     assert serving.status("stories")["folder"] is None
+    serving.write_models({"own": engine()})
+    assert serving.modelctl("reload").returncode == 0
+    wait_until(lambda: names(serving) == ["own", "later", "letters", "stories"])
+    serving.write_models({"own": engine()}, folders=None)
+    assert serving.modelctl("reload").returncode == 0
+    wait_until(lambda: names(serving) == ["own"])
 
 
 def test_models_stay_while_the_folder_is_away(serving: Serving, folder: Path) -> None:
