@@ -180,11 +180,11 @@ class ReplicaRegistry:
         return [replica for replica in self.replicas.values() if replica.model == model]
 
     def _sort(self) -> None:
-        order = list(self._config.models)
+        order = {model: place for place, model in enumerate(self._config.models)}
         ranked = sorted(
             self.replicas.items(),
             key=lambda item: (
-                order.index(item[1].model) if item[1].model in order else len(order),
+                order.get(item[1].model, len(order)),
                 len(item[1].label),
                 item[1].label,
                 not item[1].current,
