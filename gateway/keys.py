@@ -60,7 +60,7 @@ async def _of_named(request: Request, caller: Caller, verb: str, params: dict[st
     try:
         reply: dict[str, Any] = await request.app.state.link.call(caller, verb, name=name, **params)
     except WireError as e:
-        if e.code is ErrorCode.INVALID_REQUEST and e.field == "name" and (params or verb != "set_key"):
+        if e.code is ErrorCode.INVALID_REQUEST and e.field == "name":
             raise ApiError(404, e.message, param="name", code="not_found") from None
         raise
     return reply

@@ -153,9 +153,9 @@ def _checked(verb: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
     name = params.get("name")
     if not isinstance(name, str):
         raise RequestError("name is missing: name the key", field="name")
-    given = {key: value for key, value in params.items() if key != "name"}
+    given = {key: value for key, value in params.items() if key != "name" and (key, value) != ("rights", None)}
     if verb == "set_key" and not given:
-        raise RequestError(f"nothing to change: give one of {', '.join(FIELDS)}", field="name")
+        raise RequestError(f"nothing to change: give one of {', '.join(FIELDS)}")
     if verb == "new_key":
         given.setdefault("rights", ["infer"])
     try:

@@ -398,6 +398,14 @@ def _keys() -> Schema:
     named = {"name": said(TEXT, "The name of the key.")}
     made = fields | {"rights": said(fields["rights"], fields["rights"]["description"], default=["infer"])}
     changed = "`key`, and `notes` about models that are not there yet."
+    make = _post(
+        "Make a key for a client over HTTP.",
+        who,
+        f"`token`, which no other answer has, {changed}",
+        named | made,
+        ["name"],
+    )
+    make["post"]["requestBody"]["content"]["application/json"]["schema"]["additionalProperties"] = False
     return {
         "/v1/keys": _get(
             "List the keys.",
@@ -408,13 +416,7 @@ def _keys() -> Schema:
                 "limit": said({**limit, "maximum": 1000}, "Most keys.", default=100),
             },
         )
-        | _post(
-            "Make a key for a client over HTTP.",
-            who,
-            f"`token`, which no other answer has, {changed}",
-            named | made,
-            ["name"],
-        ),
+        | make,
         "/v1/keys/{name}": {
             "patch": _order("Change the rights and limits of a key.", who, fields, changed, path=named)["post"],
             "delete": _get("Revoke a key.", f"{who} Its requests end.", "`revoked`: its name.", path=named)["get"],

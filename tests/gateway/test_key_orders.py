@@ -129,7 +129,7 @@ def test_what_is_wrong_is_named(keyed: Http) -> None:
         ({"name": "guest"}, "name", "there is a key 'guest' already"),
         ({"name": "x", "rights": ["root"]}, "rights", "is no right: known are"),
         ({"name": "x", "rights": []}, "rights", "is no right"),
-        ({"name": "x", "rights": None}, "rights", "must be a list"),
+        ({"name": "x", "rights": 5}, "rights", "must be a list"),
         ({"name": "x", "rights": ["gateway"]}, "rights", "an HTTP key cannot have the right gateway"),
         ({"name": "x", "models": ["a b"]}, "models", "is no name or pattern of models"),
         ({"name": "x", "models": [["m"]]}, "models", "must be a list"),
@@ -154,14 +154,17 @@ def test_what_is_wrong_is_named(keyed: Http) -> None:
         for name in ("nobody", "Not%20A%20Name"):
             status, reply = keyed.ask(method, f"/v1/keys/{name}", body, key="ops")
             assert (status, reply["error"]["code"]) == (404, "not_found")
-    assert keyed.ask("PATCH", "/v1/keys/guest", {}, key="ops")[0] == 400
+    for nothing in ({}, {"rights": None}):
+        assert keyed.ask("PATCH", "/v1/keys/guest", nothing, key="ops")[0] == 400
     assert keyed.ask("PATCH", "/v1/keys/guest", {"name": "other"}, key="ops")[1]["error"]["param"] == "name"
     assert keyed.ask("POST", "/v1/keys", {"name": "x" * 20_000}, key="ops")[0] == 413
     assert keyed.store.entries() == before
 
 
 def test_a_model_that_is_not_there_yet_is_noted(keyed: Http) -> None:
-    status, made = keyed.ask("POST", "/v1/keys", {"name": "early", "models": ["m", "mm", "later*"]}, key="ops")
+    status, made = keyed.ask(
+        "POST", "/v1/keys", {"name": "early", "rights": None, "models": ["m", "mm", "later*"]}, key="ops"
+    )
     assert status == 200
     assert [("did you mean 'm'" in note, "has no model" in note) for note in made["notes"]] == [
         (True, True),
