@@ -28,7 +28,7 @@ WORKER: Final = (
     "name", "state", "reason", "state_s", "progress", "active", "queued", "tokens_per_s", "until_s", "generation",
     "lazy", "can_sleep", "engine", "node", "gpu", "placed", "device", "attention", "decoding", "context",
     "max_batch_size", "chat", "template", "end_tokens", "tool_format", "parallel_tool_calls", "reasoning", "pid",
-    "restarts", "load_seconds", "wake_s", "host_bytes", "vram_bytes", "vram_estimate_bytes",
+    "restarts", "load_seconds", "wake_s", "host_bytes", "vram_bytes", "vram_estimate_bytes", "folder",
 )  # fmt: skip
 """The fields about each worker in the description of one model, by their names in the verb ``status``. Neither the last
 lines of a worker nor the path of its log is among them, because logs take another right."""

@@ -56,6 +56,12 @@ def ask(port: int, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         connection.close()
 
 
+def settings_of(serving: Serving, model: str) -> dict[str, dict[str, Any]]:
+    with serving.client(admin=True) as client:
+        found = client.call("settings", model=model)["settings"]
+    return {one["key"].removeprefix(f"models.{model}."): one for one in found}
+
+
 def events(serving: Serving) -> list[str]:
     done = serving.modelctl("events", "--json")
     told = map(json.loads, done.stdout.splitlines())
@@ -77,6 +83,11 @@ def test_a_model_that_is_copied_slowly_is_served_when_it_is_complete_and_goes_wi
     found = wait_until(lambda: next((m for m in serving.overview()["models"] if m["name"] != "own"), None))
     assert (found["name"], found["state"], found["folder"]) == ("letters-exl2-4.0bpw", "unloaded", str(folder))
     assert time.monotonic() - copied >= 2.0
+    settings = settings_of(serving, "letters-exl2-4.0bpw")
+    assert settings["engine"]["value"] == "transformers"
+    assert settings["engine"]["source"].startswith("models.yaml:")
+    assert (settings["aliases"]["value"], settings["lazy"]["value"]) == ("[Letters-exl2/4.0bpw]", "true")
+    assert settings["max_batch_size"]["source"] == "default"
     status, answer = ask(port, {"model": "Letters-exl2/4.0bpw", "prompt": "sort: d b a c ->", "max_tokens": 9})
     assert (status, answer["choices"][0]["text"].split()[:4]) == (200, ["a", "b", "c", "d"])
     long: dict[str, Any] = {"model": "letters-exl2-4.0bpw", "prompt": "count: 1 2 3 ->", "ignore_eos": True}

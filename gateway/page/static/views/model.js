@@ -89,6 +89,7 @@ function About({ details, name }) {
     ["Variants", details.variants.length > 0 && codes(details.variants.map((variant) => `${name}:${variant}`))],
     ["Default model", details.default && html`requests without a model go to <code>${details.default}</code>`],
     ...one ? [
+      ["Folder", one.folder],
       ["Engine", `${one.engine}${one.device ? ` on ${one.device}` : ""}`],
       ["Attention", one.attention],
       ["Decoding", one.decoding],
