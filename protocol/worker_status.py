@@ -36,6 +36,8 @@ class WorkerStatus(TypedDict):
     """The worker's name: that of its model, with a number if there are several (`letters:2`)."""
     model: str
     """The model's name."""
+    folder: str | None
+    """The directory of `folders` in models.yaml below which the model was found; null for a model with an entry."""
     state: str
     """One of the states below."""
     reason: str | None
