@@ -1,6 +1,7 @@
 """The view Chat: conversations stream, are kept in the browser for their key alone, and no answer can hurt the page."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from playwright.sync_api import Browser, Dialog, Locator, Page, Request, expect
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.browser.conftest import MODELS, Tab
+from tests.browser.every_view import COLOURS, SIZES, faults_of
 from tests.browser.hostile_answers import HOSTILE, LONG
 from tests.replaying_engine import TOOLS, WEATHER
 from tests.serving import Serving, engine
@@ -20,7 +22,7 @@ ENGINE = "tests.browser.hostile_answers:HostileEngine"
 READY = ("bare", "stories", "endless", "thinker", "hostile", "long")
 CHAT_MODELS: dict[str, Any] = {
     **{name: MODELS[name] for name in ("bare", "stories", "endless", "thinker", "rare")},
-    "tuned": {**MODELS["rare"], "sampling": {"temperature": 0.3}, "variants": {"calm": {"sampling": {"top_p": 0.5}}}},
+    "tuned": {**MODELS["rare"], "sampling": {"temperature": 0.3}, "forced": {"top_p": 0.9}},
     "slow": engine("SlowLoad", load_s=3, lazy=True),
     "hostile": {"model_dir": ".", "engine": ENGINE, "options": {"size": 97, "context": 2_000_000}},
     "long": {"model_dir": ".", "engine": ENGINE, "options": {"size": 4, "context": 2_000_000}},
@@ -35,7 +37,7 @@ NAMES = {
 }
 """The elements and the attributes that an answer may become."""
 STORY = "Tell me a story about Mia the fox."
-OWN = ("/page/events", "/v1/chat/completions", "/static/icon.svg")
+OWN = ("/page/events", "/v1/chat/completions", "/v1/models/hostile", "/static/icon.svg")
 
 
 @pytest.fixture(scope="module")
@@ -502,15 +504,47 @@ def check_harmless(page: Page, name: str) -> None:
             assert one["rel"] == "noopener noreferrer"
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_cut_off(chat: Page, width: int, scheme: str) -> None:
-    chat.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    chat.set_viewport_size({"width": width, "height": 900})
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("colours", COLOURS)
+def test_nothing_is_wrong_or_cut_off(chat: Page, axe: str, size: str, colours: str) -> None:
+    chat.emulate_media(color_scheme=colours)  # type: ignore[arg-type]
+    chat.set_viewport_size({"width": SIZES[size][0], "height": SIZES[size][1]})
     ask(chat, STORY, "stories", temperature=0, max_tokens=200)
     ended(chat)
-    for name in ("long_word", "wide_table", "unclosed_fence"):
+    ask(chat, "say long", "thinker", max_tokens=300)
+    ended(chat, 2)
+    answers(chat).last.get_by_text("Reasoning").click()
+    chat.get_by_label("Max tokens").fill("")
+    for i, name in enumerate(("long_word", "wide_table", "headings", "unclosed_fence")):
         ask(chat, f"say {name}", "hostile")
-        expect(chat.get_by_role("button", name="Send")).to_be_visible()
-    ended(chat, 4)
-    assert chat.evaluate("document.documentElement.scrollWidth") <= width
+        ended(chat, i + 3)
+    chat.get_by_role("button", name="Edit the message").first.click()
+    if directory := os.environ.get("SCREENSHOTS"):
+        chat.screenshot(path=Path(directory) / f"conversation-{size}-{colours}.png")
+    assert faults_of(chat, axe, size) == []
+
+
+def test_the_model_s_own_values_stand_in_empty_fields(chat: Page) -> None:
+    choose(chat, "tuned", system="")
+    for label, value in {"Temperature": "0.3", "Top P": "0.9", "Min P": "default"}.items():
+        expect(chat.get_by_label(label)).to_have_attribute("placeholder", value)
+    choose(chat, "stories")
+    expect(chat.get_by_label("Temperature")).to_have_attribute("placeholder", "default")
+
+
+def test_markdown_is_the_same_while_it_comes_and_afterwards(chat: Page) -> None:
+    ask(chat, "say markdown", "long")
+    ended(chat)
+    shown = answers(chat).locator(".markdown")
+    streamed = shown.inner_html()
+    for tag, texts in {
+        "h4": ["Title"], "h5": ["Part"], "strong": ["bold"], "em": ["it"], "del": ["gone"], "blockquote": ["quoted"],
+        "ol > li": ["third", "fourth"], "ul ul > li": ["inner"], "th": ["a", "b"], "td": ["1", "2|3"],
+        "p > code": ["x < y"], "pre": ["print('hi')"], "a": ["link", "http://127.0.0.1/auto", "me@example.org"],
+    }.items():  # fmt: skip
+        expect(shown.locator(tag)).to_have_text(texts)
+    expect(shown.locator("ol")).to_have_attribute("start", "3")
+    expect(shown).to_contain_text("☑ done")
+    chat.reload()
+    expect(answers(chat)).to_have_count(1)
+    assert shown.inner_html() == streamed

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
+from tests.agents.harness import environment
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
 
@@ -69,6 +70,14 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core."""
+    if shutil.which("npm") is None:
+        pytest.skip("axe-core cannot be installed: Node and npm are missing")
+    return (environment("axe") / "node_modules" / "axe-core" / "axe.min.js").read_text()
 
 
 class Tab:

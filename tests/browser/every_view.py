@@ -5,7 +5,6 @@ SCREENSHOTS=DIRECTORY each view is written into that directory as NAME-SIZE-COLO
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,6 @@ from playwright.sync_api import Browser, Page, expect
 
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
-from tests.agents.harness import environment
 from tests.browser.conftest import Tab
 from tests.keyed import free_port
 from tests.serving import Serving, engine
@@ -59,14 +57,6 @@ FOCUSED = """() => {
   return { end, faint: !end && outlineStyle === "none" && boxShadow === "none" ? element.outerHTML.slice(0, 200) : "" };
 }"""
 """Note where the focus is. ``end``: it was there before. ``faint``: it cannot be seen."""
-
-
-@pytest.fixture(scope="module")
-def axe() -> str:
-    """The source of axe-core."""
-    if shutil.which("npm") is None:
-        pytest.skip("axe-core cannot be installed: Node and npm are missing")
-    return (environment("axe") / "node_modules" / "axe-core" / "axe.min.js").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,7 @@ HOSTILE: dict[str, tuple[str, tuple[str, ...]]] = {
     "deep_brackets": ("[" * 20_000 + "end" + "](http://evil.test/)" * 2000, ("end",)),
     "slow_to_read": ("_a__b" * 20_000 + "end\n\n" + "a." * 20_000 + "@end", ("end",)),
     "long_word": ("W" * 100_000, ("WWWW",)),
+    "headings": ("###### f\n\n# a\n\n### c\n\n> ## d", ("f", "a", "c", "d")),
     "bidi": ("\u202egnp.exe\u202c \u2066\u2067x\u200b\ufeff\u061c end", ("gnp.exe", "end")),
     "ansi": ("\x1b[31mred\x1b[0m \x1b]8;;http://evil.test/\x07x\x1b]8;;\x07 \x9b1m \x08\x08 end", ("red", "end")),
     "prototype": (
@@ -119,9 +120,37 @@ LONG = "".join(
 """A usual answer of about 20,000 tokens of four characters."""
 
 
+MARKDOWN = """# Title
+
+Some **bold**, *it*, ~~gone~~, `x < y`, [link](http://127.0.0.1/), http://127.0.0.1/auto and me@example.org.
+
+## Part
+
+> quoted
+
+3. third
+4. fourth
+
+- outer
+  - inner
+- [x] done
+
+| a | b |
+|:--|--:|
+| 1 | 2\\|3 |
+
+---
+
+```py
+print('hi')
+```
+"""
+USUAL = {"long": LONG, "markdown": MARKDOWN}
+
+
 class HostileEngine(ReplayingEngine):
-    """Replays the answers of this table: ``say NAME``. ``say long`` has it replay LONG."""
+    """Replays the answers of this table: ``say NAME``. The names in USUAL are those of usual answers."""
 
     def answer_to(self, prompt: str) -> str:
         name = prompt.rpartition("say ")[2].partition("<")[0]
-        return LONG if name == "long" else HOSTILE[name][0]
+        return USUAL.get(name) or HOSTILE[name][0]

@@ -84,14 +84,15 @@ function span(token, depth, linked) {
 }
 
 function blocks(tokens) {
-  return tokens.map((token) => block(token));
+  return tokens.map((token) => block(token, 1));
 }
 
-function block(token) {
+// top: the depth of the answer's first heading. In the page it is an h4, below the conversation's name.
+function block(token, top) {
   switch (token.type) {
     case "space": return null;
     case "hr": return h("hr");
-    case "heading": return h(`h${Math.min(6, token.depth + 3)}`, null, inline(token.tokens));
+    case "heading": return h(`h${Math.min(6, Math.max(4, token.depth + 4 - top))}`, null, inline(token.tokens));
     case "paragraph": return h("p", null, inline(token.tokens));
     case "blockquote": return h("blockquote", null, blocks(token.tokens));
     case "list": {
@@ -113,8 +114,8 @@ function block(token) {
 }
 
 class Block extends Component {
-  shouldComponentUpdate({ token }) { return token.raw !== this.props.token.raw; }
-  render({ token }) { return block(token); }
+  shouldComponentUpdate({ token, top }) { return token.raw !== this.props.token.raw || top !== this.props.top; }
+  render({ token, top }) { return block(token, top); }
 }
 
 // A number of blocks. The browser lays out again only those that change, and draws only those that are in sight.
@@ -126,21 +127,24 @@ class Blocks extends Component {
 export class Markdown extends Component {
   groups = [[]]; // of the blocks that are done
   read = ""; // the text of these blocks
+  top = null; // the depth of the first heading in it
   shouldComponentUpdate({ text }) { return text !== this.props.text; }
   render({ text }) {
     const whole = text.replace(/\r\n?/g, "\n");
-    if (!whole.startsWith(this.read)) [this.groups, this.read] = [[[]], ""];
+    if (!whole.startsWith(this.read)) [this.groups, this.read, this.top] = [[[]], "", null];
     const tokens = read(whole.slice(this.read.length));
+    const top = this.top ?? tokens.find((token) => token.type === "heading")?.depth;
     // marked replaces some characters. A block that is not the text word for word stays open, and so do those after it.
     while (tokens.length > MAY_CHANGE && whole.startsWith(tokens[0].raw, this.read.length)) {
       const token = tokens.shift();
-      this.groups.at(-1).push(h(Block, { key: this.read.length, token }));
+      this.groups.at(-1).push(h(Block, { key: this.read.length, token, top }));
       this.read += token.raw;
+      if (token.type === "heading") this.top ??= token.depth;
       if (this.groups.at(-1).length === GROUP) this.groups.push([]);
     }
     let at = this.read.length;
     const open = tokens.map((token) => {
-      const element = h(Block, { key: at, token });
+      const element = h(Block, { key: at, token, top });
       at += token.raw.length;
       return element;
     });

@@ -1,5 +1,6 @@
-import { address, Bar, Button, Copy, Empty, html, State, useLayoutEffect, useRef } from "../ui.js";
+import { address, Bar, Button, Copy, Empty, html, State, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
 import { answer, canContinue, fresh, isRunning, kept, remove, set, stop, useConversations } from "../conversations.js";
+import { call } from "../session.js";
 import { choices, ModelChoice } from "../model_choice.js";
 import { Markdown } from "../markdown.js";
 
@@ -18,7 +19,6 @@ function download(chat) {
 function Conversations({ chats, current }) {
   return html`<details class="conversations" open=${matchMedia("(min-width: 56rem)").matches}>
     <summary>Conversations (${chats.length})</summary>
-    <p><a href="#/chat">New conversation</a></p>
     <ul>${chats.map((chat) => html`<li key=${chat.id}>
       <a href=${address("chat", chat.id)} aria-current=${chat === current ? "page" : undefined}><bdi>${chat.title}</bdi></a></li>`)}</ul>
   </details>`;
@@ -40,7 +40,23 @@ function Named({ chat }) {
     <${Button} kind="danger" onClick=${drop}>Delete<//></div>`;
 }
 
-function Options({ chat, plain }) {
+// What models.yaml says for options that a request leaves out, by their names, as far as this key may read it.
+function useOwnValues(name) {
+  const [values, setValues] = useState({});
+  useEffect(() => {
+    setValues({});
+    if (name) call("GET", `/v1/models/${name}`).then(({ modelctl }) => {
+      const text = (part) => (modelctl.settings || []).filter(({ key }) => key.startsWith(`models.${name}.${part}`))
+        .map(({ key, value }) => `${key}: ${value}`).join("\n");
+      const number = (option) => ["forced", "sampling"].map((part) => text(part).match(`\\b${option}: ([-.\\d]+)`)?.[1]).find(Boolean);
+      setValues(Object.fromEntries(FIELDS.map(([option]) => [option, number(option)])));
+    }, () => {});
+  }, [name]);
+  return values;
+}
+
+function Options({ chat, plain, model }) {
+  const own = useOwnValues(model);
   const option = (name) => (event) => set(chat, { options: { ...chat.options, [name]: event.target.value } });
   const text = (name) => (event) => set(chat, { [name]: event.target.value });
   const number = Object.values(chat.options).filter((value) => value !== "").length;
@@ -49,9 +65,9 @@ function Options({ chat, plain }) {
     ${!plain && html`<label>System prompt <textarea rows="3" value=${chat.system} onInput=${text("system")} /></label>`}
     <div class="fields">
       ${FIELDS.map(([name, title, min, max]) => html`<label key=${name}>${title} <input type="number" step="any" min=${min} max=${max}
-        placeholder="model's own" value=${chat.options[name] ?? ""} onInput=${option(name)} /></label>`)}
+        placeholder=${own[name] ?? "default"} value=${chat.options[name] ?? ""} onInput=${option(name)} /></label>`)}
       ${!plain && html`<label>Reasoning effort <select aria-label="Reasoning effort" value=${chat.options.reasoning_effort ?? ""} onInput=${option("reasoning_effort")}>
-        <option value="">model's own</option>${["low", "medium", "high"].map((value) => html`<option key=${value} value=${value}>${value}</option>`)}</select></label>`}
+        <option value="">default</option>${["low", "medium", "high"].map((value) => html`<option key=${value} value=${value}>${value}</option>`)}</select></label>`}
     </div>
     ${!plain && html`<label>Tools, as the JSON list of a request <textarea rows="2" spellcheck="false" value=${chat.tools} onInput=${text("tools")} /></label>`}
   </details>`;
@@ -106,7 +122,7 @@ export function Chat({ picture }) {
   const chat = id ? chats.find((one) => one.id === id) : next;
   const running = chat ? isRunning(chat) : false;
   useEnd(running);
-  const head = html`<h2 tabindex="-1">Chat</h2>
+  const head = html`<div class="row"><h2 tabindex="-1">Chat</h2><a href="#/chat">New conversation</a></div>
     ${full && html`<p class="notice" role="alert">This browser's storage is full. What is new here is not kept: export it, or delete other conversations.</p>`}`;
   const list = html`<${Conversations} chats=${chats} current=${chat} />`;
   if (!chat) return html`${head}<div class="chat">${list}<${Empty}>This browser has no such conversation of this key.<//></div>`;
@@ -150,7 +166,7 @@ export function Chat({ picture }) {
   return html`${head}<div class="chat">${list}<div class="conversation">
     ${id && html`<${Named} chat=${chat} />`}
     <div class="settings"><${ModelChoice} all=${all} name=${name} onChange=${choose} disabled=${running} />
-      <${Options} chat=${chat} plain=${plain} /></div>
+      <${Options} chat=${chat} plain=${plain} model=${model?.name === name ? name : ""} /></div>
     ${plain && html`<p class="none small">${name} has no chat template. It completes your text, and does not see what stands above it.</p>`}
     <ol class="turns">${chat.turns.map((turn, i) => turn.role === "user"
       ? html`<${UserTurn} key=${i} turn=${turn} edit=${!running && (() => edit(i))} />`
