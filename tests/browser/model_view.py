@@ -171,6 +171,10 @@ def test_the_log_is_followed_searched_and_paused(tab: Tab, serving: Serving) -> 
     expect(part(page, "Log")).to_contain_text(f"{found.count()} of ")
     page.get_by_label("Search").fill("no such text")
     expect(log).to_have_text("no line has this text")
+    page.get_by_label("Search").fill("")
+    os.truncate(serving.status("m")["log"], 0)
+    expect(log).to_contain_text("the log begins anew here")
+    expect(log).to_contain_text("reload of m ordered")  # what was read stays
 
 
 def test_each_worker_of_several_is_shown_with_its_log(tab: Tab, serving: Serving) -> None:
