@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from supervisor.keys.records import parse_rights
-from supervisor.keys.store import KeyStore, token_id
+from supervisor.keys.records import format_clients, parse_rights
+from supervisor.keys.store import CLIENTS, KeyStore, token_id
 from supervisor.usage.ledger import DAY_S, day_text
 from supervisor.usage.store import Count, UsageStore
 from tests.browser.conftest import Tab
@@ -110,6 +110,7 @@ def test_a_key_is_made_used_changed_and_revoked(tab: Tab, store: KeyStore, port:
     form.get_by_label("Requests per minute").fill("7")
     form.get_by_role("button", name="Save").click()
     expect(form).to_have_count(0)
+    expect(row.get_by_role("button", name="Change web")).to_be_focused()
     for words in ("infer, status", "all", "7 requests/min, 5,000 tokens/day"):
         expect(row).to_contain_text(words)
     entry = next(entry for entry in store.entries() if entry["name"] == "web")
@@ -265,6 +266,25 @@ def test_without_keys_the_view_says_which_line_turns_them_on(browser: Browser) -
         expect(tab.page.get_by_text("gateway: {auth: keys}")).to_be_visible()
         expect(tab.page.locator("table.usage tbody tr")).to_have_count(1)
         expect(tab.page.get_by_role("button", name="New key")).to_have_count(0)
+        assert not tab.faults
+
+
+def test_a_hundred_keys_are_shown_and_more_on_demand(browser: Browser, tmp_path: Path) -> None:
+    store, port = KeyStore(tmp_path / "keys"), free_port()
+    token = store.add_token("z-ops", parse_rights("admin"))
+    (own,) = store.entries()
+    others = [own | {"name": f"key-{number:03}", "token_sha256": f"{number:064x}"} for number in range(120)]
+    (store.directory / CLIENTS).write_text(format_clients([*others, own]))
+    gateway = {"listen": port}
+    with Serving({"quick": engine()}, gateway=gateway, keys=store.directory), browser.new_context() as context:
+        tab = Tab(context.new_page(), port)
+        tab.open("#/keys")
+        tab.sign_in(token)
+        rows = tab.page.locator("table.keys tbody tr")
+        expect(rows).to_have_count(100)
+        tab.page.get_by_role("button", name="Show more keys").click()
+        expect(rows).to_have_count(121)
+        expect(tab.page.get_by_role("button", name="Show more keys")).to_have_count(0)
         assert not tab.faults
 
 

@@ -5,6 +5,7 @@ import {
 import { call } from "../session.js";
 
 const EVERY_MS = 10_000;
+const MOST_KEYS = [100, 1000]; // at first, and when somebody asks for more
 const RIGHTS = { infer: "Send requests", status: "See the status of everything", admin: "Give orders and manage keys", gateway: "Ask for other keys" };
 // The fields of a key: its name in /v1/keys, its label, the input, and what an empty one means.
 const LIMITS = [
@@ -127,10 +128,14 @@ function KeyTable() {
   const [listed, setListed] = useState(null);
   const [trouble, setTrouble] = useState("");
   const [dialog, setDialog] = useState({});
+  const [limit, setLimit] = useState(MOST_KEYS[0]);
   const title = useRef();
-  const read = () => call("GET", "/v1/keys?limit=1000").then((answer) => (setListed(answer), setTrouble("")),
+  const read = () => call("GET", `/v1/keys?limit=${limit}`).then((answer) => (setListed(answer), setTrouble("")),
     (error) => setTrouble(error.message));
   useEvery(EVERY_MS, read);
+  useEffect(() => {
+    if (listed) read();
+  }, [limit]);
   const close = () => setDialog({});
   const changed = (answer) => {
     setDialog(answer.token ? { made: answer } : answer.notes?.length ? { noted: answer } : {});
@@ -154,7 +159,8 @@ function KeyTable() {
       <thead><tr><th>Name</th><th>Rights</th><th>Models</th><th>Limits</th><th>Made</th><th>Expires</th><th>Last used</th><th><span class="hidden">Orders</span></th></tr></thead>
       <tbody>${keys.map((one) => html`<${KeyRow} key=${one.name} one=${one} onChange=${() => setDialog({ form: true, before: one })}
         onRevoke=${() => setDialog({ revoke: one })} />`)}</tbody></table></div>`}
-    ${listed?.more && html`<p class="small faint">There are further keys: <code>modelctl keys list</code> shows all.</p>`}
+    ${listed?.more && (limit < MOST_KEYS[1] ? html`<${Button} onClick=${() => setLimit(MOST_KEYS[1])}>Show more keys<//>`
+      : html`<p class="small faint">There are further keys: <code>modelctl keys list</code> shows all.</p>`)}
     ${dialog.form && html`<${KeyForm} before=${dialog.before} onDone=${changed} onClose=${close} />`}
     ${dialog.made && html`<${Made} made=${dialog.made} onClose=${close} />`}
     ${dialog.noted && html`<${Dialog} title="Saved" onClose=${close}><${Notes} notes=${dialog.noted.notes} />
