@@ -253,8 +253,8 @@ class SupervisorStatus(TypedDict):
     """What is wrong with the supervisor as a whole, in words, by name: `log` (it cannot be written), `config` (a
     changed models.yaml is not used), `gpus` (they cannot be read), `gateway` (it does not answer), `keys` (they cannot
     be read), `queue` (requests are refused because queues are full), `cluster` (the Ray cluster cannot be used),
-    `listen` (`supervisor.listen` cannot be opened yet). A key for some models sees `gpus`, `gateway`, `cluster` and
-    `listen` only. A trouble that lasts for five minutes is an event."""
+    `listen` (`supervisor.listen` cannot be opened yet), `folders` (one of them cannot be read). A key for some models
+    sees `gpus`, `gateway`, `cluster` and `listen` only. A trouble that lasts for five minutes is an event."""
     spares: list[SpareStatus]
     """The processes that are ahead of their time, and wait for a model."""
     shutting_down: bool
