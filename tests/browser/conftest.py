@@ -5,6 +5,7 @@ With SCREENSHOTS=DIRECTORY the tests also write the pictures of docs/page.md int
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
@@ -121,3 +122,10 @@ def is_fault(message: ConsoleMessage) -> bool:
     """Return whether the browser reports a fault. While nobody has signed in, the page gets a 401, which is none."""
     signed_out = message.location["url"].endswith("/page/events") and " 401 " in message.text
     return message.type in ("error", "warning") and not signed_out
+
+
+def violations(page: Page, axe: str) -> list[str]:
+    """Return what axe-core finds wrong, a line for each element."""
+    page.evaluate(axe)  # by the debugger's way, since the page itself may run no script from elsewhere
+    found: list[dict[str, Any]] = page.evaluate("async () => (await axe.run({ preload: false })).violations")
+    return [f"{each['id']}: {node['html'][:160]}" for each in found for node in each["nodes"]]

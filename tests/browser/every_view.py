@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
-from tests.browser.conftest import Tab
+from tests.browser.conftest import Tab, violations
 from tests.keyed import free_port
 from tests.serving import Serving, engine
 
@@ -33,6 +32,13 @@ VIEWS = {
     "docs": "docs",
 }
 """Each view by its name in pictures, with its address."""
+STATES: dict[str, tuple[str, Callable[[Page], None]]] = {
+    "stop": ("overview", lambda page: press(page, "Stop endless", page.get_by_role("dialog"))),
+    "request": ("requests", lambda page: page.locator("tr.ended button").first.click()),
+    "values": ("configuration", lambda page: press(page, "Values", page.get_by_label("Find a key"))),
+    "found": ("docs", lambda page: page.get_by_label("Find an endpoint or an option").fill("top_k chat")),
+}
+"""What people see after a first step: the view, and the step. Chat and Keys have tests of their own."""
 SIZES = {"wide": (1280, 900), "narrow": (400, 900)}
 COLOURS = ("light", "dark")
 CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((element) => {
@@ -92,11 +98,10 @@ def opened(tab: Tab, view: str, size: str = "wide", colours: str = "light") -> P
     return page
 
 
-def violations(page: Page, axe: str) -> list[str]:
-    """Return what axe-core finds wrong, a line for each element."""
-    page.evaluate(axe)  # by the debugger's way, since the page itself may run no script from elsewhere
-    found: list[dict[str, Any]] = page.evaluate("async () => (await axe.run({ preload: false })).violations")
-    return [f"{each['id']}: {node['html'][:160]}" for each in found for node in each["nodes"]]
+def keep(page: Page, name: str) -> None:
+    """Write a picture, if the environment says where."""
+    if directory := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=Path(directory) / f"{name}.png", full_page=True)
 
 
 def faults_of(page: Page, axe: str, size: str) -> list[str]:
@@ -111,9 +116,23 @@ def faults_of(page: Page, axe: str, size: str) -> list[str]:
 @pytest.mark.parametrize("view", VIEWS)
 def test_nothing_is_wrong_or_cut_off(show: Callable[..., Page], axe: str, view: str, size: str, colours: str) -> None:
     page = show(view, size, colours)
-    if directory := os.environ.get("SCREENSHOTS"):
-        page.screenshot(path=Path(directory) / f"{view}-{size}-{colours}.png", full_page=True)
+    keep(page, f"{view}-{size}-{colours}")
     assert faults_of(page, axe, size) == []
+
+
+@pytest.mark.parametrize("colours", COLOURS)
+@pytest.mark.parametrize("state", STATES)
+def test_nothing_is_wrong_after_a_step(show: Callable[..., Page], axe: str, state: str, colours: str) -> None:
+    view, step = STATES[state]
+    page = show(view, "narrow", colours)
+    step(page)
+    keep(page, f"{state}-narrow-{colours}")
+    assert faults_of(page, axe, "narrow") == []
+
+
+def press(page: Page, button: str, shows: Locator) -> None:
+    page.get_by_role("button", name=button, exact=True).click()
+    expect(shows).to_be_visible()
 
 
 @pytest.mark.parametrize("size", SIZES)

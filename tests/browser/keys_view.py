@@ -14,9 +14,7 @@ from supervisor.keys.records import format_clients, parse_rights
 from supervisor.keys.store import CLIENTS, KeyStore, token_id
 from supervisor.usage.ledger import DAY_S, day_text
 from supervisor.usage.store import Count, UsageStore
-from tests.browser.conftest import Tab
-from tests.browser.every_view import axe as axe
-from tests.browser.every_view import violations
+from tests.browser.conftest import Tab, violations
 from tests.gateway.asking import ask
 from tests.keyed import free_port
 from tests.serving import Serving, engine
