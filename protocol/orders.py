@@ -125,7 +125,8 @@ class Key(TypedDict):
     keep_alive_s: int | None
     """The most seconds that its requests may keep a model loaded, null if they may not say so."""
     last_used: str | None
-    """When it last asked for something, null if that was not since the supervisor's start."""
+    """When it last asked for something. Of requests before the supervisor's start only the day is known, and its
+    beginning stands here. Null if nothing is known."""
     own: bool
     """True for the key that asks."""
 

@@ -145,6 +145,8 @@ class Supervisor:
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
         ring = KeyRing(keys_of(config), log)
+        if self._usage is not None:
+            self._usage.find_last_days(ring.note_earlier_use)
         admitting = None if opening is None else ring
         self._launchers: Launcher = self._launcher
         machines: Collection[str] = ()

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -47,7 +48,9 @@ _PARAMETERS: Final = {"key": str, "model": str, "since": str}
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    asker: Asker
+    """A question to the writer. ``asker``: the client that has asked; None for the supervisor itself."""
+
+    asker: Asker | None
     due: float
 
 
@@ -77,6 +80,7 @@ class UsageKeeper:
         self._unread = bytearray()
         self._started_at = -AGAIN_S
         self._told_crowded = False
+        self._tell_last_days: Callable[[dict[str, str]], None] | None = None
         self.trouble: str | None = None
         """Why the counts are not written to the disk now; None if they are."""
 
@@ -99,6 +103,9 @@ class UsageKeeper:
             self._collect()
             if self._process is None and now - self._started_at >= AGAIN_S:
                 self._start(now)
+        elif self._tell_last_days is not None and all(question.asker for question in self._questions.values()):
+            with suppress(WireError):  # it is asked again
+                self._ask({"last_days": True}, None)
         late = f"the usage writer has not answered within {ANSWER_S:g} s: the disk of {self.file} may be slow"
         self._fail([number for number, question in self._questions.items() if now >= question.due], late)
 
@@ -108,7 +115,13 @@ class UsageKeeper:
         params  the parameters of the verb ``usage``
         caller  who asks: a key without the rights status and admin sees its own usage only
         """
-        question = _checked(params, caller)
+        self._ask(_checked(params, caller), asker)
+
+    def find_last_days(self, tell: Callable[[dict[str, str]], None]) -> None:
+        """Have the writer find the last day of each key's usage, and call ``tell`` once with the days by key id."""
+        self._tell_last_days = tell
+
+    def _ask(self, question: dict[str, Any], asker: Asker | None) -> None:
         if self._socket is None or len(self._questions) >= MOST_ASKED:
             why = "no usage writer runs" if self._socket is None else f"{MOST_ASKED} questions about usage wait"
             raise WireError(ErrorCode.OVERLOADED, f"{why}: try later", retry_after_ms=1000)
@@ -146,7 +159,7 @@ class UsageKeeper:
             if "trouble" in message:
                 self._note(message["trouble"])
             elif (question := self._questions.pop(message["answer"], None)) is not None:
-                self._effects.add([question.asker.reply(message["body"])])
+                self._answer(question, message["body"])
 
     def describe(self) -> dict[str, Any]:
         """Return the ledger as ``status`` shows it."""
@@ -228,7 +241,15 @@ class UsageKeeper:
 
     def _fail(self, numbers: Collection[int], message: str) -> None:
         body = pack_body({"error": WireError(ErrorCode.HELPER_FAILED, message).to_wire()})
-        self._effects.add([self._questions.pop(number).asker.reply(body) for number in numbers])
+        for number in numbers:
+            self._answer(self._questions.pop(number), body)
+
+    def _answer(self, question: _Question, body: bytes) -> None:
+        if question.asker is not None:
+            self._effects.add([question.asker.reply(body)])
+        elif self._tell_last_days is not None and (days := msgpack.unpackb(body).get("result")) is not None:
+            self._tell_last_days(days)
+            self._tell_last_days = None
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         while len(self._unread) >= 4 and len(self._unread) >= 4 + (size := int.from_bytes(self._unread[:4], "little")):

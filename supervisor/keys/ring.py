@@ -14,7 +14,8 @@ If the list cannot be read, or others could have written it, nobody is admitted,
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
@@ -142,6 +143,11 @@ class KeyRing:
     def note_use(self, identity: Identity) -> None:
         """Take note that a key has asked for something now."""
         self._used[identity.key_id] = self._wall()
+
+    def note_earlier_use(self, days: Mapping[str, str]) -> None:
+        """Take note of the days on which keys were last used before the supervisor's start, by key id."""
+        for key_id, day in days.items():
+            self._used.setdefault(key_id, datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp())
 
     @property
     def store(self) -> KeyStore:

@@ -133,6 +133,13 @@ class UsageStore:
             "more": len(rows) > MOST_ROWS,
         }
 
+    def last_days(self) -> dict[str, str]:
+        """Return the last day of each key's usage, by the key's id."""
+        try:
+            return dict(self._open().execute("SELECT key_id, max(day) FROM usage WHERE key_id <> '' GROUP BY key_id"))
+        except sqlite3.Error as e:
+            raise self._trouble(e) from None
+
     def close(self) -> None:
         """Close the file. The next use opens it again."""
         if self._connection is not None:

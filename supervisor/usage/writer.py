@@ -8,10 +8,10 @@ DAYS     days that are kept, today included
 TABLE    the descriptor of the table of counters, see ``counters``
 stdin    a socket to the supervisor, both ways: messages with their length in four bytes before them
 
-The supervisor sends questions (JSON). The program answers each with ``{answer, body}``: the number of the question, and
-the body of the REPLY as the client gets it. It says ``{trouble}`` when the file cannot be used, and null when it can
-be used again. When the supervisor ends, however it ends, the socket ends. Then the program writes the last counts and
-leaves.
+The supervisor sends questions: the parameters of ``UsageStore.read``, or ``{last_days: true}``. The program answers
+each with ``{answer, body}``: the number of the question, and the body of the REPLY as the client gets it. It says
+``{trouble}`` when the file cannot be used, and null when it can be used again. When the supervisor ends, however it
+ends, the socket ends. Then the program writes the last counts and leaves.
 """
 
 import os
@@ -161,7 +161,8 @@ class UsageWriter:
         try:
             if self._trouble is not None:
                 raise StoreTrouble(self._trouble)
-            body = pack_body({"result": self._store.read(**question)})
+            result = self._store.last_days() if question == {"last_days": True} else self._store.read(**question)
+            body = pack_body({"result": result})
         except StoreTrouble as e:
             body = pack_body({"error": WireError(ErrorCode.HELPER_FAILED, str(e)).to_wire()})
         self._tell({"answer": number, "body": body})

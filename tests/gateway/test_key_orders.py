@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,8 @@ from protocol.errors import ErrorCode, WireError
 from supervisor.key_orders import MOST
 from supervisor.keys.records import format_clients, format_time, parse_rights
 from supervisor.keys.store import CLIENTS, KeyStore, token_id
+from supervisor.usage.ledger import DAY_S, day_text
+from supervisor.usage.store import Count, UsageStore
 from tests.gateway.test_orders import Http
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, is_helper, wait_until
@@ -254,6 +257,32 @@ def test_orders_wait_for_a_command_and_are_judged_when_their_turn_comes(keyed: H
         assert order.answer[0] == 401, order.answer
     assert listed(keyed, "guest") is not None
     wait_until(lambda: not changing(keyed))
+
+
+def test_the_last_use_outlives_the_supervisor(tmp_path: Path) -> None:
+    """Of earlier requests the ledger has the days. Later questions count, too."""
+    store, port = KeyStore(tmp_path / "keys"), free_port()
+    tokens = {name: store.add_token(name, parse_rights(ADMIN)) for name in ("ops", "guest", "new")}
+    today = int(time.time() // DAY_S)
+    last, before, other = (day_text(today - ago) for ago in (1, 2, 3))
+    days = {last: token_id(tokens["guest"]), before: token_id(tokens["guest"]), other: "f" * 64}
+    with closing_for_good(UsageStore(tmp_path / "usage.sqlite3", "earlier")) as earlier:
+        earlier.write([Count(day, key_id, "guest", "m", 1, 2, 0, 3) for day, key_id in days.items()])
+    usage = {"file": str(tmp_path / "usage.sqlite3")}
+    with Serving({"m": engine()}, gateway={"listen": port}, keys=store.directory, usage=usage) as serving:
+        keyed = Http(serving, port, tokens, store)
+        wait_until(lambda: (listed(keyed, "guest") or {})["last_used"] == f"{last}T00:00:00Z")
+        assert (listed(keyed, "new") or {})["last_used"] is None
+        assert keyed.ask("GET", "/v1/models", key="guest")[0] == 200
+        assert (listed(keyed, "guest") or {})["last_used"] > format_time(time.time() - 60)
+
+
+@contextmanager
+def closing_for_good(store: UsageStore) -> Iterator[UsageStore]:
+    """Close a store, and give up its lock, which it keeps until its process ends."""
+    with closing(store):
+        yield store
+    os.close(store._lock)
 
 
 def test_a_killed_change_is_answered(keyed: Http) -> None:

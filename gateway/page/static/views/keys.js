@@ -118,7 +118,7 @@ function KeyRow({ one, onChange, onRevoke }) {
     <td data-name="Expires">${!one.expires ? "never" : ended ? html`<span class="state failed"><${Icon} name="failed" />expired</span>`
       : html`<time datetime=${one.expires}>${day(one.expires)}</time>`}</td>
     <td data-name="Last used">${one.last_used ? html`<time datetime=${one.last_used} title=${new Date(one.last_used).toLocaleString()}>${ago(one.last_used)}</time>`
-      : html`<span title="Not since the supervisor was started">–</span>`}</td>
+      : "–"}</td>
     <td><div class="row orders"><${Button} label=${`Change ${one.name}`} onClick=${() => onChange(one)}>Change<//>
       <${Button} kind="danger" label=${`Revoke ${one.name}`} disabled=${one.own} onClick=${() => onRevoke(one)}>Revoke<//></div></td>
   </tr>`;
