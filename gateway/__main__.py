@@ -11,6 +11,7 @@ from gateway.reports import Reports
 from protocol.process.core_dumps import forbid_core_dumps
 from protocol.process.gateway_settings import GatewaySettings
 from protocol.process.log_output import LogOutput, never_wait
+from protocol.process.masking import mask
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 
@@ -26,6 +27,7 @@ def main() -> None:
     reports = Reports(channel, unread)
     if settings.parent is not None and not die_with(settings.parent):
         os._exit(0)
+    mask(settings.masks)
     set_title("gateway")
     forbid_core_dumps()  # a core dump would hold prompts and tokens
     if settings.log is None:

@@ -22,6 +22,7 @@ from contextlib import suppress
 
 from protocol.process.core_dumps import forbid_core_dumps
 from protocol.process.log_output import LogOutput, begin_log
+from protocol.process.masking import mask
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 from protocol.process.progress_lease import ProgressLease
@@ -103,6 +104,7 @@ def end_with_thread(failed: threading.ExceptHookArgs) -> None:
 def _become(spec: WorkerSpec, page: int | None) -> int:
     set_title(f"worker {spec.name or spec.engine.model}")
     output = LogOutput(spec.log_path)
+    mask(spec.masks)
     begin_log("worker", spec.log, WORKER_LINES, model=spec.engine.model, worker=spec.name or spec.engine.model)
     keep_to(spec.cpus)
     lease = ProgressLease(spec.leases, page)

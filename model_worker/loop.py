@@ -50,6 +50,7 @@ from protocol.messages import (
 )
 from protocol.process.log_output import adopt_style
 from protocol.process.log_style import LogStyle
+from protocol.process.masking import masked_values
 from protocol.process.progress_lease import ProgressLease
 from protocol.questions import Tokenize, parse_question
 from protocol.request import GenerateRequest
@@ -428,7 +429,9 @@ class WorkerLoop:
 
     def _send_error(self, tracked: _Tracked, error: WireError) -> None:
         _log.debug("request %d-%d: failed (%s)", tracked.channel, tracked.request, error.code.wire_name)
-        self._send(tracked, (), {"error": error.to_wire(), "delivered_tokens": tracked.tokens}, EventFlag.ERROR)
+        self._send(
+            tracked, (), {"error": masked_values(error.to_wire()), "delivered_tokens": tracked.tokens}, EventFlag.ERROR
+        )
 
     def _send(self, tracked: _Tracked, ids: Sequence[int], fields: dict[str, object], flags: int) -> None:
         tokens = len(ids)

@@ -9,6 +9,7 @@ from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.limits import MAX_FRAME
 from protocol.messages import Kind
+from protocol.process.masking import masked_values
 from protocol.questions import AskTemplate, Detokenize, Question, Tokenize
 
 _MOST = MAX_FRAME[Kind.ANSWER] - 1024
@@ -31,7 +32,7 @@ def answer(question: Question, engine: Engine, intake: Intake, rendered: str | N
 
 def failed(error: WireError) -> bytes:
     """Return the body of ANSWER to a question that failed."""
-    return pack_body({"error": error.to_wire()})
+    return pack_body({"error": masked_values(error.to_wire())})
 
 
 def _tokens(question: Tokenize, engine: Engine, intake: Intake, rendered: str | None) -> dict[str, Any]:

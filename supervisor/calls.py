@@ -11,6 +11,7 @@ from typing import Any, Final
 from protocol import limits
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import QUESTION_VERBS
+from protocol.process.masking import masked_values
 from supervisor.config_report import describe_config, describe_settings
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.event_history import KEPT, EventHistory
@@ -194,7 +195,7 @@ def _described(context: AdminContext, replica: Replica) -> Result:
     if replica.process is not None:
         placed |= replica.process.gpu_memory() or {}
     names = context.fleet.registry.config.names.describe(replica.model)
-    return {**replica.describe(context.scheduler, time.monotonic()), **names, **placed}
+    return {**masked_values(replica.describe(context.scheduler, time.monotonic())), **names, **placed}
 
 
 def _start(context: AdminContext, params: Params, identity: Identity) -> Result:

@@ -23,6 +23,7 @@ from protocol.messages import (
     Reply,
     Welcome,
 )
+from protocol.process.masking import masked_values
 from supervisor import calls
 from supervisor.deadline_timer import DeadlineTimer
 from supervisor.key_orders import DONE
@@ -154,7 +155,7 @@ class ClientMessages:
                 return
             reply = {"result": calls.answer(self._context, message.verb, params, caller, admin=admin)}
         except WireError as e:
-            reply = {"error": e.to_wire()}
+            reply = {"error": masked_values(e.to_wire())}
         self._answer(connection.channel, Reply(message.call, pack_body(reply)))
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 from protocol import limits
 from protocol.process.absent_directories import is_unmounted
+from protocol.process.masking import mask, masked
 from protocol.process.worker_spec import EngineSpec
 from supervisor.config_defaults import lay_defaults
 from supervisor.config_environment import overlay
@@ -40,11 +41,9 @@ from supervisor.schema_validation import Flaw, Unfit, fit
 from supervisor.tabby_config import lay_beneath
 from supervisor.worker_modules import DEMO_DIR
 from supervisor.workers.machines import includes_own
-from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
+from supervisor.yaml_source import NOTE_PREFIX, ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
-NOTE_PREFIX = "x-"
-"""Keys at the top level that begin so mean nothing. They may hold what YAML's anchors name, for several models."""
 
 
 class ModelSpec:
@@ -167,6 +166,8 @@ class Config:
         self.gateway = gateway
         self.notes: list[str] = []
         """What was left out of files that give defaults, one line each."""
+        self.used_variables: Mapping[str, str] = {}
+        """The variables of the environment that values of the file name."""
         self.read: Signature | None = None
         """The signature of the content of ``file`` that this is; None for one that was not read from a file."""
         self.folders: tuple[Folder, ...] = ()
@@ -262,9 +263,11 @@ def load_config(file: Path) -> Config:
 def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> Examined:
     """Read and check a models.yaml as far as possible. Raises ConfigError if nothing of it can be understood.
 
-    environment  the variables that ``config_environment`` lays over the file
+    environment  the variables that values of the file may name, and those that ``config_environment`` lays over it
+
+    From then on this process masks what variables have brought, see ``masking``.
     """
-    return examine_source(YamlSource(file), environment)
+    return examine_source(YamlSource(file, environment), environment)
 
 
 def examine_source(
@@ -280,6 +283,7 @@ def examine_source(
         raise ConfigError([Problem(source.file, 0, "", why)])
     if isinstance(source.data, dict):
         source.data = {key: value for key, value in source.data.items() if not key.startswith(NOTE_PREFIX)}
+    mask(source.masks())
     overlay(source, environment)
     lay_folders(source, found)
     engines = engines_of(source.data)
@@ -323,6 +327,8 @@ def examine_source(
     if parsed.gateway is not None:
         wrong_keys = gateway_problems(parsed.gateway)
         problems += [source.problem(("gateway", key), message) for key, message in wrong_keys]
+    unfilled = {".".join(map(str, path)) for path in source.unfilled}
+    problems = [problem for problem in problems if problem.path not in unfilled or problem in source.problems]
     problems.sort(key=lambda problem: problem.line)
     whole = Config(
         path_of_file, models, parsed.supervisor, parsed.gateway, parsed.default_model, parsed.groups,
@@ -330,9 +336,10 @@ def examine_source(
     )  # fmt: skip
     for spec in models.values():
         spec.source = source
-    whole.notes = [str(note) for note in notes]
+    whole.notes = [masked(str(note)) for note in notes]
     whole.read = source.read
     whole.folders = folders
+    whole.used_variables = source.used_variables
     return Examined(source, whole, problems)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 from supervisor.config_model import ENGINE_KEYS, LAZY_KEYS, ModelConfig
 from supervisor.schema_validation import Unfit, fit
 from supervisor.yaml_source import KeyPath, YamlSource
+from supervisor.yaml_variables import Quoted
 
 SECTION: Final = "defaults"
 NO_DEFAULTS: Final = {
@@ -61,7 +62,8 @@ def _meant(defaults: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     engine = whole.get("engine", ModelConfig.engine)
     of_engines = frozenset[str]().union({"options"}, *ENGINE_KEYS.values())
     without = of_engines - ENGINE_KEYS.get(engine, {"options"}) if isinstance(engine, str) else of_engines
-    if whole.get("lazy") is not True:
+    lazy = whole.get("lazy")
+    if (lazy.unquoted if isinstance(lazy, Quoted) else lazy) is not True:
         without |= set(LAZY_KEYS)
     return [key for key in defaults if key not in without]
 

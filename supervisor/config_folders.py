@@ -51,6 +51,9 @@ def lay_folders(source: YamlSource, found: Iterable[FoundModel]) -> None:
         return
     listed = given if isinstance(given, list) else [given]
     folders = [{"path": one} if isinstance(one, str) else one for one in listed]
+    for index, one in enumerate(listed):
+        if isinstance(one, str):
+            source.moved[SECTION, index, "path"] = (SECTION, index) if isinstance(given, list) else (SECTION,)
     source.data[SECTION] = folders
     if source.data.get("models") is None:
         source.data["models"] = {}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from protocol.process.masking import masked
 from supervisor.cli.figures import duration
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
@@ -117,7 +118,7 @@ def _key(source: YamlSource, path: KeyPath, value: Any) -> Iterator[Setting]:
 def _given(source: YamlSource, path: KeyPath, value: Any) -> Setting:
     place, line = source.origin(path) or (source.file, 0)
     origin = "file" if place == source.file else "model" if line else "environment"
-    return Setting(".".join(map(str, path)), value, origin, place, line)
+    return Setting(".".join(map(str, path)), source.written(path, value), origin, masked(place), line)
 
 
 def _as_in_file(default: Any, hint: Any) -> Any:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
+from protocol.process.masking import masked
 from supervisor.model_logs import about, model_of
 
 KEPT = 512
@@ -168,5 +169,5 @@ def died_at(earlier: Sequence[dict[str, Any]]) -> float | None:
 
 def shortened(text: str) -> str:
     """Return a text without line breaks that is at most ``MOST_CHARACTERS`` long. The mark [...] shows a cut."""
-    text = " ".join(text.splitlines())
+    text = masked(" ".join(text.splitlines()))
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 5] + "[...]"

@@ -124,7 +124,8 @@ class FolderKeeper:
         served = os.memfd_create("served", os.MFD_CLOEXEC)
         try:
             names = {name: str(spec.model_dir) for name, spec in self._found.items()}
-            os.write(served, json.dumps(names).encode())
+            given = {"served": names, "variables": self._config.used_variables}
+            os.write(served, json.dumps(given).encode())
             os.lseek(served, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
                 [*_SCANNER, str(os.getpid()), str(self._config.file), str(SCAN_S), str(QUIET_S)],

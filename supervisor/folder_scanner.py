@@ -5,7 +5,8 @@
 PARENT   the process with which this one ends
 FILE     the models.yaml, which is read once
 SCAN_S   seconds between two looks, and QUIET_S as in ``model_folders``
-stdin    a JSON map: the models of folders that are served already, name → directory
+stdin    a JSON map: "served" has the models of folders that are served already, name → directory, and "variables" the
+         variables of the environment that the models.yaml names
 stdout   a line of JSON after each look: null if nothing has changed, else {"models", "kept", "refused", "unread"} as
          in ``model_folders.Picture``, with the models as ``packed`` makes them
 
@@ -23,8 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.process.masking import masked
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
+from supervisor import yaml_variables
 from supervisor.config import Examined, ModelSpec, examine_config, examine_source
 from supervisor.config_folders import FoundModel
 from supervisor.config_model import ModelConfig
@@ -45,16 +48,23 @@ class FolderScanner:
     """The folders of one models.yaml.
 
     served     the models of folders that are served already: name → directory
+    variables  the variables of the environment that the file may name
     installed  whether a model is refused because the packages of its engine are not installed here
 
     Raises ConfigError if the file cannot be used.
     """
 
     def __init__(
-        self, file: Path, served: Mapping[str, Path], quiet_s: float = QUIET_S, *, installed: bool = True
+        self,
+        file: Path,
+        served: Mapping[str, Path],
+        variables: Mapping[str, str],
+        quiet_s: float = QUIET_S,
+        *,
+        installed: bool = True,
     ) -> None:
         self._installed = installed
-        self._source = YamlSource(file)
+        self._source = YamlSource(file, variables)
         self.own = self.examine(())
         config = self.own.config
         places = [place for spec in config.models.values() for place in (spec.model_dir, spec.draft_model)]
@@ -137,7 +147,7 @@ def _faults(examined: Examined, names: Sequence[str]) -> dict[str, str]:
 
 def _verdict(spec: ModelSpec, answer: Estimated, keys: Mapping[str, Any], gpus: Sequence[Gpu]) -> Verdict:
     if answer.faults:
-        why = answer.faults[0].message.removeprefix(f"{spec.model_dir} ")
+        why = answer.faults[0].message.removeprefix(f"{masked(str(spec.model_dir))} ")
         return Verdict(None, why, final=not answer.retry)
     suitable = {**keys, **({"sampling": dict(answer.sampling)} if answer.sampling else {})}
     if spec.config.gpu == "auto" and (count := fewest_gpus(answer, gpus)) > 1:
@@ -155,7 +165,7 @@ def examine_with_folders(file: Path, *, installed: bool = True) -> tuple[Examine
     examined = examine_config(file)
     if examined.problems or not examined.config.folders:
         return examined, None
-    scanner = FolderScanner(file, {}, installed=installed)
+    scanner = FolderScanner(file, {}, os.environ, installed=installed)
     *_, picture = scanner.looks()
     return scanner.examine(picture.models), picture
 
@@ -170,7 +180,8 @@ def packed(examined: Examined, models: Iterable[FoundModel]) -> list[dict[str, A
         found.append(
             {
                 "name": model.name,
-                "keys": keys,
+                "keys": yaml_variables.packed(keys),
+                "shown": examined.source.written(("models", model.name), keys),
                 "origins": {key: examined.source.origin(("models", model.name, key)) for key in keys},
                 "places": [None if place is None else str(place) for place in places],
                 "lora": [*map(str, spec.lora)],
@@ -184,12 +195,13 @@ def unpacked(file: Path, data: Mapping[str, Any]) -> ModelSpec:
     """Return the model of a models.yaml that ``packed`` made plain data of. No file system is asked."""
     model_dir, draft, template, folder = (None if place is None else Path(place) for place in data["places"])
     assert model_dir is not None
+    config = fit(ModelConfig, yaml_variables.unpacked(data["keys"]))
     spec = ModelSpec(
-        data["name"], fit(ModelConfig, data["keys"]), model_dir, draft, tuple(map(Path, data["lora"])),
-        tuple(map(Path, data["roots"])), template, folder,
+        data["name"], config, model_dir, draft, tuple(map(Path, data["lora"])), tuple(map(Path, data["roots"])),
+        template, folder,
     )  # fmt: skip
-    spec.source = YamlSource(file, b"")
-    spec.source.data = {"models": {spec.name: data["keys"]}}
+    spec.source = YamlSource(file, raw=b"")
+    spec.source.data = {"models": {spec.name: data["shown"]}}
     origins = {key: origin for key, origin in data["origins"].items() if origin is not None}
     spec.source.defaults = {("models", spec.name, key): (place, line) for key, (place, line) in origins.items()}
     return spec
@@ -202,9 +214,10 @@ def main(arguments: list[str]) -> None:
     if not die_with(int(parent)):
         return
     set_title("folder scanner")
-    served = {name: Path(directory) for name, directory in json.load(sys.stdin).items()}
+    given = json.load(sys.stdin)
+    served = {name: Path(directory) for name, directory in given["served"].items()}
     try:
-        scanner = FolderScanner(Path(file), served, float(quiet_s))
+        scanner = FolderScanner(Path(file), served, given["variables"], float(quiet_s))
     except ConfigError:  # it was changed since the supervisor has read it, which reads it again after a reload only
         return
     last: Picture | None = None

@@ -18,6 +18,7 @@ from protocol.process.ended_sessions import EndedSessions, Session
 from protocol.process.engine_packages import missing_for_gateway
 from protocol.process.gateway_settings import STORED_ITEMS, GatewaySettings
 from protocol.process.log_style import LogStyle
+from protocol.process.masking import masks
 from protocol.process.private_paths import make_private, open_private
 from supervisor.attempts import ListenAttempts, Restarts
 from supervisor.config import Config
@@ -312,6 +313,7 @@ def settings_of(config: GatewayConfig, base: Path) -> GatewaySettings:
         reasoning_key=config.reasoning_key,
         unknown_options=config.unknown_options,
         parent=os.getpid(),
+        masks=masks(),
     )
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from supervisor.spelling import quotes_for, spelled
+from supervisor.yaml_variables import Quoted
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -85,6 +86,8 @@ def _fit(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within | 
         try:
             return rule.how(value)
         except ValueError as e:
+            if isinstance(value, Quoted) and (unquoted := value.unquoted) != value:
+                return _fit(hint, unquoted, path, flaws)
             return _refuse(value, path, flaws, str(e))
     if origin in (Union, types.UnionType):
         (other,) = (part for part in parts if part is not types.NoneType)
@@ -129,6 +132,8 @@ def _hint(key: str, known: Mapping[str, Any], flaws: list[Flaw]) -> str:
 
 
 def _plain(hint: Any, value: Any, path: Path, flaws: list[Flaw], within: Within | None) -> Any:
+    if isinstance(value, Quoted):
+        value = value.unquoted if hint in (int, float, bool) else str(value)
     if hint is Any or hint is type(value) is bool or (hint is type(value) is str and _is_text(value)):
         return value
     # In Python bool is an int. In a file it is not.

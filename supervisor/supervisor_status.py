@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from protocol import __version__
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
 from protocol.process.compiled import load_compiled
+from protocol.process.masking import masked_values
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.reloads import Reloads
 from supervisor.gateway_process import GatewayProcesses
@@ -84,7 +85,7 @@ class SupervisorDescription:
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
         limits = self._fleet.registry.config.supervisor.vram_limit
-        return {
+        described = {
             "pid": os.getpid(),
             "session": self.session,
             "version": __version__,
@@ -107,6 +108,7 @@ class SupervisorDescription:
             "request_log": self._request_log.describe(),
             "counters": self._counters(),
         }
+        return masked_values(described)
 
     def _counters(self) -> dict[str, int]:
         counters = [port.counters for port in self._clients]

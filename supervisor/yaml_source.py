@@ -3,13 +3,17 @@ path."""
 
 import os
 import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
+from protocol.process.masking import pattern_of
 from supervisor.config_watch import Signature, signature
+from supervisor.yaml_variables import Filled, Quoted, UnknownVariable, fill, plain_value
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 100_000
@@ -24,6 +28,19 @@ _PLAIN_TAGS: dict[type[yaml.Node], str] = {
 }
 
 KeyPath = tuple[str | int, ...]
+NOTE_PREFIX = "x-"
+"""Keys at the top level that begin so mean nothing. They may hold what YAML's anchors name, for several models."""
+PATHS: Final = frozenset({
+    "model_dir", "draft_model", "dir", "chat_template", "model_roots", "file", "request_log", "keys", "certificate",
+    "private_key", "directory", "folders", "path",
+})  # fmt: skip
+"""Keys whose values are paths."""
+OPTIONS: Final = frozenset({"options", "template_kwargs", "sampling", "forced"})
+"""Keys whose maps may hold any text."""
+LONG: Final = 8
+"""Characters of a text among options that no other text holds by chance."""
+SHORT: Final = 4
+"""Characters of a value that is not looked for in messages about other keys."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,11 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
         return f"{place}: {self.path}: {self.message}" if self.path else f"{place}: {self.message}"
+
+
+def is_path(path: KeyPath) -> bool:
+    """Return whether a key's value is a path, or one of a list of paths."""
+    return bool(PATHS.intersection(path[-2:] if path and isinstance(path[-1], int) else path[-1:]))
 
 
 class ConfigError(Exception):
@@ -96,14 +118,22 @@ class YamlSource:
     data      the values of the file; if a key occurs twice, its second value
     problems  the keys that occur twice. A file with any must not be used
     read      the signature of the content
+
+    environment  the variables that values of the file may name (``yaml_variables``); None: ``${`` means nothing
     """
 
-    def __init__(self, file: Path, raw: bytes | None = None) -> None:
+    def __init__(self, file: Path, environment: Mapping[str, str] | None = None, *, raw: bytes | None = None) -> None:
         """Read the file.
 
         raw  its content, if that is known. Then nothing is read, and the signature is one of no file
         """
         self.file = str(file)
+        self._environment = environment
+        self.filled: dict[KeyPath, Filled] = {}
+        """The values of the file with variables put in, by their paths in the file."""
+        self.unfilled: set[KeyPath] = set()
+        """Values that name a variable without a value. ``problems`` has them; other problems of theirs mean nothing."""
+        self._masks: list[tuple[KeyPath, str, str]] | None = None
         self._lines: dict[KeyPath, int] = {}
         self.variables: dict[KeyPath, str] = {}
         """The values that an environment variable has set, and its name."""
@@ -120,7 +150,81 @@ class YamlSource:
     def problem(self, path: KeyPath, message: str) -> Problem:
         """Return a problem at a key path, with the variable or line of the path or of its nearest existing parent."""
         place, line = self.origin(path) or (self.file, 0)
-        return Problem(place, line, ".".join(map(str, path)), message)
+        return Problem(place, line, ".".join(map(str, path)), self._masked(path, message))
+
+    def written(self, path: KeyPath, value: Any) -> Any:
+        """Return a value as the file has it: with the names of variables, and not with their values."""
+        if isinstance(value, dict):
+            return {key: self.written((*path, key), part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self.written((*path, index), part) for index, part in enumerate(value)]
+        place = self._place(path)
+        filled = None if place is None else self.filled.get(place)
+        if place is None or filled is None:
+            return value
+        if value == filled.text or value == plain_value(filled.text):
+            return filled.written
+        if not isinstance(value, str):
+            return value
+        texts = dict(self.masks_of(place))  # the directory of a model below a folder
+        return pattern_of(texts).sub(lambda found: texts[found[0]], value)
+
+    def masks_of(self, path: KeyPath) -> list[tuple[str, str]]:
+        """Return pairs of (text, what may be shown in its place) for a value of the file that has variables."""
+        filled = self.filled[path]
+        base = Path(self.file).absolute().parent
+        found = {filled.text: filled.written}
+        if is_path(path):
+            with suppress(ValueError, RuntimeError, OSError):
+                whole = base / Path(filled.text).expanduser()
+                found |= {str(whole): filled.written, str(whole.resolve()): filled.written}
+        found |= filled.texts
+        found |= {repr(text)[1:-1]: shown for text, shown in found.items()}
+        return [(text, shown) for text, shown in found.items() if text.strip("/")]
+
+    @property
+    def used_variables(self) -> dict[str, str]:
+        """The variables of the environment that the values of the file name."""
+        return {name: value for filled in self.filled.values() for name, value in filled.variables.items()}
+
+    def masks(self) -> dict[str, str]:
+        """Return the texts that must not be shown while the file is in use, and what may be shown in their place.
+
+        They are whole paths, and long texts among options. A part of a path may stand in other paths, too. A name, an
+        address or a figure shows where it is in use.
+        """
+        found: dict[str, str] = {}
+        for path, filled in self.filled.items():
+            pairs = self.masks_of(path)
+            if is_path(path):
+                found |= {text: shown for text, shown in pairs if text[0] == "/" and shown == filled.written}
+            if OPTIONS.intersection(path):
+                found |= {text: shown for text, shown in pairs if len(text) >= LONG}
+        return found
+
+    def _place(self, path: KeyPath) -> KeyPath | None:
+        """Return the path at which this file has a value; None if it comes from elsewhere."""
+        prefixes = [path[:n] for n in range(len(path), -1, -1)]
+        if (place := next((prefix for prefix in prefixes if prefix in self.moved), None)) is not None:
+            return self._place((*self.moved[place], *path[len(place) :]))
+        if path in self.defaults or any(prefix in self.variables for prefix in prefixes):
+            return None
+        return path
+
+    def _masked(self, path: KeyPath, message: str) -> str:
+        """Return a message without the values of variables. Short ones are looked for in messages about their own key
+        only, as a message has many a 1."""
+        if not self.filled:
+            return message
+        if self._masks is None:
+            self._masks = [(place, *pair) for place in self.filled for pair in self.masks_of(place)]
+        here = self._place(path) or path
+        texts = {
+            text: shown
+            for place, text, shown in self._masks
+            if len(text) >= SHORT or place[: len(here)] == here or here[: len(place)] == place
+        }
+        return pattern_of(texts).sub(lambda found: texts[found[0]], message) if texts else message
 
     def origin(self, path: KeyPath) -> tuple[str, int] | None:
         """Return where the value of a key, or of its nearest existing parent, comes from.
@@ -167,6 +271,18 @@ class YamlSource:
             return self._build_mapping(loader, node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self._build(loader, child, (*path, i)) for i, child in enumerate(node.value)]
+        if self._environment is not None and isinstance(node, yaml.ScalarNode):
+            try:
+                filled = fill(node.value, self._environment)
+            except UnknownVariable as e:
+                if not str(path[0] if path else "").startswith(NOTE_PREFIX):
+                    line = node.start_mark.line + 1
+                    self.problems.append(Problem(self.file, line, ".".join(map(str, path)), str(e)))
+                self.unfilled.add(path)
+                return node.value
+            if filled is not None:
+                self.filled[path] = filled
+                return plain_value(filled.text) if node.style is None else Quoted(filled.text)
         return loader.construct_object(node)
 
     def _build_mapping(self, loader: _Loader, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:

@@ -1,6 +1,7 @@
 """Engines that fail in load or in a step as torch and CUDA do, without torch. models.yaml has their import strings."""
 
 import errno
+import logging
 import os
 import threading
 from pathlib import Path
@@ -106,3 +107,13 @@ class SaysSequences(DeterministicEngine):
             event.text = CLIPBOARD
             print(f"said {CLIPBOARD}", flush=True)
         return events
+
+
+class Talkative(DeterministicEngine):
+    """An engine that tells everybody its token, and cannot be loaded."""
+
+    def load(self, progress: ProgressCallback) -> None:
+        token, path = str(self.spec.options["template"]), self.spec.model_dir
+        logging.getLogger("model_worker").warning("the token is %s, the directory %s", token, path)
+        print(f"the token is {token}")
+        raise RuntimeError(f"the server of {path}/weights refuses the token {token}")

@@ -55,6 +55,7 @@ class GatewaySettings:
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
     ended_sessions  the sessions of the page that were ended before the process began (``EndedSessions.texts``)
     parent         pid of the process that started this one, and with which it ends; None to live on
+    masks          texts that the process must not show → what it shows in their place (``masking``)
     log            path of the process's log; None to write to standard error
     log_style      how the log is written at first. Lines of ``LogStyle.to_json`` behind the settings change it
     """
@@ -85,6 +86,7 @@ class GatewaySettings:
     cookie_secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     ended_sessions: tuple[str, ...] = ()
     parent: int | None = None
+    masks: dict[str, str] = field(default_factory=dict, compare=False)
     log: str | None = None
     log_style: LogStyle = DEFAULT_STYLE
 

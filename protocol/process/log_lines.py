@@ -8,6 +8,8 @@ import logging
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from protocol.process.masking import masked, masked_values
+
 OURS: Final = ("model_worker", "gateway")
 """The packages of the processes that call ``begin``: their loggers take every level."""
 FOR_PEOPLE: Final = "%(asctime)s %(levelname)-7s %(message)s"
@@ -37,11 +39,12 @@ class LogLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if not self.as_json:
-            return super().format(record)
+            return masked(super().format(record))
         fields = {**self.about, **self.fields_of(record)}
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
-        return json_line(record.created, record.levelname.lower(), record.getMessage(), **fields)
+        fields, message = masked_values(fields), masked(record.getMessage())
+        return json_line(record.created, record.levelname.lower(), message, **fields)
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         """Return the local time with its offset from UTC. Programs in other time zones read logs, too."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 
 from protocol.process.log_lines import FOR_PEOPLE, OURS, LogLines, json_line, lost_line
 from protocol.process.log_style import LogStyle
+from protocol.process.masking import masked
 from protocol.process.outside_output import OutsideOutput
 from protocol.process.private_paths import open_private
 from protocol.process.terminal_text import harmless
@@ -107,7 +108,8 @@ class LogWriter(io.TextIOWrapper):
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        shown = harmless(text) if self._is_terminal else text
+        shown = masked(text)
+        shown = harmless(shown) if self._is_terminal else shown
         if self._unfinished or (self.about is not None and not self._plain):
             *lines, self._unfinished = (self._unfinished + shown).split("\n")
             about = {**(self.about or {}), "stream": self._stream}

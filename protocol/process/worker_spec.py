@@ -85,6 +85,7 @@ class WorkerSpec:
     vram            on such a machine, the bytes that models.yaml says the worker takes: one size, or one for each GPU
     vram_limits     on such a machine, GPU (UUID or its beginning) → fields of ``placement.sizes.Limit``: the most that
                     models.yaml allows there
+    masks           texts that the worker must not show → what it shows in their place (``masking``)
     keys            for an endpoint over TCP
     link_lease_s    for an endpoint over TCP: seconds without a sign of the supervisor's machine after which the worker
                     ends, see ``silent_links``
@@ -110,6 +111,7 @@ class WorkerSpec:
     leased_gpus: int = 0
     vram: tuple[int, ...] | None = None
     vram_limits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    masks: dict[str, str] = field(default_factory=dict)
     keys: LinkKeys | None = None
     link_lease_s: float = 0.0
 

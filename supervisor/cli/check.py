@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.process.engine_packages import missing_for_gateway
+from protocol.process.masking import masked
 from protocol.process.runtime_paths import default_runtime_dir
 from supervisor.cli import exit_codes
 from supervisor.cli.command import Command
@@ -69,7 +70,8 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     if checked.of_file or checked.of_machine:
         return _tell(checked.of_file, checked.of_machine, as_json)
     names = list(examined.config.models)
-    folders = {} if found is None else {"unread": found.unread, "refused": found.refused, "waiting": found.waiting}
+    told = {} if found is None else {"unread": found.unread, "refused": found.refused, "waiting": found.waiting}
+    folders = {how: {masked(place): masked(why) for place, why in places.items()} for how, places in told.items()}
     if as_json:
         unchecked = {"unchecked": checked.unchecked} if checked.unchecked else {}
         notes = {"notes": examined.config.notes} if examined.config.notes else {}
@@ -82,7 +84,7 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     click.echo(f"{examined.config.file}: fine; models: {', '.join(names) or 'none'}")
     for name, spec in examined.config.models.items():
         if spec.folder is not None:
-            click.echo(f"{name}: found below {spec.folder}: {clean(str(spec.model_dir))}")
+            click.echo(masked(f"{name}: found below {spec.folder}: {clean(str(spec.model_dir))}"))
     for how, places in folders.items():
         for place, why in places.items():
             click.echo(f"{_OF_FOLDERS[how]}: {clean(place)}: {clean(why)}")

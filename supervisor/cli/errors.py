@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from protocol.errors import ConnectionLost, ErrorCode, WireError
+from protocol.process.masking import masked
 from supervisor.cli import exit_codes
 from supervisor.cli.hints import completed, say
 
@@ -38,7 +39,7 @@ def report(error: BaseException, *, as_json: bool) -> int:
         if os.environ.get(DEBUG_VARIABLE) and lines:
             traceback.print_exception(error)
         if as_json and fields is not None:
-            click.echo(json.dumps({"error": {**fields, "message": completed(fields["message"])}}), err=True)
+            click.echo(json.dumps({"error": {**fields, "message": masked(completed(fields["message"]))}}), err=True)
         elif isinstance(error, click.ClickException):
             error.show()
         else:

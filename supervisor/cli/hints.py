@@ -10,6 +10,8 @@ import shlex
 
 import click
 
+from protocol.process.masking import masked
+
 _HINT = re.compile(r"`modelctl ([a-z-]+)([^`]*)`")
 _HERE = frozenset({"serve", "plan", "doctor"})
 """Commands that take --runtime-dir only."""
@@ -43,7 +45,7 @@ def completed(message: str) -> str:
 
 def say(message: str) -> None:
     """Print a message to stderr, with its hints completed."""
-    click.echo(completed(message), err=True)
+    click.echo(masked(completed(message)), err=True)
 
 
 def _complete(hint: "re.Match[str]") -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from supervisor.cli.errors import CommandFailure
 from supervisor.cli.hints import say
 from supervisor.cli.options import as_json, connect, is_remote, supervisor_options
 from supervisor.cli.waiting import RolloutReport, goes_on, wait_for_gateway, wait_for_rollouts
+
+if TYPE_CHECKING:
+    from supervisor.yaml_source import Problem
 
 _APPLIED = dict.fromkeys(("vram_limit", "watch", "model_roots"), "applied to workers that are started from now on")
 """The text for a changed key of the section ``supervisor`` if running workers keep the key's old value."""
@@ -45,7 +48,7 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
     """
     with connect(runtime_dir, admin=True) as client:
         # A supervisor on another machine reports the errors of its file itself.
-        problems = () if is_remote() else _prepare(client, quiet=as_json)
+        problems: Sequence[Problem] = () if is_remote() else _prepare(client, quiet=as_json)
         # A name that no model has yet may be one that the file has now.
         names = chosen_models.expanded(models, client.status()["models"] if models else ())
         orders: list[dict[str, Any]] = [{"model": name} for name in names] or [{}]
@@ -54,7 +57,9 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
             try:
                 numbers = [client.call("reload", **order, **given)["turnover"] for order in orders]
             except WireError as e:
-                if not problems or e.code is not ErrorCode.INVALID_REQUEST:
+                # This shell may have other variables of the environment than the supervisor.
+                same = any(problem.message in e.message for problem in problems)
+                if not same or e.code is not ErrorCode.INVALID_REQUEST:
                     raise
                 for problem in problems:  # a line each; the supervisor's error has all of them in one
                     say(str(problem))
@@ -99,7 +104,7 @@ def _joined(rollouts: list[RolloutReport], names: Mapping[int, str]) -> RolloutR
     return {"settings": [key for rollout in rollouts for key in rollout["settings"]], "models": own}
 
 
-def _prepare(client: Client, *, quiet: bool) -> Sequence[object]:
+def _prepare(client: Client, *, quiet: bool) -> "Sequence[Problem]":
     """Return the errors of the file. If there are none, compile ExLlamaV2 where that is needed.
 
     The supervisor gets the order in any case. It checks the file again, and notes an error for ``ps`` and ``events``.

@@ -23,6 +23,7 @@ import time
 from typing import TYPE_CHECKING
 
 from protocol.process.engine_packages import missing_for
+from protocol.process.masking import masks
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.fleet.admission import RETRY_S, Admission, Stage
@@ -192,6 +193,7 @@ class Start(Admission):
             cpus=replica.memory.cpus,
             sampling=config.sampling or {},
             forced=config.forced or {},
+            masks=masks(),
             limits=config.limits or {},
             tool_format=config.tool_format,
             reasoning=config.reasoning,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.process.helper_environment import helper_environment
+from protocol.process.masking import masked_values
 from protocol.process.worker_spec import EngineSpec
 from supervisor.placement.gpu_shares import Needs
 from supervisor.timers import Timer, Timers
@@ -264,7 +265,7 @@ def answers(descriptor: int) -> list[Estimated]:
 
 
 def _read(line: bytes) -> Estimated:
-    reply: dict[str, Any] = json.loads(line)
+    reply: dict[str, Any] = masked_values(json.loads(line))
     always: dict[str, Any] = {key: reply.get(key) for key in ("unchecked", "sleep_bytes", "template", "understood")}
     always["sampling"] = reply.get("sampling", {})
     if "needs" in reply:

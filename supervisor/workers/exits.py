@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from protocol.process.masking import masked
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_AWAY, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 
 MAX_MESSAGE = 300
@@ -120,7 +121,7 @@ def _signal_name(number: int) -> str:
 
 def _printable(line: str) -> str:
     """Return a line of a log without control characters, cut to MAX_MESSAGE characters."""
-    text = "".join(c if c.isprintable() else " " for c in line)
+    text = masked("".join(c if c.isprintable() else " " for c in line))
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 
 

@@ -82,6 +82,19 @@ def test_every_documented_value_is_accepted(tmp_path: Path, key: Key) -> None:
     assert faults(tmp_path, yaml.safe_dump(file_with(key))) == []
 
 
+def test_a_value_of_any_type_may_name_a_variable(tmp_path: Path) -> None:
+    text = """\
+models:
+  m: {model_dir: "${PLACE}/m", engine: "${ENGINE}", gpu: "${GPU:-0}", replicas: "${COUNT}", lazy: "${LAZY}",
+      cache_mode: "${MODE}", gpu_split: ["${A}", 20], vram: "${SIZE}", ttl: "${TTL}", sampling: {top_p: "${P}"},
+      limits: {max_tokens: "${MOST}"}, lora: [{dir: x, scaling: "${FACTOR}"}], step_timeout: "${STEP}"}
+supervisor: {usage: {keep: "${DAYS}"}, held: {all: "${HELD}"}, restart: {limit: "${LIMIT}"}}
+gateway: {auth: "${AUTH}", processes: "${COUNT}", max_body: "${BODY}"}
+"""
+    assert faults(tmp_path, text) == []
+    assert faults(tmp_path, text.replace("${COUNT}", "COUNT")) != []
+
+
 def test_what_init_writes_is_accepted_and_names_the_schema(tmp_path: Path) -> None:
     for arguments in ([], [ROOT / "model_worker" / "demo_models"]):
         assert modelctl("init", "--force", *arguments, cwd=tmp_path).returncode == 0

@@ -1,5 +1,6 @@
 """The section ``folders`` of a models.yaml, and the models that are found below its folders."""
 
+import json
 import shutil
 import time
 from dataclasses import replace
@@ -33,7 +34,7 @@ def problems(tmp_path: Path, **sections: Any) -> list[str]:
 
 def found(file: Path) -> tuple[dict[str, ModelSpec], dict[str, str]]:
     """Return the models of a file's folders, as a supervisor gets them, and the directories that are not served."""
-    scanner = FolderScanner(file, {}, quiet_s=0.0)
+    scanner = FolderScanner(file, {}, {}, quiet_s=0.0)
     *_, picture = scanner.looks()
     models = [unpacked(file, data) for data in packed(scanner.examine(picture.models), picture.models)]
     return {model.name: model for model in models}, dict(picture.refused)
@@ -47,6 +48,31 @@ def test_a_path_or_a_list_of_paths_and_maps(tmp_path: Path, given: Any) -> None:
     config = load_config(write(tmp_path, folders=given))
     assert config.folders == (Folder(tmp_path / "models", "exllamav2"),)
     assert config.models == {}
+
+
+@pytest.mark.parametrize("form", [lambda p: p, lambda p: [p], lambda p: [{"path": p}]])
+def test_a_folder_may_name_variables_of_the_environment(tmp_path: Path, form: Any) -> None:
+    shutil.copytree(directory("letters"), tmp_path / "place-canary" / "letters")
+    variables = {"PLACE": str(tmp_path / "place-canary"), "BATCH": "3", "QUEUE": "3", "UNUSED": "x"}
+    text = yaml.safe_dump({"folders": form("${PLACE}"), "defaults": {"engine": "transformers"}}, sort_keys=False)
+    (tmp_path / "models.yaml").write_text(text + '  max_batch_size: "${BATCH}"\n  max_queue: ${QUEUE}\n')
+    config = examine_config(tmp_path / "models.yaml", variables).config
+    assert config.used_variables == {name: variables[name] for name in ("PLACE", "BATCH", "QUEUE")}
+    scanner = FolderScanner(tmp_path / "models.yaml", {}, config.used_variables, quiet_s=0.0)
+    *_, picture = scanner.looks()
+    examined = scanner.examine(picture.models)
+    (data,) = json.loads(json.dumps(packed(examined, picture.models)))
+    spec = unpacked(tmp_path / "models.yaml", data)
+    assert (spec.config.max_batch_size, spec.config.max_queue) == (3, 3)
+    assert spec.model_dir == tmp_path / "place-canary" / "letters"
+    assert spec.source is not None
+    shown = {setting.key: setting.value for setting in settings_of(examined.source)}
+    told = {setting.key: setting.value for setting in settings_of(spec.source, ["letters"])}
+    assert told == {key: value for key, value in shown.items() if key.startswith("models.letters.")}
+    assert shown["models.letters.model_dir"] == "${PLACE}/letters"
+    assert (shown["models.letters.max_batch_size"], shown["models.letters.max_queue"]) == ("${BATCH}", "${QUEUE}")
+    assert shown["models.letters.lazy"] is True
+    assert "canary" not in str([value for key, value in shown.items()])
 
 
 def test_the_engines_of_folders_are_known_before_their_models(tmp_path: Path) -> None:
@@ -111,7 +137,7 @@ def test_a_found_model_has_the_keys_of_its_folder_then_the_defaults_then_what_su
 
 def test_exllamav2_gets_a_gpu_and_a_bounded_context(tmp_path: Path) -> None:
     place = shutil.copytree(directory("letters"), tmp_path / "models" / "a")
-    scanner = FolderScanner(write(tmp_path, folders="models"), {}, quiet_s=0.0)
+    scanner = FolderScanner(write(tmp_path, folders="models"), {}, {}, quiet_s=0.0)
     examined = scanner.examine([FoundModel("a", place, 0, {"max_seq_len": CONTEXT, "gpus": 2})])
     config = examined.config.models["a"].config
     assert (config.engine, config.gpu, config.gpus, config.max_seq_len) == ("exllamav2", "auto", 2, 16384)

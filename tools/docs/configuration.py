@@ -53,7 +53,35 @@ true or false in YAML; in quotes they are text.
 check keys: `modelctl init` names the schema in the first line of the file. In a file of your own, write
 `# yaml-language-server: $schema=PATH` there, with the path to which you wrote the schema.
 
-## Variables of the environment
+## Variables in values
+
+A value may name variables of the environment, so that one file serves several machines:
+
+```yaml
+models:
+  llama-8b:
+    model_dir: ${MODELS}/Llama-3.1-8B-Instruct-exl2-6.0bpw
+    gpu: ${GPU:-0}
+    cache_size: ${CACHE:-65536}
+```
+
+`${NAME}` is the value of the variable `NAME`. A variable that is not set is an error. `${NAME:-default}` has a default,
+for a variable that is not set or empty. `$${` stands for the text `${`. Names of keys and of models cannot have
+variables. A variable brings one value: a word, a number, a duration, a size, true or false, but no list and no map. In
+a map on one line YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value is read as a number where the key wants
+one. In quotes, a value in `sampling`, `limits`, `template_kwargs` and `options` stays text.
+
+A value may be a secret. `modelctl config`, the page, errors, events and logs show `${NAME}` in its place, also in the
+paths of the operating system's messages. What a value becomes in use shows there: an alias in GET /v1/models, the
+address of an open port, the size of a cache. An error of an engine of your own may show a part of a path, or an option
+of fewer than eight characters.
+
+The supervisor reads the variables when it starts, and no process can change the variables of another one. So a reload
+puts in the values with which the supervisor was started; a new value takes a restart. Commands that read the file
+themselves, such as `modelctl check`, use the variables of their shell. For a service, set the variables in its unit:
+`systemctl edit modelctl`, with lines `Environment=MODELS=/srv/models` below `[Service]`.
+
+## Variables that set keys
 
 `MODELCTL_SECTION__KEY`, with two underscores, sets a key over what the file says. So a container or a systemd unit can
 change a value without another file:

@@ -17,7 +17,6 @@ from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
-from supervisor.config import NOTE_PREFIX
 from supervisor.config_defaults import NO_DEFAULTS
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
@@ -25,11 +24,14 @@ from supervisor.config_schema import FileConfig
 from supervisor.config_values import LEAST_HELD, MAX_DURATION_S, MIN_LEASE_S, MOST_HELD, MOST_MARKER
 from supervisor.placement.sizes import MAX_BYTES
 from supervisor.schema_validation import Read, Within
+from supervisor.yaml_source import NOTE_PREFIX
 from tools.docs.configuration import split
 
 Schema = dict[str, Any]
 DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that yaml-language-server knows well
 
+_VARIABLE: Schema = {"$ref": "#/definitions/variable"}
+_TEXT_WITH_VARIABLE: Schema = {"type": "string", "pattern": r"\$\{", "description": "names variables: ${NAME}"}
 _DURATION: Schema = {"type": "string", "pattern": r"^\d+(\.\d+)?(ms|s|m|h)$"}
 _SIZE: Schema = {
     "anyOf": [
@@ -129,7 +131,8 @@ def models_schema() -> str:
         "else": _each_model({"allOf": _engine_rules(alone=True)}),
     }
     made["patternProperties"] = {f"^{NOTE_PREFIX}": True}
-    head = {"$schema": DRAFT, "title": "models.yaml of modelctl"}
+    definitions = {"variable": _TEXT_WITH_VARIABLE}
+    head = {"$schema": DRAFT, "title": "models.yaml of modelctl", "definitions": definitions}
     return json.dumps(head | made, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -151,7 +154,7 @@ def _mapping(kind: type) -> Schema:
         made["properties"]["forced"] |= {"additionalProperties": False, "properties": forced}
     if kind is ModelConfig:
         made["properties"]["limits"] |= {"additionalProperties": False, "properties": _limits()}
-        made["properties"]["engine"] |= {"anyOf": [{"enum": [*ENGINE_KEYS]}, {"pattern": ":"}]}
+        made["properties"]["engine"] |= {"anyOf": [{"enum": [*ENGINE_KEYS]}, {"pattern": ":"}, _VARIABLE]}
     return made
 
 
@@ -166,14 +169,17 @@ def _of(hint: Any) -> Schema:
     if origin is Annotated:
         inner, rule = parts
         if isinstance(rule, Read):
-            return dict(_READ[rule.name])
+            return _or_variable(_READ[rule.name])
         assert isinstance(rule, Within)
-        return _of(inner) | {"exclusiveMinimum" if rule.above else "minimum": rule.least, "maximum": rule.most}
+        bounds = {"exclusiveMinimum" if rule.above else "minimum": rule.least, "maximum": rule.most}
+        (plain,) = (part for part in get_args(inner) or (inner,) if part is not types.NoneType)
+        within = {"type": "integer" if plain is int else "number"} | bounds
+        return _or_variable(_or_null(within) if get_args(inner) else within)
     if origin in (Union, types.UnionType):
         (other,) = (part for part in parts if part is not types.NoneType)
         return _or_null(_of(other))
     if origin is Literal:
-        return {"enum": [*parts]}
+        return _or_variable({"enum": [*parts]})
     if origin is list:
         return {"type": "array", "items": _of(parts[0])}
     if origin is dict:
@@ -181,7 +187,14 @@ def _of(hint: Any) -> Schema:
     if is_dataclass(hint) and isinstance(hint, type):
         assert hint is not Address, "an address is read by a function"
         return _mapping(hint)
-    return {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[hint]}
+    return _or_variable({"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[hint]})
+
+
+def _or_variable(schema: Schema) -> Schema:
+    """Return the schema of a value in whose place a text may stand that names variables of the environment."""
+    if schema == {"type": "string"}:
+        return schema
+    return {"anyOf": [*(schema["anyOf"] if schema.keys() == {"anyOf"} else [schema]), _VARIABLE]}
 
 
 def _or_null(schema: Schema) -> Schema:
@@ -196,13 +209,18 @@ def _sampling() -> Schema:
     known = GenerateRequest.model_json_schema()["properties"]
     made: Schema = {}
     for name in sorted(DEFAULTS):
-        made[name] = {key: value for key, value in known[name].items() if key not in ("title", "default")}
-    return made | {"preset": {"enum": [*PRESETS]}}
+        schema = {key: value for key, value in known[name].items() if key not in ("title", "default", "description")}
+        described = {key: known[name][key] for key in ("description",) if key in known[name]}
+        made[name] = described | _or_variable(schema)
+    return made | {"preset": _or_variable({"enum": [*PRESETS]})}
 
 
 def _limits() -> Schema:
     """Return the schemas of the keys of ``limits``."""
-    return {name: {"type": "integer" if kind is int else "number", "minimum": 0} for name, kind in LIMITS.items()}
+    return {
+        name: _or_variable({"type": "integer" if kind is int else "number", "minimum": 0})
+        for name, kind in LIMITS.items()
+    }
 
 
 def _each_model(rule: Schema) -> Schema:
