@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,27 @@ def test_an_answer_goes_on_while_another_view_is_shown(chat: Page) -> None:
     chat.get_by_role("link", name="Chat").click()
     chat.get_by_role("link", name="go on").click()
     expect(answers(chat).locator(".timings")).to_contain_text("200 tokens")
+
+
+def test_an_answer_goes_on_when_its_worker_was_killed(chat: Page, serving: Serving) -> None:
+    ask(chat, "survive", "endless", max_tokens=300)
+    expect(answers(chat).locator(".markdown")).not_to_be_empty()
+    pid = serving.status("endless")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    expect(answers(chat).locator(".timings")).to_contain_text("300 tokens")
+    assert serving.status("endless")["pid"] != pid
+
+
+def test_an_answer_that_breaks_off_is_kept_with_the_error(chat: Page, serving: Serving) -> None:
+    ask(chat, "go on", "endless", max_tokens=90_000)
+    expect(answers(chat).locator(".markdown")).not_to_be_empty()
+    (request,) = serving.order("requests")["requests"]
+    serving.order("cancel_request", id=request["id"])
+    ended(chat)
+    expect(answers(chat).locator(".error")).to_contain_text("cancelled")
+    expect(answers(chat).locator(".markdown")).not_to_be_empty()
+    expect(button(chat, "Continue")).to_be_visible()
+    expect(field(chat)).to_have_value("")
 
 
 def test_what_has_come_of_an_answer_outlives_a_reload(chat: Page) -> None:
