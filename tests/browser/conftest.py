@@ -1,7 +1,4 @@
-"""What the tests of the page in a real browser share. ``make test-browser`` runs them; they need Debian's chromium.
-
-With SCREENSHOTS=DIRECTORY the tests also write the pictures of docs/page.md into that directory.
-"""
+"""What the tests of the page in a real browser share. ``make test-browser`` runs them; they need Debian's chromium."""
 
 import shutil
 from collections.abc import Iterator

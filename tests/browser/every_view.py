@@ -1,7 +1,7 @@
 """What holds for every view of the page, and for /docs.
 
 axe-core finds nothing, nothing is cut off, the keyboard reaches every control, and the console stays empty. With
-SCREENSHOTS=DIRECTORY each view is written into that directory as NAME-SIZE-COLOURS.png.
+SCREENSHOTS=DIRECTORY each view is written into that directory as NAME-SIZE-COLOURS.png: the pictures of docs/page.md.
 """
 
 import os
@@ -99,9 +99,9 @@ def opened(tab: Tab, view: str, size: str = "wide", colours: str = "light") -> P
 
 
 def keep(page: Page, name: str) -> None:
-    """Write a picture, if the environment says where."""
+    """Write a picture, if the environment says where. On a phone that is what the window shows."""
     if directory := os.environ.get("SCREENSHOTS"):
-        page.screenshot(path=Path(directory) / f"{name}.png", full_page=True)
+        page.screenshot(path=Path(directory) / f"{name}.png", full_page="narrow" not in name)
 
 
 def faults_of(page: Page, axe: str, size: str) -> list[str]:

@@ -5,7 +5,6 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -14,7 +13,7 @@ from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.browser.conftest import Tab
 from tests.nvml_box import GIB, Box
-from tests.serving import ROOT, Serving, engine, wait_until
+from tests.serving import ROOT, Serving, engine
 
 MODELS = {
     "endless": engine(context=100_000, step_s=0.02, description="Talks on and on."),
@@ -241,10 +240,6 @@ def test_nothing_is_cut_off(page: Page, serving: Serving, size: str, scheme: str
         "[...document.querySelectorAll('main *')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 1)"
     )
     assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 200))") == []
-    if directory := os.environ.get("SCREENSHOTS"):
-        wait_until(lambda: serving.status("endless")["state"] == "ready")
-        page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
-        page.screenshot(path=Path(directory) / f"page-{size}-{scheme}.png", full_page=True)
 
 
 def test_the_logs_of_the_supervisor_and_the_gateway_are_read(page: Page) -> None:
