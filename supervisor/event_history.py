@@ -168,6 +168,9 @@ def died_at(earlier: Sequence[dict[str, Any]]) -> float | None:
 
 
 def shortened(text: str) -> str:
-    """Return a text without line breaks that is at most ``MOST_CHARACTERS`` long. The mark [...] shows a cut."""
-    text = masked(" ".join(text.splitlines()))
+    """Return a text without line breaks that is at most ``MOST_CHARACTERS`` long. The mark [...] shows a cut.
+
+    A text may quote the name of a file, which need not be text, and an event goes over the wire.
+    """
+    text = masked(" ".join(text.splitlines())).encode(errors="backslashreplace").decode()
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 5] + "[...]"

@@ -179,14 +179,19 @@ class FolderKeeper:
 
 
 def _cause(before: Mapping[str, ModelSpec], after: Mapping[str, ModelSpec]) -> str | None:
-    """Return what has changed, for people; None if nothing has."""
-    parts = [f"{after[name].model_dir} has come" for name in after.keys() - before.keys()]
-    parts += [f"{before[name].model_dir} is gone" for name in before.keys() - after.keys()]
-    parts += [
-        f"{after[name].model_dir} has other keys"
+    """Return what has changed, for people; None if nothing has.
+
+    The text becomes the reason of a worker's state, so it names no model: a key for some models may read it.
+    """
+    others = [
+        name
         for name in after.keys() & before.keys()
         if (after[name].config, after[name].process_key) != (before[name].config, before[name].process_key)
     ]
-    if not parts:
-        return None
-    return f"folders: {sorted(parts)[0]}{f', and {len(parts) - 1} more changes' if len(parts) > 1 else ''}"
+    counts = {
+        "came": len(after.keys() - before.keys()),
+        "gone": len(before.keys() - after.keys()),
+        "with other keys": len(others),
+    }
+    parts = [f"{count} {what}" for what, count in counts.items() if count]
+    return f"models of folders: {', '.join(parts)}" if parts else None

@@ -6,12 +6,13 @@ the files: its worker checks them when it loads. A folder that cannot be read sa
 """
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.process.file_owners import weakness
+from protocol.process.file_owners import shown, weakness
 from supervisor.config_folders import FoundModel
 from supervisor.model_search import Found, find_models, name_of
 
@@ -19,6 +20,9 @@ QUIET_S: Final = 30.0
 """Seconds without a change of its files after which a directory is taken for complete."""
 SCAN_S: Final = 10.0
 """Seconds between two looks at the folders."""
+
+UNSHOWN: Final = "its path has characters that are no text, or control characters: rename the directory"
+_NOT_SHOWN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 """Name, size, modification, change and inode of each file: what tells the files of a directory from later ones."""
@@ -121,6 +125,8 @@ class Verdict:
 class Picture:
     """The models that the folders give.
 
+    Paths are as ``shown`` writes them: a name of a file need not be text, and can have control characters.
+
     models   those that are served
     kept     names of models that were served before, and that cannot be judged now: they stay as they are
     refused  directories that are not served, with the reason
@@ -219,17 +225,19 @@ class FolderModels:
         names, clashes = self._names()
         models = [FoundModel(names[d], d, *self._good[d]) for d in sorted(self._good) if d in names]
         kept = [name for directory, name in self._served.items() if directory not in self._good]
-        refused = {str(directory): why for directory, (_, why) in self._bad.items()} | clashes
+        refused = {shown(directory): why for directory, (_, why) in self._bad.items()} | clashes
         others = {d: seen for d, (_, seen) in self._there.items() if d not in self._good and d not in self._directories}
         remedy = "let only this user and root change it, or give the model an entry in models.yaml"
-        refused |= {str(d): f"{seen.weakness}: {remedy}" for d, seen in others.items() if seen.weakness}
-        refused |= {str(path): "it has GGUF weights, which no engine here loads" for path in self._gguf}
+        refused |= {shown(d): f"{seen.weakness}: {remedy}" for d, seen in others.items() if seen.weakness}
+        refused |= {shown(d): UNSHOWN for d in others if not _can_be_shown(d)}
+        refused |= {shown(path): "it has GGUF weights, which no engine here loads" for path in self._gguf}
         waiting = {
-            str(directory): f"its files changed less than {self._quiet_s:g} s ago: a download may go on"
+            shown(directory): f"its files changed less than {self._quiet_s:g} s ago: a download may go on"
             for directory in others
-            if not self._is_quiet(directory) and str(directory) not in refused
+            if not self._is_quiet(directory) and shown(directory) not in refused
         }
-        return Picture(models, kept, refused, waiting, self._unread)
+        unread = {shown(place): why for place, why in self._unread.items()}
+        return Picture(models, kept, refused, waiting, unread)
 
     def _wanted(self) -> list[Path]:
         """Return the directories that may be served, unless their check or their name forbids it."""
@@ -237,6 +245,7 @@ class FolderModels:
             directory
             for directory, (_, seen) in sorted(self._there.items())
             if directory not in self._directories
+            and _can_be_shown(directory)
             and (
                 directory in self._good
                 or (self._is_quiet(directory) and not seen.weakness and not self._is_bad(directory, seen))
@@ -258,7 +267,7 @@ class FolderModels:
         for directory in sorted(self._wanted(), key=lambda each: each not in self._good and each not in self._served):
             name = name_of(directory, ())
             if name in taken:
-                clashes[str(directory)] = (
+                clashes[shown(directory)] = (
                     f"its name would be {name}, which is {taken[name]}: rename the directory, or give it an entry with "
                     "another name in models.yaml"
                 )
@@ -276,3 +285,8 @@ class FolderModels:
         if any(directory.is_relative_to(place) for place in unread):
             return True
         return any(not listing.whole and directory.is_relative_to(listing.folder) for listing in listings)
+
+
+def _can_be_shown(directory: Path) -> bool:
+    """Return whether a path is text without control characters, as every answer, log and terminal needs it."""
+    return not _NOT_SHOWN.search(str(directory))

@@ -3,6 +3,7 @@
 The content of a model's directory may be hostile. A separate process reads it, see ``supervisor.placement.estimates``.
 """
 
+import errno
 import os
 import re
 from collections.abc import Collection
@@ -41,7 +42,8 @@ class Found:
 def find_models(root: Path) -> Found:
     """Return the directories of models at and below ``root``. Raises OSError if ``root`` itself cannot be listed.
 
-    A link to a model's directory counts as one. Other links are not followed. Hidden directories are left out.
+    A link to a model's directory counts as one. Other links are not followed. Hidden directories are left out. An entry
+    that cannot be looked at, such as a link into a directory of another user, hides none of the entries beside it.
     """
     models: list[Path] = []
     gguf: list[Path] = []
@@ -53,7 +55,7 @@ def find_models(root: Path) -> Found:
         seen += 1
         try:
             with os.scandir(place) as listed:
-                is_directory = {entry.name: entry.is_dir() for entry in listed}
+                is_directory = {entry.name: _is_directory(entry, unread) for entry in listed}
         except OSError as e:
             unread[str(place)] = e.strerror or type(e).__name__
             continue
@@ -67,6 +69,19 @@ def find_models(root: Path) -> Found:
     # A link and its target are one model. The path of the target itself is better. It comes last here, so it is kept.
     once = {path.resolve(): path for path in sorted(models, key=lambda path: not path.is_symlink())}
     return Found(sorted(once.values()), sorted(gguf), unread, complete=not pending)
+
+
+def _is_directory(entry: "os.DirEntry[str]", unread: dict[str, str]) -> bool:
+    """Return whether an entry is a directory or a link to one. If that cannot be told, note why in ``unread``.
+
+    A link that leads back to itself leads nowhere, like one whose target is missing.
+    """
+    try:
+        return entry.is_dir()
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            unread[entry.path] = e.strerror or type(e).__name__
+        return False
 
 
 def name_of(directory: Path, taken: Collection[str]) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.event_history import FAILS, KEPT, MOST_CHARACTERS, EventHistory, EventKind, died_at, noted
+from protocol.codec import pack_body
+from supervisor.event_history import FAILS, KEPT, MOST_CHARACTERS, EventHistory, EventKind, died_at, noted, shortened
 
 
 def recorder(kept: int = KEPT) -> tuple[logging.Logger, EventHistory]:
@@ -120,3 +121,7 @@ def test_a_text_of_several_lines_becomes_one_line() -> None:
     log, history = recorder()
     log.error("one\ntwo\r\nthree\u2028four", extra=noted(EventKind.DEATH))
     assert everything(history)["events"][0]["message"] == "one two three four"
+
+
+def test_a_name_of_a_file_that_is_no_text_goes_over_the_wire() -> None:
+    assert pack_body({"message": shortened("/models/bad\udcff")}) == pack_body({"message": "/models/bad\\udcff"})

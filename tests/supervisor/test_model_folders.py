@@ -214,3 +214,34 @@ def test_others_must_not_be_able_to_write_anywhere_below_the_folder(tmp_path: Pa
     assert [one.weakness for one in list_folder(folder).models] == [None]
     (folder / place).chmod(0o777)
     assert [one.weakness for one in list_folder(folder).models] == [f"others can write to {folder / place} (mode 777)"]
+
+
+@pytest.mark.parametrize("name", [b"bad\xff", b"two\nlines", b"\x1b[31mred", "\u2028".encode(), b"\x7f"])
+def test_a_path_that_no_log_can_show_is_refused_by_a_name_that_can_be_shown(name: bytes) -> None:
+    directory = os.fsdecode(name)
+    folder = Folder()
+    assert folder.look(listing(seen(directory), seen("A"))) == ["a"]
+    ((place, why),) = folder.picture.refused.items()
+    assert "rename the directory" in why
+    assert place.isprintable()
+    folder.look(Listing(ROOT, 1, unread={str(ROOT / directory): "no"}))
+    assert all(place.isprintable() for place in folder.picture.unread)
+
+
+def test_a_link_that_leads_nowhere_hides_no_model_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "A").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "A" / name).touch()
+    found = list_folder(tmp_path)
+    assert ([seen.directory.name for seen in found.models], dict(found.unread)) == (["A"], {})
+
+
+def test_an_entry_that_cannot_be_looked_at_hides_no_model_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "A").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "A" / name).touch()
+    (tmp_path / "long").symlink_to("x" * 300)
+    found = list_folder(tmp_path)
+    assert [seen.directory.name for seen in found.models] == ["A"]
+    assert dict(found.unread) == {str(tmp_path / "long"): "File name too long"}

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import shutil
 import threading
 import time
@@ -115,12 +116,16 @@ def test_what_cannot_be_served_is_said_once_and_a_reload_keeps_the_models(servin
     shutil.copytree(DEMO / "letters", folder / "cut")
     weights = next((folder / "cut").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:5000])
+    shutil.copytree(DEMO / "letters", folder / os.fsdecode(b"no-text\xff"))
+    shutil.copytree(DEMO / "letters", folder / "two\nlines")
     wait_until(lambda: names(serving) == ["own", "letters", "stories"])
-    wait_until(lambda: len(events(serving)) == 3)
+    wait_until(lambda: len(events(serving)) == 5)
     said = "\n".join(events(serving))
     assert f"{folder}/own is not served: its name would be own, which is the name of a model in models.yaml: " in said
     assert f"{folder}/open/weak is not served: others can write to {folder}/open (mode 777): " in said
     assert f"{folder}/cut is not served: " in said
+    assert f"{folder}/no-text\\udcff is not served: its path has characters that are no text" in said
+    assert f"{folder}/two\\nlines is not served: its path has " in said
     serving.order("start", model="letters")
     loaded = serving.wait_state("letters", "ready")
     scanner = next(p for p in serving.processes() if is_helper(p, "folder scanner", "folder_scanner"))
@@ -130,7 +135,7 @@ def test_what_cannot_be_served_is_said_once_and_a_reload_keeps_the_models(servin
     wait_until(lambda: any(is_helper(p, "folder scanner", "folder_scanner") for p in serving.processes()))
     shutil.copytree(DEMO / "letters", folder / "later")
     wait_until(lambda: names(serving) == ["more", "own", "later", "letters", "stories"])
-    assert len(events(serving)) == 3
+    assert len(events(serving)) == 5
     assert serving.status("letters")["pid"] == loaded["pid"]
     assert "FOLDER" in serving.modelctl("ps").stdout
     assert f"found below  {folder}\n" in serving.modelctl("status", "letters").stdout
