@@ -115,7 +115,7 @@ class KeyOrders:
             with open(order.result, "rb") as file:
                 file.seek(0)
                 text = file.read()
-            self._answer(order, json.loads(text) if text else None)
+            self._answer(order, _parsed(text))
 
     def _too_late(self, order: _Order) -> None:
         order.process.kill()  # it may hang in the kernel, at its disk, so its end is not awaited
@@ -141,6 +141,15 @@ class KeyOrders:
     def _described(self, order: _Order) -> dict[str, Any]:
         """Return the key after a change; ``key`` is None if it was revoked meanwhile."""
         return {"key": self._ring.listed_as(order.name, order.caller), "notes": order.notes}
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return the result that a process has left; None if it was killed before it had written all of it."""
+    try:
+        result: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return None
+    return result
 
 
 def _checked(verb: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

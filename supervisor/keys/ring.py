@@ -24,7 +24,7 @@ from supervisor.keys.allowance import Allowance
 from supervisor.keys.handshakes import Handshakes
 from supervisor.keys.records import KeysProblem, described, format_time
 from supervisor.keys.rights import Identity
-from supervisor.keys.store import KeyStore
+from supervisor.keys.store import MOST_NAMED, KeyStore
 
 
 class HandshakeDecision(Enum):
@@ -35,10 +35,6 @@ class HandshakeDecision(Enum):
     """The key is not on the list."""
     TOO_OFTEN = "too often"
     """The key has connected too often in a short time."""
-
-
-MOST_NAMED = 20
-"""The most keys that one line of the log names."""
 
 
 class KeyRing:

@@ -162,15 +162,25 @@ def _check_stays_admin(caller: Identity, after: Identity | None) -> None:
 
 
 def _check_gives_no_more(caller: Identity, before: Identity | None, after: Identity) -> None:
-    """Raise WireError if a change gives a key a higher limit, or a later end, than the caller's own key has."""
+    """Raise WireError if a change gives a key a higher limit, or a later end, than the caller's own key has.
+
+    A key keeps the limits that it has already. But a key that gets further rights or models must have no more than the
+    caller: else a caller whose key ends soon could make an old key that never ends an administrator.
+    """
+    gains = before is None or not after.rights <= before.rights or _has_more_models(before, after)
     for field in ("expires", "max_in_flight", "requests_per_minute", "tokens_per_minute", "tokens_per_day"):
         own, given = getattr(caller, field), getattr(after, field)
-        if own is None or (before is not None and given == getattr(before, field)):
+        if own is None or (not gains and given == getattr(before, field)):
             continue
         if given is None or given > own:
             what = "ends" if field == "expires" else f"has a limit of {own} for {field}"
             message = f"key {caller.name!r} gives this order, and {what}: it can give no other key more; set {field}"
             raise WireError(ErrorCode.FORBIDDEN, message, field=field)
+
+
+def _has_more_models(before: Identity, after: Identity) -> bool:
+    """Return whether a change adds a pattern of models to those of a key, or takes its limit to some models away."""
+    return before.models is not None and (after.models is None or not set(after.models) <= set(before.models))
 
 
 def as_refusal(problem: KeysProblem) -> WireError:

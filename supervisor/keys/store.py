@@ -34,6 +34,8 @@ from supervisor.keys.rights import Identity, Right
 
 SERVER, CLIENTS = "server.json", "clients.json"
 MAX_LIST = 8 << 20
+MOST_NAMED = 20
+"""The most keys that one line of the log, or one error, names."""
 ENVIRONMENT_VARIABLE = "MODELCTL_KEYS"
 Check = Callable[[Mapping[str, Identity], Identity | None, Identity | None], None]
 """Raises an error if a change of the list is not allowed. Its arguments are the list by the keys' ids, the key as it is
@@ -196,7 +198,8 @@ class KeyStore:
         with self._locked():
             entries = self.entries()
             if not any(entry["name"] == name for entry in entries):
-                known = ", ".join(entry["name"] for entry in entries) or "none"
+                known = ", ".join(entry["name"] for entry in entries[:MOST_NAMED]) or "none"
+                known += f" and {more} more" if (more := len(entries) - MOST_NAMED) > 0 else ""
                 raise KeysProblem(f"there is no key {name!r} in {self.directory}: there is {known}", "name")
             yield entries
 

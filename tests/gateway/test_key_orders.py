@@ -208,6 +208,14 @@ def test_a_key_gives_no_other_key_more_than_it_has(keyed: Http) -> None:
     status, made = keyed.ask("POST", "/v1/keys", {"name": "child", "expires": "1h", "tokens_per_day": 9}, key="brief")
     assert status == 200
     assert made["key"]["expires"] < own["expires"]
+    for body in ({"rights": ["infer", "admin"]}, {"rights": ["infer", "status"], "expires": None}):
+        status, reply = keyed.ask("PATCH", "/v1/keys/guest", body, key="brief")
+        assert (status, reply["error"]["param"]) == (403, "expires"), "an old key would get more than its giver has"
+    assert keyed.ask("PATCH", "/v1/keys/some", {"models": None}, key="brief")[0] == 403
+    assert keyed.ask("PATCH", "/v1/keys/some", {"models": ["m", "n"]}, key="brief")[0] == 403
+    assert keyed.ask("PATCH", "/v1/keys/some", {"rights": ["admin", "status", "infer"]}, key="brief")[0] == 200
+    more = {"rights": ["infer", "status"], "expires": "1h", "tokens_per_day": 9}
+    assert keyed.ask("PATCH", "/v1/keys/child", more, key="brief")[0] == 200
     assert keyed.ask("DELETE", "/v1/keys/child", key="brief")[0] == 200
 
 
@@ -294,6 +302,34 @@ def test_a_killed_change_is_answered(keyed: Http) -> None:
     status, reply = order.answer
     assert (status, "list the keys, and try again" in reply["error"]["message"]) == (503, True)
     assert listed(keyed, "guest") is not None
+
+
+def test_a_change_that_is_killed_while_it_writes_its_result_is_answered(keyed: Http) -> None:
+    assert keyed.store is not None
+    with locked(keyed.store):
+        order = Order(keyed, "DELETE", "/v1/keys/guest", "ops")
+        process = wait_until(lambda: changing(keyed))[0]
+        with open(f"/proc/{process.pid}/fd/1", "wb") as result:
+            result.write(b'{"tok')
+        process.kill()
+        order.join(WITHIN)
+    assert order.answer[0] == 503
+    assert listed(keyed, "guest") is not None
+
+
+def test_an_unknown_key_gets_no_list_of_thousands(keyed: Http) -> None:
+    assert keyed.store is not None
+    clients = keyed.store.directory / CLIENTS
+    before = clients.read_text()
+    entries = keyed.store.entries()
+    some = [{**entries[0], "name": f"k{n}", "token_sha256": token_id(str(n))} for n in range(1000)]
+    clients.write_text(format_clients(entries + some))
+    try:
+        message = keyed.ask("DELETE", "/v1/keys/nobody", key="ops")[1]["error"]["message"]
+        assert message.endswith(f" and {len(entries) + 1000 - 20} more")
+        assert len(message) < 1000
+    finally:
+        clients.write_text(before)
 
 
 def test_a_session_of_the_page_manages_keys_with_the_pages_header(keyed: Http) -> None:
