@@ -71,12 +71,16 @@ async def _answer(request: Request, verb: str, known: Mapping[str, type]) -> Res
 
 
 def _parameters(request: Request, known: Mapping[str, type]) -> dict[str, Any]:
-    """Return the parameters of the query. Raises ApiError for an unknown one, and for text in place of a number."""
-    params: dict[str, Any] = dict(request.query_params)
+    """Return the parameters of the query. Raises ApiError for an unknown one, for one that occurs twice, and for text
+    in place of a number."""
+    given = request.query_params
+    params: dict[str, Any] = dict(given)
     if unknown := sorted(set(params) - set(known)):
         name = unknown[0][:64]
         raise ApiError(400, f"unknown parameter {name!r}: known are {', '.join(known)}", param=name)
     for name, value in params.items():
+        if len(given.getlist(name)) > 1:
+            raise ApiError(400, f"{name} occurs twice in the query: send it once", param=name)
         if known[name] is int:
             if not (value.isascii() and value.isdecimal() and len(value) < 20):
                 raise ApiError(400, f"{name} is {value[:64]!r}: must be a whole number, 0 or more", param=name)

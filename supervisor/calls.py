@@ -4,7 +4,7 @@ No verb takes a command, a path or a module.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
-from supervisor.fleet.rollout import How
+from supervisor.fleet.rollout import Change, How
 from supervisor.key_orders import DONE, MOST_KEYS, KeyOrders
 from supervisor.keys.rights import SEES_ALL, Identity, Right
 from supervisor.log_control import LogControl
@@ -175,8 +175,9 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
     if identity.models is not None:
         replicas = [replica for replica in replicas if identity.may_use(replica.model)]
         supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in _OPEN_TROUBLES}
-        for turnover in supervisor["turnovers"]:
-            turnover["models"] = [change for change in turnover["models"] if identity.may_use(change["model"])]
+        supervisor["turnovers"] = [*_turnovers_for(identity, supervisor["turnovers"])]
+        for keys in filter(None, (supervisor["http_keys"], supervisor["tcp"])):
+            keys["keys"] = [key for key in keys["keys"] if key["name"] == identity.name]  # others name their models
     return {
         "rights": [right for right in Right if right in identity.rights],
         "supervisor": supervisor,
@@ -187,6 +188,14 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
             for replica in replicas
         ],
     }
+
+
+def _turnovers_for(identity: Identity, turnovers: Iterable[Result]) -> Iterator[Result]:
+    """Yield the turnovers that change a model that a key may use. The cause of another one may name other models."""
+    for turnover in turnovers:
+        models = [change for change in turnover["models"] if identity.may_use(change["model"])]
+        if any(change["change"] != Change.UNCHANGED for change in models):
+            yield {**turnover, "models": models}
 
 
 def _described(context: AdminContext, replica: Replica) -> Result:

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.openai.models import figures_of
 from supervisor.keys.records import parse_rights
-from supervisor.keys.store import KeyStore
+from supervisor.keys.store import KeyStore, token_id
 from tests.deterministic_engine import answer
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, wait_until
@@ -374,3 +374,24 @@ def test_without_keys_a_program_of_this_machine_gives_orders(unkeyed: Http) -> N
     unkeyed.serving.wait_state("m", "unloaded")
     assert unkeyed.ask("POST", "/v1/models/m/load")[0] == 200
     unkeyed.serving.wait_state("m", "ready")
+
+
+def test_a_key_for_some_models_sees_no_name_of_another_model(keyed: Http) -> None:
+    """Neither in turnovers, nor in the limits of other keys."""
+    assert keyed.store is not None
+    keyed.tokens["of-m"] = keyed.store.add_token("of-m", parse_rights("infer"), models=("m", "hidden-*"))
+
+    def supervisor() -> Any:
+        with keyed.serving.client() as client:
+            return client.call("status", on_behalf_of=token_id(keyed.tokens["other"]))["supervisor"]
+
+    numbers = [keyed.ask("POST", f"/v1/models/{name}/reload", key="ops")[1]["turnover"] for name in ("s", "n")]
+    wait_until(lambda: [one["number"] for one in supervisor()["turnovers"] if one["number"] in numbers] == numbers[1:])
+    assert [key["name"] for key in supervisor()["http_keys"]["keys"]] == ["other"]
+    assert "hidden-" not in json.dumps(supervisor())
+
+
+def test_a_parameter_that_occurs_twice_is_refused(keyed: Http) -> None:
+    for path in ("requests?limit=1&limit=2", "events?after=1&after=2", "usage?model=m&model=n", "keys?limit=5&limit=5"):
+        status, reply = keyed.ask("GET", f"/v1/{path}", key="ops")
+        assert (status, "occurs twice" in reply["error"]["message"]) == (400, True), path
