@@ -38,7 +38,8 @@ NAMES = {
 }
 """The elements and the attributes that an answer may become."""
 STORY = "Tell me a story about Mia the fox."
-OWN = ("/page/events", "/v1/chat/completions", "/v1/models/hostile", "/static/icon.svg")
+OWN = ["/page/events", "/v1/chat/completions", "/static/icon.svg", *(f"/v1/models/{name}" for name in CHAT_MODELS)]
+"""What the page itself asks for."""
 
 
 @pytest.fixture(scope="module")
