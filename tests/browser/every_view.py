@@ -67,22 +67,24 @@ FOCUSED = """() => {
 
 @pytest.fixture(scope="module")
 def shared(serving: Serving, browser: Browser, token: str, port: int) -> Iterator[Tab]:
-    """One tab for all tests, while a request runs and another one has ended."""
+    """One tab for all tests, after a request has ended."""
     context = browser.new_context(reduced_motion="reduce")
     tab = Tab(context.new_page(), port)
-    with serving.client() as client, closing(client.generate("endless", "runs", max_tokens=90_000)) as stream:
+    with serving.client() as client:
         client.complete("stories", "Once", max_tokens=3)
-        next(stream)
-        tab.open()
-        tab.sign_in(token)
-        yield tab
+    tab.open()
+    tab.sign_in(token)
+    yield tab
     context.close()
 
 
 @pytest.fixture
-def show(shared: Tab) -> Iterator[Callable[..., Page]]:
-    """Show a view in a size and colours. At the end of the test the console must have shown no error."""
-    yield lambda view, size="wide", colours="light": opened(shared, view, size, colours)
+def show(shared: Tab, serving: Serving) -> Iterator[Callable[..., Page]]:
+    """Show a view in a size and colours, while a request runs. At the end of the test the console must have shown no
+    error."""
+    with serving.client() as client, closing(client.generate("endless", "runs", max_tokens=90_000)) as stream:
+        next(stream)
+        yield lambda view, size="wide", colours="light": opened(shared, view, size, colours)
     faults, shared.faults[:] = list(shared.faults), []
     assert not faults
 
