@@ -54,9 +54,7 @@ def describe_config(file: Path, reloads: Reloads, *, every: bool) -> dict[str, A
 
 def _unfit(examined: Examined, reloads: Reloads) -> list[Problem]:
     """Return a problem for each key that a reload cannot apply."""
-    return [
-        examined.source.problem(("supervisor", key), FIXED_CHANGED) for key in reloads.fixed_keys_of(examined.config)
-    ]
+    return [examined.source.problem(place, FIXED_CHANGED) for place in reloads.fixed_of(examined.config)]
 
 
 def _described(problem: Problem, file: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Final
 
 from protocol.errors import ErrorCode, WireError
@@ -21,11 +21,11 @@ from supervisor.timers import Timers
 from supervisor.workers.worker_life import Desired
 from supervisor.yaml_source import ConfigError
 
-FIXED: Final = ("listen", "keys", "usage")
-"""Keys of the section ``supervisor`` that are applied at the supervisor's start only."""
+FIXED: Final = (("supervisor", "listen"), ("supervisor", "keys"), ("supervisor", "usage"), ("cluster",))
+"""What is applied at the supervisor's start only: keys of a section, and a whole section."""
 FIXED_CHANGED: Final = (
-    "supervisor.listen, supervisor.keys and supervisor.usage are applied at the next start only: put them back as they "
-    "were, or shut down and serve again"
+    "supervisor.listen, supervisor.keys, supervisor.usage and the section cluster are applied at the next start only: "
+    "put them back as they were, or shut down and serve again"
 )
 _OF_NO_SECTION: Final = ("default_model", "groups", "folders")
 
@@ -71,17 +71,18 @@ class Reloads:
         for note in config.notes:
             if note not in before.notes:
                 self._log.info("%s", note)
-        if self.fixed_keys_of(config):
+        if self.fixed_of(config):
             raise self._refusal(cause, FIXED_CHANGED)
         self.refused = None
         if only is not None and only not in config.models and not self._registry.of_model(only):
             raise config.names.unknown(only, lambda _: True)
         return self.reload(config, cause, how, only)
 
-    def fixed_keys_of(self, config: Config) -> list[str]:
-        """Return the keys of the section ``supervisor`` that differ in a file, and that a reload cannot apply."""
-        before = self._registry.config.supervisor
-        return [key for key in FIXED if getattr(before, key) != getattr(config.supervisor, key)]
+    def fixed_of(self, config: Config) -> list[tuple[str, ...]]:
+        """Return the places of FIXED that differ in a file, and that a reload cannot apply."""
+        return [
+            place for place in FIXED if reduce(getattr, place, self._registry.config) != reduce(getattr, place, config)
+        ]
 
     def preview(self, config: Config) -> tuple[list[str], dict[str, Change]]:
         """Return what a reload would change now: the settings as ``Rollout`` has them, and the change of each model."""

@@ -322,9 +322,14 @@ def test_a_models_yaml_that_cannot_be_read_hides_no_keys(keyed: Keyed, tmp_path:
     assert "--keys" in listed.stderr
 
 
-def test_listen_is_not_changed_by_a_reload(keyed: Keyed) -> None:
+@pytest.mark.parametrize("fixed", ["listen", "cluster"])
+def test_what_the_start_applies_is_not_changed_by_a_reload(keyed: Keyed, fixed: str) -> None:
     whole = keyed.serving.config.read_text()
-    keyed.serving.config.write_text(whole.replace(f":{keyed.port}", f":{free_port()}"))
+    changed = {
+        "listen": whole.replace(f":{keyed.port}", f":{free_port()}"),
+        "cluster": f"{whole}\ncluster: {{advertise: 'tcp://127.0.0.1:{free_port()}'}}\n",
+    }
+    keyed.serving.config.write_text(changed[fixed])
     try:
         with pytest.raises(WireError, match="applied at the next start only"):
             keyed.serving.order("reload")
