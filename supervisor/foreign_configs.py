@@ -249,6 +249,19 @@ _SAMPLING: Final = {
     "--min-p": "min_p", "--repeat-penalty": "repetition_penalty", "--presence-penalty": "presence_penalty",
     "--frequency-penalty": "frequency_penalty",
 }  # fmt: skip
+_CMD_READ: Final = frozenset({
+    *_PATHS, *_CONTEXTS, *_SLOTS, *_CACHE_TYPES, *_TEMPLATE_KWARGS, *_SAMPLING, "-hf", "--hf-repo", "--model-dir",
+    "--model_dir", "--model-name", "--model_name", "--chat-template-file", "--chat-template",
+})  # fmt: skip
+"""Options of a command that become keys."""
+_CMD_SILENT: Final = frozenset({
+    "--host", "--port", "--no-webui", "--jinja", "-ngl", "--n-gpu-layers", "--gpu-layers", "-fa", "--flash-attn",
+    "-ctv", "--cache-type-v", "--cont-batching", "-cb", "--metrics", "--slots", "--log-disable", "--alias", "-a",
+    "--served-model-name", "--gpu-memory-utilization", "--disable-auth", "--disable-log-requests",
+    "--init", "--rm", "--name", "-p", "--publish", "-v", "--volume", "--gpus", "--runtime", "--ipc", "-e", "--env",
+    "-i", "-t", "-it", "--network", "--shm-size", "--user", "-u",
+})  # fmt: skip
+"""Options of a command, or of the container around it, that modelctl needs no counterpart for."""
 _TOP_NOTES: Final = {
     "matrix": "name models that may not be loaded together in `groups`; models of a full GPU leave by themselves",
     "peers": "several supervisors stand behind one door with a proxy: see the page Several supervisors",
@@ -284,7 +297,9 @@ def _llama_swap(source: YamlSource, environment: Mapping[str, str]) -> ForeignCo
         out.gateway["progress"] = "reasoning"
         if any(isinstance(each, bool) and each is not data.get("sendLoadingState", False) for each in tells):
             out.notes.append("sendLoadingState of single models: `gateway.progress` holds for all models")
-    out.notes += [f"{key} of {', '.join(names)}: {_MODEL_NOTES[key]}" for key, names in noted.items()]
+    for key, names in noted.items():
+        what = "an option of cmd; see the page Configuration for what does the same"
+        out.notes.append(f"{key} of {', '.join(names)}: {_MODEL_NOTES.get(key, what)}")
     _groups(data, out)
     return out
 
@@ -343,6 +358,11 @@ class _SwapModel:
         else:
             model.model_dir = Path(path)
         model.keys |= self._options(words)
+        options = dict.fromkeys(word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word))
+        if model.model_dir is not None:
+            for option in options:
+                if option not in _CMD_READ and option not in _CMD_SILENT:
+                    self._noted.setdefault(option, []).append(self._name)
         ttl = entry.get("ttl", -1)
         ttl = self._data.get("globalTTL", 0) if ttl == -1 else ttl
         if isinstance(ttl, int) and ttl > 0:
@@ -382,9 +402,13 @@ class _SwapModel:
     def _words(self, command: str) -> list[str]:
         lines = (line for line in self._filled(command).splitlines() if not line.lstrip().startswith("#"))
         try:
-            return shlex.split(" ".join(line.removesuffix("\\") for line in lines))
+            words = shlex.split(" ".join(line.removesuffix("\\") for line in lines))
         except ValueError:  # quotes that do not end
             return []
+        for at, word in enumerate(words[:-1]):
+            if at and word == "-m" and re.search(r"python[\d.]*$", words[at - 1]):  # `python -m MODULE` names no model
+                return words[at + 2 :]
+        return words
 
     def _path(self, words: Sequence[str]) -> str | None:
         """Return the path of the model; "hf:ID" for one that is downloaded; None if the command names none."""

@@ -358,7 +358,7 @@ def _in_words(reasons: Mapping[str, str]) -> str:
 _COMMENTS = {
     "aliases": "further names: the folder's, which clients of other servers ask for",
     "gpus": "it does not fit on one: the layers are divided",
-    "max_seq_len": "tokens of context; the model has more, which take more memory",
+    "max_seq_len": "tokens of context; more take more memory, up to the model's own context",
     "sampling": "from the model's generation_config.json; for options that a request leaves out",
     "lazy": "loaded by its first request; without this line, when the supervisor starts",
 }

@@ -215,6 +215,21 @@ def test_llama_swaps_models_are_taken_over_and_nothing_is_run(tmp_path: Path, pl
         assert said in done.stderr
 
 
+def test_a_command_that_starts_a_module_of_python_names_its_model_and_what_is_not_taken_over(
+    tmp_path: Path, place: Path
+) -> None:
+    shutil.copytree(LETTERS, tmp_path / "letters")
+    module = "python3 -m vllm.entrypoints.openai.api_server"
+    cmd = f"{module} --port 1 --model {tmp_path / 'letters'} --tensor-parallel-size=2"
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"models": {"letters": {"cmd": cmd}}}))
+    done = modelctl("init", "--from", config, cwd=place)
+    assert read(place)["models"]["letters"]["model_dir"] == str(tmp_path / "letters")
+    assert "no counterpart: --tensor-parallel-size of letters: an option of cmd; " in done.stderr
+    assert "--model" not in done.stderr
+    assert "--port" not in done.stderr
+
+
 def test_the_written_groups_name_only_models_of_the_file(tmp_path: Path, place: Path) -> None:
     shutil.copytree(LETTERS, tmp_path / "models" / "served")
     (tmp_path / "models" / "served" / "chat.jinja").write_text("{{ messages[0].content }}")
