@@ -32,12 +32,13 @@ ANNOUNCEMENT: Final = """\
 A real model is downloaded for the demo and the tests, SmolLM2-135M-Instruct: 93 MB to download, 270 MB in {place}.
 That takes about 15 seconds at 20 MB/s."""
 ENTRY: Final = """\
-  smollm2:                      # a real model of 135 million parameters: the first of the page's playground
+  smollm2:                      # a real model of 135 million parameters: the first of the page's chat
     model_dir: {place}
     engine: transformers
     gpu: cpu
     max_batch_size: 8
     lazy: true                  # started by its first request
+    sampling: {{preset: steady, temperature: 0, max_tokens: 512}}   # at temperature 1 so small a model babbles
 
 """
 

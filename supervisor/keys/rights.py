@@ -216,7 +216,8 @@ def _forbidden(identity: Identity, what: str, enough: frozenset[Right], field: s
     needed = " or ".join(right for right in Right if right in enough)
     has = ", ".join(right for right in Right if right in identity.rights)
     text = f"{what} takes the right {needed}, and key {identity.name!r} has {has or 'none'}"
-    remedy = f"ask for another key (`modelctl keys new NAME --rights {needed.partition(' ')[0]}`)"
+    kind = " --http" if identity.is_http else ""
+    remedy = f"ask for another key (`modelctl keys new NAME{kind} --rights {needed.partition(' ')[0]}`)"
     return WireError(ErrorCode.FORBIDDEN, f"{text}: {remedy}", field=field)
 
 

@@ -105,14 +105,14 @@ def test_a_key_is_made_used_changed_and_revoked(tab: Tab, store: KeyStore, port:
     expect(form.get_by_label("Models")).to_have_value("quick,later*")
     form.get_by_label("status").check()
     form.get_by_label("Models").fill("")
-    form.get_by_label("Requests per minute").fill("7")
+    form.get_by_label("Requests per minute").fill("1")
     form.get_by_role("button", name="Save").click()
     expect(form).to_have_count(0)
     expect(row.get_by_role("button", name="Change web")).to_be_focused()
-    for words in ("infer, status", "all", "7 requests/min, 5,000 tokens/day"):
+    for words in ("infer, status", "all", "1 request/min, 5,000 tokens/day"):
         expect(row).to_contain_text(words)
     entry = next(entry for entry in store.entries() if entry["name"] == "web")
-    assert ("models" in entry, entry["requests_per_minute"], entry["tokens_per_day"]) == (False, 7, 5000)
+    assert ("models" in entry, entry["requests_per_minute"], entry["tokens_per_day"]) == (False, 1, 5000)
 
     row.get_by_role("button", name="Revoke web").click()
     asks = dialog(page, "Revoke web?")

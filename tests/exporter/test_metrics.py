@@ -68,6 +68,7 @@ def test_metrics_take_the_right_status(scraped: Scraped) -> None:
     status, text = scraped.scrape(scraped.web)
     assert status == 403
     assert "verb 'metrics' takes the right status or admin" in text
+    assert "`modelctl keys new NAME --http --rights status`" in text
     assert scraped.scrape("mctl_unknown")[0] == 401
 
 

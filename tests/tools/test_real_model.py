@@ -81,7 +81,9 @@ def test_the_weights_and_the_tokenizer_are_those_of_the_file(tmp_path: Path) -> 
 def test_the_sample_has_the_real_model_in_front() -> None:
     config = yaml.safe_load(real_model.sample_with(Path('/a: "b"')))
     assert list(config["models"]) == ["smollm2", "letters", "stories", "agent"]
-    assert (config["models"]["smollm2"]["model_dir"], config["models"]["smollm2"]["lazy"]) == ('/a: "b"', True)
+    entry = config["models"]["smollm2"]
+    assert (entry["model_dir"], entry["lazy"]) == ('/a: "b"', True)
+    assert entry["sampling"] == {"preset": "steady", "temperature": 0, "max_tokens": 512}, "at 1.0 it never ends"
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 1), (("--optional",), 0)])

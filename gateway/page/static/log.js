@@ -57,7 +57,7 @@ function Lines({ name }) {
   const scrolled = () => { atEnd.current = box.current.scrollHeight - box.current.scrollTop - box.current.clientHeight < 30; };
   return html`<div class="row log-row">
       <label class="log-search">Search <input type="search" value=${filter} spellcheck="false" onInput=${(event) => setFilter(event.target.value)} /></label>
-      <span class="small faint number">${words ? `${count(shown.length)} of ${count(every.length)} lines` : `${count(every.length)} lines`}</span>
+      <span class="small faint number">${words ? `${count(shown.length)} of ${count(every.length)} lines` : `${count(every.length)} ${every.length === 1 ? "line" : "lines"}`}</span>
       <${Button} label=${paused ? "Resume the log" : "Pause the log"} onClick=${() => setPaused(!paused)}>${paused ? "Resume" : "Pause"}<//>
     </div>
     ${wrong && html`<p class="error" role="alert">${wrong}</p>`}

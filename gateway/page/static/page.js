@@ -59,7 +59,7 @@ function SignIn() {
   };
   return html`<main class="sign-in"><form class="card" onSubmit=${submit}>
     <h2>Sign in</h2>
-    <p>Give a token. <code>modelctl keys new NAME --http</code> makes one.</p>
+    <p>Give a token. <code>modelctl keys new NAME --http</code> makes one. With <code>--rights infer,status,admin</code> it may see and do everything.</p>
     <label for="token">Token</label>
     <input id="token" name="token" type="password" autocomplete="current-password" required spellcheck="false" autofocus />
     <${Button} kind="" type="submit">Sign in<//>

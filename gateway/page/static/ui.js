@@ -164,7 +164,9 @@ export const Empty = ({ children }) => html`<p class="none">${children}</p>`;
 export function Switched({ what }) {
   return html`<div class="card"><p>${what} off while everybody on this machine may use the page without a token. This line of models.yaml
     turns them on, after <code>modelctl keys new NAME --http --rights infer,status,admin</code> has made a token for you:</p>
-    <pre>gateway: {auth: keys}</pre></div>`;
+    <pre>gateway: {auth: keys}</pre>
+    <p>A section <code>gateway</code> that is there already gets <code>auth: keys</code> in it. <code>modelctl reload</code> applies the
+    change.</p></div>`;
 }
 
 // A dialog over the page while it is drawn. Escape closes it. The first control has the focus, and it goes back afterwards.

@@ -104,7 +104,7 @@ function Revoke({ keyOf, onDone, onClose }) {
 }
 
 function limitsOf(key) {
-  return Object.entries(SHORT).filter(([field]) => key[field] !== null).map(([field, unit]) => `${count(key[field])} ${unit}`).join(", ");
+  return Object.entries(SHORT).filter(([field]) => key[field] !== null).map(([field, unit]) => `${count(key[field])} ${key[field] === 1 ? unit.replace("s/", "/") : unit}`).join(", ");
 }
 
 function KeyRow({ one, onChange, onRevoke }) {
@@ -294,7 +294,7 @@ function UsageTable({ usage, all, onAll }) {
   return html`<div class="scroll"><table class="usage" aria-labelledby="usage-title">
     <thead><tr><th>Day (UTC)</th><th>Key</th><th>Model</th>${COUNTS.map(([, title]) => html`<th class="number">${title}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr key=${`${row.day} ${row.key} ${row.model}`}>
-      <td>${row.day}</td><td>${row.key || "–"}</td><td class="break">${row.model}</td>
+      <td>${row.day}</td><td>${row.key || "no key"}</td><td class="break">${row.model}</td>
       ${COUNTS.map(([name, title]) => html`<td class="number" data-name=${title}>${count(row[name])}</td>`)}</tr>`)}</tbody>
     <tfoot><tr><td colspan="3">Total</td>${COUNTS.map(([name, title]) => html`<td class="number" data-name=${title}>${count(usage.total[name])}</td>`)}</tr></tfoot>
   </table></div>

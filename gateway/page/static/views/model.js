@@ -112,6 +112,12 @@ function About({ details, name }) {
     ${facts.filter(([, value]) => value).map(([label, value]) => html`<dt key=${label}>${label}</dt><dd key=${`${label}=`}>${value}</dd>`)}</dl><//>`;
 }
 
+// The place of a key, "models.yaml:7". A narrow column breaks it before the colon.
+function breakable(source) {
+  const at = source.lastIndexOf(":");
+  return at < 0 ? source : html`${source.slice(0, at)}<wbr />${source.slice(at)}`;
+}
+
 function Settings({ settings, name }) {
   const [all, setAll] = useState(false);
   const given = settings.filter((setting) => setting.source !== "default");
@@ -124,7 +130,7 @@ function Settings({ settings, name }) {
     <div class="scroll" tabindex="0" role="group" aria-labelledby="settings-title"><table class="model-settings">
       <thead><tr><th scope="col">Key</th><th scope="col">Value</th><th scope="col">From</th></tr></thead>
       <tbody>${(all ? settings : given).map((setting) => html`<tr key=${setting.key}><td>${key(setting)}</td>
-        <td><code>${setting.value}</code></td><td class="faint">${setting.source}</td></tr>`)}</tbody></table></div><//>`;
+        <td><code>${setting.value}</code></td><td class="faint">${breakable(setting.source)}</td></tr>`)}</tbody></table></div><//>`;
 }
 
 // The keys of a model as they stand in models.yaml. Some parts of a map may come from elsewhere: their keys have a dot.
