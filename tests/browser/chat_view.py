@@ -1,5 +1,6 @@
 """The view Chat: conversations stream, are kept in the browser for their key alone, and no answer can hurt the page."""
 
+import hashlib
 import json
 import os
 import re
@@ -56,6 +57,16 @@ def chat(tab: Tab) -> Page:
     tab.page.goto(tab.base + "#/chat")
     expect(field(tab.page)).to_be_visible()
     return tab.page
+
+
+TURN = {"role": "assistant", "model": "m", "reasoning": "", "content": "x", "calls": [], "ended": "", "error": ""}
+DAMAGED: list[Any] = [
+    None, 5, [1], {"turns": None}, {"turns": [None]}, {"turns": ["x"]}, {"turns": [{"role": "user", "content": {}}]},
+    {"turns": [{**TURN, "timings": {}}]}, {"turns": [{**TURN, "timings": "", "calls": [None]}]}, {"options": None},
+    {"options": {"seed": {}}}, {"title": {"type": "img", "props": {"src": "x"}, "constructor": None}}, {"draft": 9},
+    {"id": "other"},
+]  # fmt: skip
+"""What may stand in the browser's storage in place of the parts of a conversation."""
 
 
 def field(page: Page) -> Locator:
@@ -571,3 +582,33 @@ def test_markdown_is_the_same_while_it_comes_and_afterwards(chat: Page) -> None:
     chat.reload()
     expect(answers(chat)).to_have_count(1)
     assert shown.inner_html() == streamed
+
+
+def test_damaged_storage_leaves_the_page_and_the_other_conversations_as_they_are(
+    tab: Tab, chat: Page, token: str
+) -> None:
+    prefix = f"modelctl-chat {hashlib.sha256(token.encode()).hexdigest()[:16]} "
+    whole = {
+        "id": "whole", "title": "Whole", "changed": 1, "model": "stories", "system": "", "options": {"seed": "5"},
+        "tools": "", "turns": [{"role": "user", "content": "x"}, {**TURN, "timings": ""}], "draft": "",
+    }  # fmt: skip
+    entries = {prefix + "whole": json.dumps(whole), prefix + "text": "{", "modelctl-other": "{"}
+    for number, parts in enumerate(DAMAGED):
+        name = f"damaged-{number}"
+        entries[prefix + name] = json.dumps({**whole, "id": name, **parts} if isinstance(parts, dict) else parts)
+    chat.evaluate("entries => Object.entries(entries).forEach(([k, v]) => localStorage.setItem(k, v))", entries)
+    chat.reload()
+    expect(chat.get_by_text("Conversations (1)")).to_be_visible()
+    chat.get_by_role("link", name="Whole").click()
+    expect(chat.get_by_role("heading", name="Whole")).to_be_visible()
+    tab.open("#/chat/damaged-3")
+    expect(chat.get_by_text("This browser has no such conversation")).to_be_visible()
+    tab.open("#/requests")
+    expect(chat.get_by_role("heading", name="Requests", exact=True)).to_be_visible()
+
+
+def test_a_damaged_session_in_the_storage_asks_for_the_token(chat: Page, tab: Tab, token: str) -> None:
+    chat.evaluate("localStorage.setItem('modelctl-session', '\\u2603\\n')")
+    chat.reload()
+    tab.sign_in(token)
+    expect(field(chat)).to_be_visible()

@@ -26,10 +26,17 @@ function changed() {
 const prefix = () => `modelctl-chat ${store.key} `;
 const sort = () => store.chats.sort((a, b) => b.changed - a.changed);
 
+const areTexts = (values) => values.every((value) => typeof value === "string");
+const isCall = (call) => areTexts([call.name, call.arguments]);
+const isTurn = (turn) => areTexts([turn.content]) && (turn.role === "user" || (turn.calls.every(isCall)
+  && areTexts([turn.model, turn.reasoning, turn.ended, turn.error, turn.timings])));
+
+// Return a conversation of the storage; null for an entry that was damaged. It would end the page, and not this view alone.
 function load(name) {
   try {
-    const chat = JSON.parse(localStorage.getItem(name));
-    return Array.isArray(chat.turns) ? { ...fresh(), ...chat } : null;
+    const { id, title, changed, model, system, options, tools, turns, draft } = JSON.parse(localStorage.getItem(name));
+    const sound = areTexts([id, title, model, system, tools, draft, ...Object.values(options)]) && turns.every(isTurn);
+    return sound && name === prefix() + id ? { ...fresh(), id, title, changed: Number(changed), model, system, options, tools, turns, draft } : null;
   } catch {
     return null;
   }

@@ -10,7 +10,8 @@
 const KEPT = "modelctl-session";
 
 function own() {
-  return { "x-modelctl-page": localStorage.getItem(KEPT) || "1" };
+  const kept = localStorage.getItem(KEPT);
+  return { "x-modelctl-page": /^[!-~]+$/.test(kept) ? kept : "1" }; // a header cannot hold what else may stand there
 }
 
 export async function ask(path, options = {}) {
