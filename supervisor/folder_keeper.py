@@ -28,7 +28,9 @@ AGAIN_S: Final = 10.0
 LATE_S: Final = 60.0
 """Seconds without a look at the folders that are a trouble."""
 MOST_SAID: Final = 1000
-"""Reasons that are remembered, so that they are said once."""
+"""Directories that are not served and that the log names. Each is named once."""
+MOST_EVENTS: Final = 50
+"""Those of them that are events, too. More of them would leave no room for other events."""
 _MOST_BYTES: Final = 1 << 18
 
 
@@ -46,7 +48,9 @@ class FolderKeeper:
         self._data: dict[str, dict[str, Any]] = {}
         """By name, the plain data of each found model."""
         self._said: set[tuple[str, str]] = set()
-        """Directories that are not served, each with the reason, of which an event has told."""
+        """Directories that are not served, each with the reason, which the log has named."""
+        self._crowded = False
+        """Whether the log has said that there are too many of them."""
         self._unread: dict[str, str] = {}
         self._epoll = select.epoll()
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,7 +86,7 @@ class FolderKeeper:
             return
         self._end()
         self._config = config
-        self._unread, self._heard_at, self._started_at = {}, 0.0, -AGAIN_S
+        self._unread, self._heard_at, self._started_at, self._crowded = {}, 0.0, -AGAIN_S, False
         self._found = {name: spec for name, spec in self.layered(config).models.items() if spec.folder is not None}
         self.check()
 
@@ -166,16 +170,28 @@ class FolderKeeper:
             data[name] = each
         found |= {name: self._found[name] for name in told["kept"] if name in self._found}
         self._unread = told["unread"]
-        if len(self._said) > MOST_SAID:
-            self._said.clear()
-        for directory, why in told["refused"].items():
-            if (directory, why) not in self._said:
-                self._said.add((directory, why))
-                self._log.warning("folders: %s is not served: %s", directory, why, extra=noted(EventKind.FOLDER))
+        self._say_refused(told["refused"])
         cause = _cause(self._found, found)
         self._found, self._data = found, data
         if cause is not None:
             self._changed(cause)
+
+    def _say_refused(self, refused: Mapping[str, str]) -> None:
+        """Name the directories that are not served, each once, and not more than one log can take."""
+        if len(self._said) > MOST_EVENTS:
+            self._said.intersection_update(refused.items())
+        for directory, why in refused.items():
+            if (directory, why) in self._said:
+                continue
+            if len(self._said) >= MOST_SAID:
+                if not self._crowded:
+                    self._crowded = True
+                    message = "folders: more than %d directories are not served: `modelctl check` names all of them"
+                    self._log.warning(message, MOST_SAID, extra=noted(EventKind.FOLDER))
+                return
+            self._said.add((directory, why))
+            event = noted(EventKind.FOLDER) if len(self._said) <= MOST_EVENTS else None
+            self._log.warning("folders: %s is not served: %s", directory, why, extra=event)
 
 
 def _cause(before: Mapping[str, ModelSpec], after: Mapping[str, ModelSpec]) -> str | None:

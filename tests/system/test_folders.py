@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from supervisor.folder_keeper import MOST_EVENTS, MOST_SAID
 from tests.keyed import free_port
 from tests.serving import ROOT, WITHIN, Serving, engine, is_helper, wait_until
 
@@ -163,3 +164,20 @@ def test_models_stay_while_the_folder_is_away(serving: Serving, folder: Path) ->
     folder.mkdir()
     wait_until(lambda: names(serving) == ["own"], what="the end of the model")
     assert not serving.overview()["supervisor"]["troubles"]
+
+
+def test_thousands_of_directories_that_are_not_served_leave_room_for_other_events(
+    serving: Serving, folder: Path
+) -> None:
+    for number in range(MOST_SAID + 100):
+        directory = folder / f"open-{number}"
+        directory.mkdir()
+        directory.chmod(0o777)
+        for name in ("config.json", "model.safetensors"):
+            (directory / name).touch()
+    wait_until(lambda: f"more than {MOST_SAID} directories are not served" in serving.log())
+    shutil.copytree(DEMO / "letters", folder / "letters")
+    wait_until(lambda: names(serving) == ["own", "letters"])
+    assert len(events(serving)) <= MOST_EVENTS + 1
+    assert serving.log().count(" is not served: ") == MOST_SAID
+    assert "own: loading -> ready" in serving.modelctl("events").stdout
