@@ -280,9 +280,18 @@ def unpack_body(body: bytes) -> dict[str, Any]:
     return value
 
 
+def pack_reply(value: dict[str, Any]) -> bytes:
+    """Return the body of a REPLY or an ERROR.
+
+    These may quote paths, and the name of a file need not be text. What is no text becomes an escape such as \\udcff.
+    """
+    body: bytes = _packb(value, unicode_errors="backslashreplace")
+    return body
+
+
 def pack_error(error: WireError) -> bytes:
     """Return the body of an ERROR message."""
-    return pack_body(error.to_wire())
+    return pack_reply(error.to_wire())
 
 
 def pack_event(token_ids: Iterable[int], fields: dict[str, Any]) -> bytes:

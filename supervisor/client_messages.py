@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from protocol import __version__, limits
-from protocol.codec import check_size, encode, pack_body, unpack_body
+from protocol.codec import check_size, encode, pack_body, pack_reply, unpack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import (
     ON_BEHALF_OF,
@@ -156,7 +156,7 @@ class ClientMessages:
             reply = {"result": calls.answer(self._context, message.verb, params, caller, admin=admin)}
         except WireError as e:
             reply = {"error": masked_values(e.to_wire())}
-        self._answer(connection.channel, Reply(message.call, pack_body(reply)))
+        self._answer(connection.channel, Reply(message.call, pack_reply(reply)))
 
     @property
     def _names(self) -> ModelNames:

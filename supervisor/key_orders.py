@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from protocol.codec import pack_body
+from protocol.codec import pack_reply
 from protocol.errors import ErrorCode, RequestError, WireError
 from supervisor.config import Config
 from supervisor.event_history import EventKind, noted
@@ -136,7 +136,7 @@ class KeyOrders:
             self._log.info("key %r is %s%s", order.name, DONE[order.verb], by, extra=noted(EventKind.KEYS))
             more = {} if order.verb == "revoke_key" else self._described(order)
             result = {"result": {**result, **more}}
-        self._effects.add([order.asker.reply(pack_body(result))])
+        self._effects.add([order.asker.reply(pack_reply(result))])
 
     def _described(self, order: _Order) -> dict[str, Any]:
         """Return the key after a change; ``key`` is None if it was revoked meanwhile."""

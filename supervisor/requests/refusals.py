@@ -1,6 +1,6 @@
 """Make the message that answers a refused frame. Pure. ``protocol.messages`` (ERROR) states the rule."""
 
-from protocol.codec import pack_body, pack_error
+from protocol.codec import pack_error, pack_reply
 from protocol.errors import WireError
 from protocol.messages import Error, Kind, Message, Reply
 from protocol.process.masking import masked_values
@@ -16,11 +16,11 @@ def refusal(error: WireError, kind: Kind | None, number: int, *, runs: bool) -> 
     runs          whether a request of this connection with that number was accepted and has not ended
     """
     if kind is Kind.CALL and number:
-        return Reply(number, pack_body({"error": masked_values(error.to_wire())}))
+        return Reply(number, pack_reply({"error": masked_values(error.to_wire())}))
     if kind is Kind.GENERATE and number and not runs:
         return Error(number, pack_error(error))
     refused = {} if kind is None else {"kind": int(kind), **({"number": number} if number else {})}
-    return Error(0, pack_body({**masked_values(error.to_wire()), "refused": refused}))
+    return Error(0, pack_reply({**masked_values(error.to_wire()), "refused": refused}))
 
 
 def number_of(message: Message) -> int:

@@ -1,5 +1,6 @@
 """The error for a client's mistake names the field, its value and its limit. Other clients are not affected."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,3 +130,20 @@ def test_a_call_whose_body_is_no_map_is_answered(serving: Serving) -> None:
             client.send(encode(Call(9, "status", body)))
             client.barrier()
         assert serving.overview()["supervisor"]["pid"] == serving.pid
+
+
+def test_a_path_that_is_no_text_does_not_end_the_supervisor() -> None:
+    """Answers have its bytes as escapes."""
+    serving = Serving({"m": engine()}, begin=False)
+    directory = serving.directory / os.fsdecode(b"no-text\xff")
+    directory.mkdir()
+    serving.config = directory / "models.yaml"
+    serving.write_models({"m": engine()})
+    serving.start_again({"m": engine()})
+    with serving:
+        assert serving.overview()["supervisor"]["config"] == f"{serving.directory}/no-text\\udcff/models.yaml"
+        with serving.client() as client:
+            assert client.call("config")["file"].endswith("no-text\\udcff/models.yaml")
+        serving.config.write_text("models: 5")
+        with pytest.raises(WireError, match="nothing is changed"):
+            serving.order("reload")
