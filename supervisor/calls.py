@@ -3,6 +3,7 @@
 No verb takes a command, a path or a module.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ LATER: Final = frozenset({USAGE, *DONE})
 """The verbs that processes of the supervisor answer."""
 _OPEN_TROUBLES: Final = ("gpus", "gateway", "cluster", "listen")
 """Troubles whose words name no model. A key for some models sees these only."""
+_FOR_PEOPLE: Final = ("message", "reason", "unloaded", "error_message")
+"""Keys whose values are sentences."""
 Params = dict[str, Any]
 Result = dict[str, Any]
 
@@ -183,10 +186,43 @@ def _status(context: AdminContext, params: Params, identity: Identity) -> Result
         "supervisor": supervisor,
         "gpus": context.fleet.vram.describe_gpus(context.fleet.registry.config.supervisor.vram_limit),
         "gpus_unknown": context.fleet.vram.trouble,
-        "models": [
-            _described(context, replica) | ({"speeds": list(replica.speeds)} if given.get("history") else {})
-            for replica in replicas
-        ],
+        "models": _without_others(
+            context,
+            identity,
+            [
+                _described(context, replica) | ({"speeds": list(replica.speeds)} if given.get("history") else {})
+                for replica in replicas
+            ],
+        ),
+    }
+
+
+def _without_others(context: AdminContext, identity: Identity, value: Any) -> Any:
+    """Return a part of an answer whose texts for people name no model that a key may not use.
+
+    Such a text can say which other models hold a GPU's memory, or for which one a model was evicted.
+    """
+    if identity.models is None:
+        return value
+    registry = context.fleet.registry
+    models = {*registry.config.models, *(replica.model for replica in registry.replicas.values())}
+    hidden = sorted((model for model in models if not identity.may_use(model)), key=len, reverse=True)
+    if not hidden:
+        return value
+    names = "|".join(map(re.escape, hidden))
+    return _replaced(value, re.compile(rf"(?<![a-z0-9._-])(?:{names})(?::[0-9]+)?(?![a-z0-9_-]|\.[a-z0-9])"))
+
+
+def _replaced(value: Any, names: re.Pattern[str]) -> Any:
+    if isinstance(value, list):
+        return [_replaced(part, names) for part in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: names.sub("another model", part)
+        if key in _FOR_PEOPLE and isinstance(part, str)
+        else _replaced(part, names)
+        for key, part in value.items()
     }
 
 
@@ -328,7 +364,8 @@ def _ended_requests(context: AdminContext, params: Params, identity: Identity) -
     limit = _whole(given, "limit", 100, 1, MOST_LISTED)
     after = None if "after" not in given else _whole(given, "after", 0, 0, limits.MAX_U64)
     unix = time.time() - time.monotonic()
-    return {"session": context.status.session, **context.scheduler.unfinished.ended(identity, after, limit, unix)}
+    ended = context.scheduler.unfinished.ended(identity, after, limit, unix)
+    return {"session": context.status.session, **_without_others(context, identity, ended)}
 
 
 def _cancel_request(context: AdminContext, params: Params, identity: Identity) -> Result:
@@ -349,7 +386,7 @@ def _story(context: AdminContext, params: Params, identity: Identity) -> Result:
     for story in told:
         sees = bool(identity.rights & SEES_ALL)
         story["events"] = context.history.during(story["model"], story["accepted"], story["total_ms"]) if sees else []
-    return {"requests": told}
+    return {"requests": _without_others(context, identity, told)}
 
 
 def _events(context: AdminContext, params: Params, identity: Identity) -> Result:
@@ -366,7 +403,8 @@ def _events(context: AdminContext, params: Params, identity: Identity) -> Result
         return identity.models is None or (model is not None and identity.may_use(model))
 
     after = None if "after" not in given else _whole(given, "after", 0, 0, limits.MAX_U64)
-    return {"session": context.status.session, **context.history.since(after, limit, visible)}
+    found = context.history.since(after, limit, visible)
+    return {"session": context.status.session, **_without_others(context, identity, found)}
 
 
 def _metrics(context: AdminContext, params: Params, identity: Identity) -> Result:

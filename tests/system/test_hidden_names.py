@@ -13,6 +13,7 @@ from protocol.errors import WireError
 from protocol.messages import QUESTION_VERBS
 from supervisor import calls
 from supervisor.key_orders import DONE
+from supervisor.keys.store import token_id
 from tests.keyed import Keyed, free_port
 from tests.serving import WITHIN, engine
 
@@ -172,3 +173,20 @@ def test_a_wrong_models_yaml_tells_a_key_for_some_models_nothing_of_the_others(k
             assert HIDDEN not in told
     finally:
         serving.config.write_text(text)
+
+
+def test_the_reason_of_a_state_names_no_hidden_model() -> None:
+    """A model was evicted for one that the key may not use. Neither its state nor its events say for which."""
+    models = {"open": engine(lazy=True), HIDDEN: engine(lazy=True)}
+    groups = {"few": {"models": list(models), "loaded": 1}}
+    with Keyed(models, {"ops": "admin"}, groups=groups) as keyed, keyed.serving.client() as owner:
+        token = keyed.new_http("some", "infer,status", models=("op*",))
+        for name in models:
+            owner.complete(name, "x", max_tokens=1)
+        key = {"on_behalf_of": token_id(token)}
+        (seen,) = owner.call("status", **key)["models"]
+        assert seen["reason"] == "evicted for another model (group few: 1 at once)"
+        told = owner.call("events", **key)["events"]
+        assert any("evicted for another model" in event["message"] for event in told)
+        assert HIDDEN not in json.dumps([seen, told])
+        assert keyed.serving.status("open")["reason"] == "evicted for hidden (group few: 1 at once)"
