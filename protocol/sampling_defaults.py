@@ -102,5 +102,6 @@ def _check_keys(given: Any, known: Iterable[str]) -> None:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             raise DefaultsProblem(
-                str(key), f"unknown key; {f'did you mean {near[0]!r}?' if near else 'known are ' + ', '.join(known)}"
+                str(key),
+                f"unknown key; {f'did you mean {near[0]!r}?' if near else 'known are ' + ', '.join(sorted(known))}",
             )

@@ -428,19 +428,21 @@ def _entry_lines(name: str, keys: Mapping[str, Any]) -> list[str]:
     lines = [f"  {yaml.safe_dump(name).splitlines()[0]}:"]  # quoted if YAML would read a date
     for key, value in keys.items():
         nested = isinstance(value, dict | list)
-        line = (
-            f"{key}: {_in_line(value)}" if nested else yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 20)
-        )
-        line = line.rstrip()
+        line = f"{key}: {_in_line(value)}" if nested else _dumped({key: value})
         lines.append(f"    {line:<24} # {_COMMENTS[key]}" if key in _COMMENTS else f"    {line}")
     return lines
 
 
 def _in_line(value: Any) -> str:
+    return _dumped(value, default_flow_style=True, sort_keys=False)
+
+
+def _dumped(value: Any, **options: bool) -> str:
+    """Return a value as YAML in which ``${`` is text, because models.yaml would take it for a variable."""
     import yaml
 
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=1 << 20)
-    return text.rstrip()
+    text: str = yaml.safe_dump(value, allow_unicode=True, width=1 << 20, **options)
+    return text.rstrip().replace("${", "$${")
 
 
 def _tell(file: Path, draft: Draft, as_json: bool) -> None:

@@ -230,6 +230,17 @@ def test_a_command_that_starts_a_module_of_python_names_its_model_and_what_is_no
     assert "--port" not in done.stderr
 
 
+def test_what_looks_like_a_variable_stays_text(tmp_path: Path, place: Path) -> None:
+    shutil.copytree(LETTERS, tmp_path / "${HERE}" / "letters")
+    cmd = f"vllm serve '{tmp_path}/${{HERE}}/letters' --max-model-len 64"
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"models": {"letters": {"cmd": cmd, "description": "costs ${PRICE}"}}}))
+    assert modelctl("init", "--from", config, cwd=place).returncode == 0
+    done = modelctl("check", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "costs $${PRICE}" in (place / "models.yaml").read_text()
+
+
 def test_the_written_groups_name_only_models_of_the_file(tmp_path: Path, place: Path) -> None:
     shutil.copytree(LETTERS, tmp_path / "models" / "served")
     (tmp_path / "models" / "served" / "chat.jinja").write_text("{{ messages[0].content }}")
