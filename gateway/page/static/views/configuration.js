@@ -18,7 +18,7 @@ function Faults({ problems, goTo }) {
 function Changes({ changes }) {
   const models = Object.entries(changes.models);
   if (!models.length && !changes.settings.length) {
-    return html`<p class="state ready"><${Icon} name="ready" />Nothing: what is served is what the file says</p>`;
+    return html`<p class="state ready reload-none"><${Icon} name="ready" />Nothing: what is served is what the file says</p>`;
   }
   return html`<ul>
     ${models.map(([name, change]) => html`<li key=${name}><b>${name}</b>: ${CHANGES[change] || change}</li>`)}
