@@ -434,14 +434,16 @@ def _entry_lines(name: str, keys: Mapping[str, Any]) -> list[str]:
 
 
 def _in_line(value: Any) -> str:
-    return _dumped(value, default_flow_style=True, sort_keys=False)
+    return _dumped(value, in_line=True)
 
 
-def _dumped(value: Any, **options: bool) -> str:
+def _dumped(value: Any, in_line: bool = False) -> str:
     """Return a value as YAML in which ``${`` is text, because models.yaml would take it for a variable."""
     import yaml
 
-    text: str = yaml.safe_dump(value, allow_unicode=True, width=1 << 20, **options)
+    text: str = yaml.safe_dump(
+        value, allow_unicode=True, width=1 << 20, default_flow_style=in_line, sort_keys=not in_line
+    )
     return text.rstrip().replace("${", "$${")
 
 
