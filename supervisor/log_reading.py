@@ -162,8 +162,8 @@ def _last(log: _Log, lines: int) -> dict[str, Any]:
     begin = max(0, log.size - MOST_BYTES)
     data = os.pread(log.file, MOST_BYTES, begin)
     *complete, unfinished = data.split(b"\n")
-    if begin and complete:
-        del complete[0]  # its beginning was not read
+    if begin and len(complete) > 1:
+        del complete[0]  # its beginning was not read. If it is the only line, its end is better than nothing
     return _result(complete[-lines:], unfinished, _position(log, begin + len(data) - len(unfinished)), restarted=False)
 
 

@@ -158,6 +158,9 @@ def test_what_is_read_is_bounded(log: Path) -> None:
     append(log, "x" * (3 * MOST_BYTES))
     last = read_log(log, MOST_LINES, None)
     assert (last["lines"], len(last["unfinished"])) == ([], MOST_BYTES)
+    append(log, "\n")
+    last = read_log(log, MOST_LINES, None)
+    assert ([len(line) for line in last["lines"]], last["unfinished"]) == ([MOST_BYTES - 1], ""), "its end is shown"
 
 
 def test_a_line_that_is_too_long_comes_in_pieces(log: Path) -> None:
