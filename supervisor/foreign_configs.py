@@ -166,6 +166,11 @@ class _Tabby:
         own, free = host in ("127.0.0.1", "localhost", "::1"), network.get("disable_auth") is True
         listen = f"[{host}]:{port}" if ":" in host else f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
         self._out.gateway = {"listen": listen, "auth": "none" if free and own else "keys"}
+        if not own:
+            names = (
+                "other machines may use the address; add names by which they call this one to `gateway.allowed_hosts`"
+            )
+            self._out.notes.append(f"network.host: {names}")
         if free and not own:
             why = "only programs of this machine may do without a token, at 127.0.0.1"
             self._out.notes.append(f"network.disable_auth: {why}; {TOKENS}")

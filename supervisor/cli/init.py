@@ -375,7 +375,7 @@ _FOLDERS = """\
 # Every model below this directory is served, also one that comes later. Its first request loads it. `modelctl check`
 # lists the models. One with keys of its own needs an entry below `models`."""
 _HTTP = """\
-# OpenAI's and Anthropic's APIs, and the page http://{listen}/."""
+# OpenAI's and Anthropic's APIs, and the page http://{place}/."""
 _AUTH = {
     "none": """\
 # No token is needed: every user and every program of this machine may use, start and stop the models. With `auth: keys`
@@ -397,7 +397,8 @@ def _text(draft: Draft, roots: Sequence[Path]) -> str:
         lines += ["#", draft.lazy]
     lines.append("")
     if draft.gateway:
-        lines += [_HTTP.format(**draft.gateway), _AUTH[draft.gateway["auth"]], f"gateway: {_in_line(draft.gateway)}"]
+        place = draft.gateway["listen"].replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+        lines += [_HTTP.format(place=place), _AUTH[draft.gateway["auth"]], f"gateway: {_in_line(draft.gateway)}"]
     else:
         lines.append(_NO_HTTP)
     lines.append("")

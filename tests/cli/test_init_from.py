@@ -166,6 +166,8 @@ def test_a_tabbyapi_that_is_open_to_others_gets_keys(tmp_path: Path, place: Path
     done = modelctl("init", "--from", config, cwd=place)
     assert done.returncode == 0, done.stderr
     assert read(place)["gateway"] == {"listen": "0.0.0.0:5001", "auth": "keys"}
+    assert "the page http://127.0.0.1:5001/" in (place / "models.yaml").read_text()
+    assert "no counterpart: network.host: other machines may use the address; add names" in done.stderr
     assert read(place)["models"]["far"]["model_dir"] == str(tmp_path / "models" / "Far")
     assert read(place)["folders"] == [{"path": str(tmp_path / "models")}]
     assert f"there is no directory {tmp_path}/models here" in done.stderr
