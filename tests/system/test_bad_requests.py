@@ -108,7 +108,7 @@ def test_orders_are_for_the_admin_socket_and_requests_for_the_front(serving: Ser
             "exec",
             {},
             "verb",
-            "unknown verb 'exec': known are .*detokenize, events, keys, log_level, logs, metrics, models, .*tokenize",
+            "unknown verb 'exec': known are .*detokenize, ended_requests, events, .*models, .*tokenize",
         ),
         ("start", {}, "model", "is missing"),
         ("start", {"model": "b"}, "model", "no model 'b'"),
