@@ -179,6 +179,7 @@ def _found(directory: Path, roots: Sequence[Path]) -> Draft:
 def _translated(file: Path, roots: Sequence[Path]) -> Draft:
     """Return what another program's file becomes. Raises CommandFailure if it is none that is known."""
     from supervisor.foreign_configs import read_foreign
+    from supervisor.placement.vetting import unused_gpus
     from supervisor.yaml_source import ConfigError, YamlSource
 
     try:
@@ -191,10 +192,11 @@ def _translated(file: Path, roots: Sequence[Path]) -> Draft:
     draft = Draft(f"--from {_printable(str(file))}", [], gateway=foreign.gateway, groups=foreign.groups)
     draft.notes += foreign.notes
     if foreign.folder is not None:
-        given = {"model_dir": ".", "engine": "exllamav2", "gpu": "auto", "lazy": True}
+        implied = {"model_dir": ".", "engine": "exllamav2", "gpu": "auto", "lazy": True}
+        given = implied if unused_gpus() else implied | {"engine": "transformers", "gpu": "cpu"}
         any_model = Entry("folders", dict(given))
         _overlay(any_model, foreign.common, draft.notes)
-        defaults = {key: value for key, value in any_model.keys.items() if key not in given}
+        defaults = {key: value for key, value in any_model.keys.items() if implied.get(key) != value}
         folder = os.path.abspath(foreign.folder.expanduser())
         draft.folders.append({"path": folder, **({"defaults": defaults} if defaults else {})})
         if not os.path.isdir(folder):

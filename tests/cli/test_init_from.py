@@ -159,6 +159,15 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
     assert f"not served yet: {tabby / 'models' / 'Other'}: its files changed less than 30 s ago" in done.stdout
 
 
+def test_without_a_gpu_tabbyapis_folder_is_served_on_the_cpu(tmp_path: Path, place: Path) -> None:
+    shutil.copytree(LETTERS, tmp_path / "models" / "Main")
+    (tmp_path / "config.yml").write_text("model: {model_name: Main, cache_mode: Q8}\n")
+    done = modelctl("init", "--from", tmp_path / "config.yml", cwd=place)
+    assert done.returncode == 0, done.stderr
+    done = modelctl("check", cwd=place)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_tabbyapi_that_is_open_to_others_gets_keys(tmp_path: Path, place: Path) -> None:
     """Without a token only programs of this machine are served. The folder of the file is not on this machine."""
     config = tmp_path / "config.yml"
@@ -169,7 +178,8 @@ def test_a_tabbyapi_that_is_open_to_others_gets_keys(tmp_path: Path, place: Path
     assert "the page http://127.0.0.1:5001/" in (place / "models.yaml").read_text()
     assert "no counterpart: network.host: other machines may use the address; add names" in done.stderr
     assert read(place)["models"]["far"]["model_dir"] == str(tmp_path / "models" / "Far")
-    assert read(place)["folders"] == [{"path": str(tmp_path / "models")}]
+    on_cpu = {"engine": "transformers", "gpu": "cpu"}
+    assert read(place)["folders"] == [{"path": str(tmp_path / "models"), "defaults": on_cpu}], "no GPU is here"
     assert f"there is no directory {tmp_path}/models here" in done.stderr
     assert "`modelctl keys new NAME --token-file FILE`" in done.stderr
 
