@@ -1,12 +1,12 @@
 // The page /docs: the endpoints of /openapi.json with their options, to search and to jump to.
-import { Empty, html, render, useEffect, useMemo, useState } from "./ui.js";
+import { count, Empty, html, render, useEffect, useMemo, useState } from "./ui.js";
 
 const SAME = "x-modelctl-same-as", UNUSED = "x-modelctl-unused";
 const BOUNDS = [
-  ["minimum", "from"], ["exclusiveMinimum", "above"], ["maximum", "to"], ["exclusiveMaximum", "below"],
-  ["minItems", "at least"], ["maxItems", "at most"], ["minLength", "at least"], ["maxLength", "at most"],
+  ["minimum", "from", ""], ["exclusiveMinimum", "above", ""], ["maximum", "to", ""], ["exclusiveMaximum", "below", ""],
+  ["minItems", "at least", " entries"], ["maxItems", "at most", " entries"],
+  ["minLength", "at least", " characters"], ["maxLength", "at most", " characters"],
 ];
-const UNITS = { minItems: " entries", maxItems: " entries", minLength: " characters", maxLength: " characters" };
 
 // What a value may be, in words.
 function allowed(schema) {
@@ -16,7 +16,7 @@ function allowed(schema) {
   const kind = [schema.type].flat().filter((name) => name && name !== "null").join(" or ") || "anything";
   const of = kind === "array" && schema.items?.type ? ` of ${schema.items.type}s` : "";
   return [kind + of, ...BOUNDS.filter(([name]) => name in schema)
-    .map(([name, word]) => `${word} ${schema[name].toLocaleString("en")}${UNITS[name] || ""}`)].join(" ");
+    .map(([name, word, unit]) => `${word} ${count(schema[name])}${unit}`)].join(" ");
 }
 
 // A text in which `this` is code.

@@ -8,7 +8,7 @@
 // A turn: { role: "user", content } or { role: "assistant", model, content, reasoning, calls, plain, ended, error, timings }.
 // A turn is never changed but replaced, so components need not compare what is in it.
 
-import { announce, useEffect, useReducer } from "./ui.js";
+import { announce, drawing } from "./ui.js";
 import { ask, serverSentEvents } from "./session.js";
 
 const KEPT = ["id", "title", "changed", "model", "system", "options", "tools", "turns"];
@@ -17,11 +17,7 @@ const BREATH = 3; // the page rests this many times as long as it has drawn an a
 
 const store = { key: null, chats: [], full: false };
 const running = new Map(); // by conversation, { stop, show }
-const drawn = new Set();
-
-function changed() {
-  for (const draw of drawn) draw();
-}
+const [useDrawn, changed] = drawing();
 
 const prefix = () => `modelctl-chat ${store.key} `;
 const sort = () => store.chats.sort((a, b) => b.changed - a.changed);
@@ -44,11 +40,7 @@ function load(name) {
 
 // Return the conversations of a key, the newest first, and whether the storage is full.
 export function useConversations(key) {
-  const [, draw] = useReducer((n) => n + 1, 0);
-  useEffect(() => {
-    drawn.add(draw);
-    return () => drawn.delete(draw);
-  }, []);
+  useDrawn();
   if (store.key !== key) {
     store.key = key;
     store.chats = Object.keys(localStorage).filter((name) => name.startsWith(prefix())).map(load).filter(Boolean);

@@ -11,28 +11,21 @@
 // ones), requests_total, and for keys with the right status also gpus, supervisor, events. It is {} before the first news.
 // connection is { state, text }: waiting, live, lost or signed out.
 
-import { useLayoutEffect, useReducer } from "./ui.js";
+import { drawing } from "./ui.js";
 import { ask, serverSentEvents } from "./session.js";
 
 const live = { picture: {}, connection: { state: "waiting", text: "connecting" } };
-const drawn = new Set();
+const [useDrawn, draw] = drawing();
 let updates = null;
 let second = 0; // the last one that has its value in the picture's speeds
 
 export const SPEEDS = 120;
 const EVENTS = 100;
 
-function changed(parts) {
-  Object.assign(live, parts);
-  for (const draw of drawn) draw();
-}
+const changed = (parts) => draw(Object.assign(live, parts));
 
 export function useLive() {
-  const [, draw] = useReducer((count) => count + 1, 0);
-  useLayoutEffect(() => { // at once: news may come before effects run
-    drawn.add(draw);
-    return () => drawn.delete(draw);
-  }, []);
+  useDrawn();
   return live;
 }
 
@@ -41,12 +34,8 @@ export function workers(picture) {
 }
 
 export function models(picture) {
-  const found = new Map();
-  for (const worker of workers(picture)) {
-    if (!found.has(worker.model)) found.set(worker.model, { name: worker.model, workers: [] });
-    found.get(worker.model).workers.push(worker);
-  }
-  return [...found.values()];
+  const all = workers(picture);
+  return [...new Set(all.map((worker) => worker.model))].map((name) => ({ name, workers: all.filter((worker) => worker.model === name) }));
 }
 
 // A picture has the speeds until then, and changes have none. Browsers call the timers of a hidden tab rarely, so each call

@@ -4,29 +4,28 @@
 //
 // Only administrators get logs. With auth: none nobody does, and the line that turns them on is shown in their place.
 
-import { Button, count, html, Switched, useEvery, useLayoutEffect, useRef, useState } from "./ui.js";
+import { Button, Choice, count, html, Switched, useAnswer, useLayoutEffect, useRef, useState } from "./ui.js";
 import { call } from "./session.js";
 
 const FOLLOW_MS = 1000;
 const MOST_LINES = 2000;
+const NONE = { lines: [], unfinished: "", after: null };
 
 export function Log({ names, label, picture }) {
   const [chosen, setChosen] = useState(names[0]);
   const name = names.includes(chosen) ? chosen : names[0]; // a worker may be gone
   if (picture.auth === "none") return html`<${Switched} what="Logs are" />`;
   return html`
-    ${names.length > 1 && html`<p class="log-row"><label>${label} <select value=${name} onChange=${(event) => setChosen(event.target.value)}>
-      ${names.map((each) => html`<option key=${each} value=${each}>${each}</option>`)}</select></label></p>`}
+    ${names.length > 1 && html`<div class="log-row">
+      <${Choice} label=${label} value=${name} options=${names.map((each) => [each, each])} onChange=${setChosen} /></div>`}
     <${Lines} key=${name} name=${name} />`;
 }
 
 // One log. It is followed by its position, so each line comes once, also after a pause.
 function Lines({ name }) {
-  const [log, setLog] = useState({ lines: [], unfinished: "", after: null });
   const [paused, setPaused] = useState(false);
   const [filter, setFilter] = useState("");
-  const [wrong, setWrong] = useState("");
-  const [box, reading, atEnd] = [useRef(), useRef(false), useRef(true)];
+  const [box, atEnd] = [useRef(), useRef(true)];
   const read = async (known) => {
     const place = known.after === null ? "" : `&after=${known.after}`;
     const answer = await call("GET", `/v1/logs?model=${encodeURIComponent(name)}&lines=1000${place}`);
@@ -36,24 +35,14 @@ function Lines({ name }) {
     const next = { lines: [...known.lines, ...fresh].slice(-MOST_LINES), unfinished: answer.unfinished, after: answer.position };
     return answer.more ? read(next) : next;
   };
-  useEvery(FOLLOW_MS, async () => {
-    if (paused || reading.current) return;
-    reading.current = true;
-    try {
-      const next = await read(log);
-      if (next.after !== log.after || next.unfinished !== log.unfinished) setLog(next);
-      setWrong("");
-    } catch (error) {
-      setWrong(error.message);
-    }
-    reading.current = false;
-  });
+  const [log = NONE, wrong] = useAnswer(async (known = NONE) => {
+    const next = paused ? known : await read(known);
+    return next.after === known.after && next.unfinished === known.unfinished ? known : next;
+  }, FOLLOW_MS);
   const words = filter.trim().toLowerCase();
   const every = log.unfinished ? [...log.lines, { number: "unfinished", text: log.unfinished }] : log.lines;
   const shown = words ? every.filter((line) => line.text.toLowerCase().includes(words)) : every;
-  useLayoutEffect(() => {
-    if (atEnd.current) box.current.scrollTop = box.current.scrollHeight;
-  }, [log, words]);
+  useLayoutEffect(() => { if (atEnd.current) box.current.scrollTop = box.current.scrollHeight; }, [log, words]);
   const scrolled = () => { atEnd.current = box.current.scrollHeight - box.current.scrollTop - box.current.clientHeight < 30; };
   return html`<div class="row log-row">
       <label class="log-search">Search <input type="search" value=${filter} spellcheck="false" onInput=${(event) => setFilter(event.target.value)} /></label>

@@ -60,9 +60,8 @@ function address(href) {
   }
 }
 
-function inline(tokens, depth = 0, linked = false) {
-  return tokens.map((token) => span(token, depth, linked));
-}
+const inline = (tokens, depth = 0, linked = false) => tokens.map((token) => span(token, depth, linked));
+const blocks = (tokens) => tokens.map((token) => block(token, 1));
 
 function span(token, depth, linked) {
   if (depth > DEEPEST) return token.raw;
@@ -81,10 +80,6 @@ function span(token, depth, linked) {
       if (token.tokens) return inline(token.tokens, depth + 1, linked);
       return (token.text ?? token.raw).replace(/&(amp|lt|gt|quot|#39|nbsp);/g, (_, name) => ENTITIES[name]);
   }
-}
-
-function blocks(tokens) {
-  return tokens.map((token) => block(token, 1));
 }
 
 // top: the depth of the answer's first heading. In the page it is an h4, below the conversation's name.

@@ -4,7 +4,7 @@
 //                      answer soonest first, and those with a chat template before others. plain: the model has no such template
 //   html`<${ModelChoice} all=${all} name=${id} onChange=${(id) => ...} />`
 
-import { html } from "./ui.js";
+import { Choice, html } from "./ui.js";
 import { models } from "./live.js";
 
 const DOWN = ["stopped", "failed", "draining", "stopping"];
@@ -24,7 +24,7 @@ export function choices(picture) {
 }
 
 export function ModelChoice({ all, name, onChange, disabled = false }) {
-  return html`<div class="fields"><label>Model <select aria-label="Model" value=${name} disabled=${disabled} onChange=${(event) => onChange(event.target.value)}>
-    ${name && !all.some((one) => one.id === name) && html`<option value=${name}>${name} (not in models.yaml)</option>`}
-    ${all.map(({ id }) => html`<option key=${id} value=${id}>${id}</option>`)}</select></label></div>`;
+  const options = all.map(({ id }) => [id, id]);
+  if (name && !all.some((one) => one.id === name)) options.unshift([name, `${name} (not in models.yaml)`]);
+  return html`<div class="fields"><${Choice} label="Model" value=${name} options=${options} disabled=${disabled} onChange=${onChange} /></div>`;
 }

@@ -3,7 +3,7 @@
 // A view is a component in views/NAME.js. It gets { picture, rest }: the live picture (see live.js) and the decoded parts of the
 // address behind the view's own name. It begins with an <h2 tabindex="-1">, which gets the focus when the view is opened.
 
-import { announce, Button, Empty, html, Icon, render, Said, useEffect, useRef, useState } from "./ui.js";
+import { announce, Button, drawing, Empty, html, Icon, render, Said, useEffect, useRef, useSubmit } from "./ui.js";
 import { connect, useLive } from "./live.js";
 import { signIn, signOut } from "./session.js";
 import { Overview } from "./views/overview.js";
@@ -26,37 +26,26 @@ const VIEWS = [
 ];
 const titleOf = (view, picture) => typeof view[1] === "string" ? view[1] : view[1](picture);
 
-function useAddress() {
-  const read = () => location.hash.replace(/^#\/?/, "").split("/").map((part) => {
-    try {
-      return decodeURIComponent(part);
-    } catch {
-      return part;
-    }
-  });
-  const [parts, setParts] = useState(read);
-  useEffect(() => {
-    const changed = () => setParts(read());
-    addEventListener("hashchange", changed);
-    return () => removeEventListener("hashchange", changed);
-  }, []);
-  return parts;
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
+// The view Chat names a new conversation in the address without an event, and that opens no other view.
+const [useAddress, moved] = drawing();
+const parts = () => location.hash.replace(/^#\/?/, "").split("/").map(decoded);
+let opened = parts();
+addEventListener("hashchange", () => { opened = parts(); moved(); });
+
 function SignIn() {
-  const [wrong, setWrong] = useState("");
-  const submit = async (event) => {
-    event.preventDefault();
-    setWrong("");
-    const field = event.target.elements.token;
-    try {
-      await signIn(field.value);
-      field.value = "";
-      connect();
-    } catch (error) {
-      setWrong(error.message);
-    }
-  };
+  const { wrong, submit } = useSubmit(async ({ token }) => {
+    await signIn(token.value);
+    token.value = "";
+    connect();
+  });
   return html`<main class="sign-in"><form class="card" onSubmit=${submit}>
     <h2>Sign in</h2>
     <p>Give a token. <code>modelctl keys new NAME --http</code> makes one. With <code>--rights infer,status,admin</code> it may see and do everything.</p>
@@ -68,21 +57,22 @@ function SignIn() {
 }
 
 function Page({ picture }) {
-  const [name, ...rest] = useAddress();
+  useAddress();
+  const [name, ...rest] = opened;
   const main = useRef();
   const found = VIEWS.find((view) => view[0] === name);
   const title = found ? titleOf(found, picture) : "Not found";
-  const opened = useRef(false);
+  const first = useRef(true);
   const place = [name, rest[0]].join("/");
   useEffect(() => {
     document.title = name === "models" && rest[0] ? `${rest[0]} · modelctl` : name ? `${title} · modelctl` : "modelctl";
     // Not at the first view: a reload of the page leaves the focus at the document's beginning, as on every page.
-    if (opened.current) {
+    if (!first.current) {
       main.current.querySelector("h2")?.focus({ preventScroll: true });
       scrollTo(0, 0);
       announce(title);
     }
-    opened.current = true;
+    first.current = false;
   }, [place]);
   return html`
     <nav aria-label="Views">${VIEWS.filter((view) => view[0] !== "models" && (!view[3] || picture.admin)).map((view) => html`

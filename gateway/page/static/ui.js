@@ -1,11 +1,13 @@
 // What all views are made of.
 //
 //   html`<${Button} onClick=${f}>Send<//>`   preact elements; hooks are exported, too
-//   formatting: bytes, span, count, speed, clock, inWords, joined; sum(all, figure)
-//   components: Icon, State, Bar, Button, Copy, Empty, Switched (a view that is off), Dialog
+//   formatting: bytes, span, ago, count, speed, clock, inWords, joined; sum(all, figure)
+//   components: Icon, Mark, State, Bar, Button, Copy, Choice, Facts, Time, Empty, Section,
+//               Switched (a view that is off), Dialog, FormDialog; reading("The keys", answer, wrong) until there is an answer
 //   order("Stop a", () => call(...))         does it, announces it to screen readers, and shows a failure at the top of the page
 //   useNow(ms)                               draws again every ms, and returns Date.now(); only while the tab is visible
-//   useEvery(ms, f)                          calls f now and every ms while the tab is visible
+//   useAnswer(read, ms, key)                 what read() answers, kept up to date
+//   useSubmit(act), drawing()                for forms, and for what is kept outside of components
 //   address("models", "a/b:c")               "#/models/a%2Fb%3Ac"
 
 import { html, render, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState, useCallback } from "./vendor/preact-htm.js";
@@ -29,37 +31,69 @@ export function span(seconds) {
 
 export const address = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
 
-// --- time -----------------------------------------------------------------------------------------------------------
-
-export function useEvery(ms, f) {
-  const newest = useRef(f);
-  newest.current = f;
+// The value of read(the value before): now, every ms, and when the list key changes. Nothing is read while the tab is hidden,
+// and never twice at once. Returns [the value (undefined at first), why it cannot be read ("" if it can), a function that
+// reads it again]. What was read for an earlier key does not come later.
+export function useAnswer(read, ms, key = []) {
+  const [answer, setAnswer] = useState();
+  const [wrong, setWrong] = useState("");
+  const now = useRef({});
+  now.current.read = read;
   useEffect(() => {
-    const run = () => document.hidden || newest.current();
-    run();
-    const timer = setInterval(run, ms);
-    document.addEventListener("visibilitychange", run);
-    return () => {
-      clearInterval(timer);
-      document.removeEventListener("visibilitychange", run);
+    let [last, waiting, gone] = [Promise.resolve(), 0, false];
+    const again = now.current.again = () => {
+      waiting += 1;
+      return last = last.then(() => now.current.read(now.current.answer)).then((found) => {
+        if (!gone) setAnswer(now.current.answer = found);
+        return "";
+      }).catch((error) => error.message).then((failed) => {
+        waiting -= 1;
+        if (!gone) setWrong(failed);
+      });
     };
-  }, [ms]);
+    const poll = () => document.hidden || waiting || again();
+    poll();
+    const timer = ms && setInterval(poll, ms);
+    document.addEventListener("visibilitychange", poll);
+    return () => {
+      gone = true;
+      clearInterval(timer);
+      document.removeEventListener("visibilitychange", poll);
+    };
+  }, [ms, ...key]);
+  return [answer, wrong, () => now.current.again()];
 }
 
-export function useNow(ms = 1000) {
-  const [now, setNow] = useState(Date.now());
-  useEvery(ms, () => setNow(Date.now()));
-  return now;
+export const useNow = (ms = 1000) => useAnswer(() => Date.now(), ms)[0] ?? Date.now();
+
+// For what is kept outside of components: [use, changed]. A component that calls use() is drawn again by changed().
+export function drawing() {
+  const all = new Set();
+  const use = () => {
+    const [, draw] = useReducer((n) => n + 1, 0);
+    useLayoutEffect(() => { // at once: news may come before effects run
+      all.add(draw);
+      return () => all.delete(draw);
+    }, []);
+  };
+  return [use, () => all.forEach((draw) => draw())];
 }
 
-// --- what is said ---------------------------------------------------------------------------------------------------
-
-const said = { notice: "", spoken: "", drawn: new Set() };
-
-function say(parts) {
-  Object.assign(said, parts);
-  for (const draw of said.drawn) draw();
+// For a form: act(its elements) is called when it is submitted, and ``wrong`` is the message of the error that act throws.
+export function useSubmit(act) {
+  const [{ wrong, busy }, set] = useState({ wrong: "", busy: false });
+  const submit = (event) => {
+    event.preventDefault();
+    if (busy) return;
+    set({ wrong: "", busy: true });
+    act(event.target.elements).then(() => "", (error) => error.message).then((wrong) => set({ wrong, busy: false }));
+  };
+  return { wrong, busy, submit };
 }
+
+const said = { notice: "", spoken: "" };
+const [useSaid, drawSaid] = drawing();
+const say = (parts) => drawSaid(Object.assign(said, parts));
 
 export const notice = (text) => say({ notice: text });
 export const announce = (text) => say({ spoken: text });
@@ -76,11 +110,7 @@ export async function order(what, f) {
 }
 
 export function Said({ trouble }) {
-  const [, draw] = useReducer((n) => n + 1, 0);
-  useLayoutEffect(() => {
-    said.drawn.add(draw);
-    return () => said.drawn.delete(draw);
-  }, []);
+  useSaid();
   const text = trouble ? `The supervisor does not answer: ${trouble}` : said.notice;
   return html`
     <div role="alert">${text && html`
@@ -90,8 +120,6 @@ export function Said({ trouble }) {
     </div>
     <p class="hidden" role="status">${said.spoken}</p>`;
 }
-
-// --- components -----------------------------------------------------------------------------------------------------
 
 // Paths in a square of 16, drawn as lines.
 const ICONS = {
@@ -116,14 +144,16 @@ export function Icon({ name }) {
   return html`<svg class="icon" viewBox="0 0 16 16" aria-hidden="true"><path d=${ICONS[name]} /></svg>`;
 }
 
-const KINDS = {
-  ready: "ready", failed: "failed", asleep: "asleep", stopped: "off", unloaded: "off",
-}; // every other state is one that passes
+export const Mark = ({ kind, icon = kind, children }) =>
+  html`<span class=${`state ${kind}`}><${Icon} name=${icon} />${children}</span>`;
+
+// Every other state is one that passes.
+const KINDS = { ready: "ready", failed: "failed", asleep: "asleep", stopped: "off", unloaded: "off" };
 
 export function State({ worker }) {
   const kind = KINDS[worker.state] || "busy";
   const progress = worker.progress?.total ? ` ${Math.floor(100 * worker.progress.done / worker.progress.total)} %` : "";
-  return html`<span class=${`state ${kind}`}><${Icon} name=${kind} />${inWords(worker.state)}${progress}</span>`;
+  return html`<${Mark} kind=${kind}>${inWords(worker.state)}${progress}<//>`;
 }
 
 // A bar with what is held, what was estimated, and a mark at a limit. All are shares of the whole, from 0 to 1.
@@ -160,6 +190,32 @@ export function Copy({ text, label = "Copy" }) {
 
 export const Empty = ({ children }) => html`<p class="none">${children}</p>`;
 
+// What stands in the place of an answer, or above an old one.
+// This is no component: preact misplaces what follows a component that draws nothing any longer.
+export const reading = (what, answer, wrong) => wrong
+  ? html`<p class="error" role="alert">${what} cannot be read: ${wrong}</p>` : !answer && html`<${Empty}>Reading …<//>`;
+
+// tools: what stands beside the title. at: a ref of the title, which can have the focus then.
+export function Section({ title, id = `${title.toLowerCase()}-title`, tools, at, children }) {
+  const heading = html`<h3 id=${id} ref=${at} tabindex=${at && -1}>${title}</h3>`;
+  return html`<section aria-labelledby=${id}>
+    ${tools ? html`<div class="row head">${heading}${tools}</div>` : heading}${children}</section>`;
+}
+
+// options: [[value, text], ...]
+export const Choice = ({ label, value, options, onChange, ...rest }) => html`<label>${label}${" "}
+  <select aria-label=${label} value=${value} onChange=${(event) => onChange(event.target.value)} ...${rest}>
+    ${options.map(([name, text]) => html`<option key=${name} value=${name}>${text}</option>`)}</select></label>`;
+
+// facts: [[name, value], ...]. Those without a value are left out.
+export const Facts = ({ facts, kind = "" }) => html`<dl class=${`facts ${kind}`}>
+  ${facts.filter(([, value]) => value).map(([name, value]) => html`<dt key=${name}>${name}</dt><dd key=${`${name}=`}>${value}</dd>`)}</dl>`;
+
+// A time in milliseconds. Its title is the whole of it.
+export const Time = ({ at, children }) =>
+  html`<time datetime=${new Date(at).toISOString()} title=${new Date(at).toLocaleString()}>${children}</time>`;
+export const ago = (at, now = Date.now()) => `${span(Math.max(0, now - at) / 1000)} ago`;
+
 // What a view shows that is off with auth: none.
 export function Switched({ what }) {
   return html`<div class="card"><p>${what} off while everybody on this machine may use the page without a token. This line of models.yaml
@@ -183,4 +239,14 @@ export function Dialog({ title, onClose, children }) {
   return html`<dialog ref=${element} aria-labelledby="dialog-title" onClose=${onClose}
     onCancel=${(event) => { event.preventDefault(); onClose(); }}>
     <h2 id="dialog-title">${title}</h2>${children}</dialog>`;
+}
+
+// A dialog that asks before act(the form's elements). label: of the button. kind: with "danger", Cancel comes first and has the focus.
+export function FormDialog({ title, label, kind = "", act, onClose, children }) {
+  const { wrong, busy, submit } = useSubmit(act);
+  const buttons = [html`<${Button} kind=${kind} type="submit" aria-disabled=${busy}>${label}<//>`,
+    html`<${Button} onClick=${onClose}>Cancel<//>`];
+  return html`<${Dialog} title=${title} onClose=${onClose}><form onSubmit=${submit}>${children}
+    <p class="error" role="alert">${wrong}</p>
+    <div class="row">${kind ? buttons.reverse() : buttons}</div></form><//>`;
 }

@@ -1,4 +1,4 @@
-import { address, Bar, Button, Copy, Empty, html, State, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
+import { address, Bar, Button, Choice, Copy, Empty, html, State, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
 import { answer, canContinue, fresh, isRunning, kept, remove, set, stop, useConversations } from "../conversations.js";
 import { call } from "../session.js";
 import { choices, ModelChoice } from "../model_choice.js";
@@ -57,7 +57,7 @@ function useOwnValues(name) {
 
 function Options({ chat, plain, model }) {
   const own = useOwnValues(model);
-  const option = (name) => (event) => set(chat, { options: { ...chat.options, [name]: event.target.value } });
+  const option = (name) => (value) => set(chat, { options: { ...chat.options, [name]: value } });
   const text = (name) => (event) => set(chat, { [name]: event.target.value });
   const number = Object.values(chat.options).filter((value) => value !== "").length;
   return html`<details class="options">
@@ -65,9 +65,9 @@ function Options({ chat, plain, model }) {
     ${!plain && html`<label>System prompt <textarea rows="3" value=${chat.system} onInput=${text("system")} /></label>`}
     <div class="fields">
       ${FIELDS.map(([name, title, min, max]) => html`<label key=${name}>${title} <input type="number" step="any" min=${min} max=${max}
-        placeholder=${own[name] ?? "default"} value=${chat.options[name] ?? ""} onInput=${option(name)} /></label>`)}
-      ${!plain && html`<label>Reasoning effort <select aria-label="Reasoning effort" value=${chat.options.reasoning_effort ?? ""} onInput=${option("reasoning_effort")}>
-        <option value="">default</option>${["low", "medium", "high"].map((value) => html`<option key=${value} value=${value}>${value}</option>`)}</select></label>`}
+        placeholder=${own[name] ?? "default"} value=${chat.options[name] ?? ""} onInput=${(event) => option(name)(event.target.value)} /></label>`)}
+      ${!plain && html`<${Choice} label="Reasoning effort" value=${chat.options.reasoning_effort ?? ""} onChange=${option("reasoning_effort")}
+        options=${["", "low", "medium", "high"].map((value) => [value, value || "default"])} />`}
     </div>
     ${!plain && html`<label>Tools, as the JSON list of a request <textarea rows="2" spellcheck="false" value=${chat.tools} onInput=${text("tools")} /></label>`}
   </details>`;
@@ -155,14 +155,8 @@ export function Chat({ picture }) {
   };
   const again = () => request(last.role === "user" ? chat.turns : turnsBefore(-1), { draft: "" });
   // One button is both, so that the focus stays on it. A click on Stop must not send what is written meanwhile.
-  const halt = (event) => {
-    event.preventDefault();
-    stop(chat);
-  };
-  const choose = (chosen) => {
-    preferred = chosen;
-    set(chat, { model: preferred });
-  };
+  const halt = (event) => { event.preventDefault(); stop(chat); };
+  const choose = (model) => set(chat, { model: preferred = model });
   return html`${head}<div class="chat">${list}<div class="conversation">
     ${id && html`<${Named} chat=${chat} />`}
     <div class="settings"><${ModelChoice} all=${all} name=${name} onChange=${choose} disabled=${running} />

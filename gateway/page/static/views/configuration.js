@@ -1,15 +1,16 @@
 // The view Configuration, for administrators: models.yaml as it is on the disk, its faults and values, and what a reload would change.
-import { Button, Empty, html, Icon, inWords, order, Switched, useEffect, useMemo, useRef, useState } from "../ui.js";
+import {
+  Button, Empty, html, inWords, Mark, order, reading, Section, Switched, Icon, useAnswer, useEffect, useMemo, useRef, useState,
+} from "../ui.js";
 import { call } from "../session.js";
 
 const CHANGES = {
   settings: "settings apply, the workers stay", workers: "the workers are replaced one by one", added: "is added", removed: "is removed",
 };
 const STATES = { waiting: "off", running: "busy", done: "ready", failed: "failed" };
-const some = (n, one, several) => `${n} ${n === 1 ? one : several}`;
 
 function Faults({ problems, goTo }) {
-  return html`<p class="state failed"><${Icon} name="failed" />A reload would be refused: ${some(problems.length, "fault", "faults")}</p>
+  return html`<p><${Mark} kind="failed">A reload would be refused: ${problems.length} ${problems.length === 1 ? "fault" : "faults"}<//></p>
     <ul class="config-faults">${problems.map((fault) => html`<li>
       ${fault.line ? html`<${Button} kind="plain" onClick=${() => goTo(fault.line)}>Line ${fault.line}<//> ` : html`${fault.place}: `}
       ${fault.key && html`<code>${fault.key}</code> `}${fault.message}</li>`)}</ul>`;
@@ -18,12 +19,11 @@ function Faults({ problems, goTo }) {
 function Changes({ changes }) {
   const models = Object.entries(changes.models);
   if (!models.length && !changes.settings.length) {
-    return html`<p class="state ready reload-none"><${Icon} name="ready" />Nothing: what is served is what the file says</p>`;
+    return html`<p class="reload-none"><${Mark} kind="ready">Nothing: what is served is what the file says<//></p>`;
   }
   return html`<ul>
     ${models.map(([name, change]) => html`<li key=${name}><b>${name}</b>: ${CHANGES[change] || change}</li>`)}
-    ${changes.settings.map((key) => html`<li key=${key}><code>${key}</code> has another value</li>`)}
-  </ul>`;
+    ${changes.settings.map((key) => html`<li key=${key}><code>${key}</code> has another value</li>`)}</ul>`;
 }
 
 // What became of a reload, from the live picture.
@@ -31,12 +31,9 @@ function Result({ done }) {
   const changed = done.models.filter((model) => model.change !== "unchanged");
   return html`<h4>${done.running ? "The reload goes on" : "The reload is complete"}</h4>
     ${!changed.length && !done.settings.length && html`<p>It has changed nothing.</p>`}
-    <ul>
-      ${done.settings.map((key) => html`<li key=${key}><code>${key}</code> applied</li>`)}
+    <ul>${done.settings.map((key) => html`<li key=${key}><code>${key}</code> applied</li>`)}
       ${changed.map((model) => html`<li key=${model.model}><b>${model.model}</b> (${model.change}): ${" "}
-        <span class=${`state ${STATES[model.state]}`}><${Icon} name=${STATES[model.state]} />${inWords(model.state)}</span>
-        ${model.message && ` ${model.message}`}</li>`)}
-    </ul>`;
+        <${Mark} kind=${STATES[model.state]}>${inWords(model.state)}<//>${model.message && ` ${model.message}`}</li>`)}</ul>`;
 }
 
 function File({ text, problems, line }) {
@@ -62,40 +59,28 @@ function Values({ settings, more, goTo }) {
 }
 
 function Read({ picture }) {
-  const [file, setFile] = useState(null);
-  const [trouble, setTrouble] = useState("");
   const [values, setValues] = useState(false);
   const [all, setAll] = useState(false);
   const [line, setLine] = useState({});
   const [ordered, setOrdered] = useState(null);
   const turnovers = picture.supervisor?.turnovers || [];
   const done = turnovers.find((turnover) => turnover.number === ordered);
-  const read = async () => {
-    try {
-      setFile(await call("GET", `/v1/config?all=${all}`));
-      setTrouble("");
-    } catch (error) {
-      setTrouble(error.message);
-    }
-  };
+  // Read it again when somebody has reloaded it, or when the supervisor has refused it.
+  const [file, wrong, read] = useAnswer(() => call("GET", `/v1/config?all=${all}`), 0,
+    [all, turnovers.at(-1)?.number, turnovers.at(-1)?.running, picture.supervisor?.troubles?.config]);
   const reload = async () => {
     const answer = await order("Reload", () => call("POST", "/v1/reload"));
     if (answer) setOrdered(answer.turnover);
     else read();
   };
-  const goTo = (number) => {
-    setValues(false);
-    setLine({ number });
-  };
-  // Read it again when somebody has reloaded it, or when the supervisor has refused it.
-  useEffect(() => { read(); }, [all, turnovers.at(-1)?.number, turnovers.at(-1)?.running, picture.supervisor?.troubles?.config]);
-  if (!file) return trouble ? html`<p class="error">${trouble}</p>` : html`<${Empty}>Reading …<//>`;
-  const choice = (text, is) => html`<button type="button" class=${values === is ? "" : "quiet"} aria-pressed=${values === is}
-    onClick=${() => setValues(is)}>${text}</button>`;
+  const goTo = (number) => { setValues(false); setLine({ number }); };
+  if (!file) return reading("The configuration", file, wrong);
+  const choice = (text, is) => html`<${Button} kind=${values === is ? "" : "quiet"} aria-pressed=${values === is}
+    onClick=${() => setValues(is)}>${text}<//>`;
   return html`
     <div class="row"><p class="config-path"><code>${file.file}</code></p>
       <${Button} onClick=${read}>Refresh<//><${Button} kind="" onClick=${reload}>Reload<//></div>
-    ${trouble && html`<p class="error">${trouble}</p>`}
+    ${reading("The configuration", file, wrong)}
     <section class="card" aria-labelledby="changes-title">
       <h3 id="changes-title">What a reload would change</h3>
       ${file.changes ? html`<${Changes} changes=${file.changes} />` : html`<${Faults} problems=${file.problems} goTo=${goTo} />`}
@@ -103,13 +88,11 @@ function Read({ picture }) {
       <p class="faint small">The models' directories are not read here: <code>modelctl check</code> reads them, too.</p>
       <div class="config-result" role="status">${done && html`<${Result} done=${done} />`}</div>
     </section>
-    <section aria-labelledby="content-title">
-      <div class="row"><h3 id="content-title">${values ? "Values" : "File"}</h3>
-        ${values && html`<label class="row"><input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} /> Defaults, too</label>`}
-        <div class="row" role="group" aria-label="Show">${choice("File", false)}${choice("Values", true)}</div></div>
+    <${Section} title=${values ? "Values" : "File"} id="content-title" tools=${html`
+      ${values && html`<label class="row"><input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} /> Defaults, too</label>`}
+      <div class="row" role="group" aria-label="Show">${choice("File", false)}${choice("Values", true)}</div>`}>
       ${values ? html`<${Values} settings=${file.settings} more=${file.more} goTo=${goTo} />`
-        : html`<${File} text=${file.text} problems=${file.problems} line=${line} />`}
-    </section>`;
+        : html`<${File} text=${file.text} problems=${file.problems} line=${line} />`}<//>`;
 }
 
 export function Configuration({ picture }) {

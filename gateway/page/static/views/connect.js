@@ -1,4 +1,4 @@
-import { Copy, Empty, html, useState } from "../ui.js";
+import { Copy, Empty, html, Section, useState } from "../ui.js";
 import { choices, ModelChoice } from "../model_choice.js";
 
 // The text of each snippet for a gateway's address, the name of a model, and its context if that is known. docs/clients.md has
@@ -67,7 +67,7 @@ export function Connect({ picture }) {
       <div class="row"><code>${root}/v1</code> <${Copy} text=${`${root}/v1`} label="Copy the base address" /></div>
       <p class="none">For programs that speak OpenAI's API. Those that speak Anthropic's take <code>${root}</code>. <a href="/docs">All endpoints</a></p></section>
     <section class="card connect" aria-labelledby="key-title"><h3 id="key-title">Key</h3><${Key} picture=${picture} /></section>
-    ${model ? html`<section aria-labelledby="snippets-title"><h3 id="snippets-title">Programs</h3>
+    ${model ? html`<${Section} title="Programs">
       <${ModelChoice} all=${all} name=${model.id} onChange=${setChosen} />
       ${model.plain && html`<p class="none">${model.id} has no chat template. It completes texts at <code>/v1/completions</code>, and these programs need one that chats.</p>`}
       <div class="snippets">${SNIPPETS.map(([title, note, text]) => {
@@ -75,5 +75,5 @@ export function Connect({ picture }) {
         return html`<article class="card connect" key=${title} aria-label=${title}>
           <div class="row"><h4>${title}</h4><${Copy} text=${filled} label=${`Copy the snippet for ${title}`} /></div>
           ${note && html`<p class="none small">${note}</p>`}<pre tabindex="0" aria-label=${`Snippet for ${title}`}>${filled}</pre></article>`;
-      })}</div></section>` : html`<${Empty}>models.yaml names no model, so there is nothing to connect to yet.<//>`}`;
+      })}</div><//>` : html`<${Empty}>models.yaml names no model, so there is nothing to connect to yet.<//>`}`;
 }

@@ -1,32 +1,27 @@
 // The view Keys and usage. Administrators make, change and revoke keys. Below, the tokens of each day: of the own key, or of all keys.
 import {
-  announce, Button, Copy, count, Dialog, Empty, html, Icon, span, Switched, useEffect, useEvery, useMemo, useRef, useState,
+  ago, announce, Button, Choice, Copy, count, Dialog, Empty, FormDialog, html, Mark, reading, Section, sum, Switched, Time, useAnswer,
+  useEffect, useMemo, useRef, useState,
 } from "../ui.js";
 import { call } from "../session.js";
 
 const EVERY_MS = 10_000;
 const MOST_KEYS = [100, 1000]; // at first, and when somebody asks for more
 const RIGHTS = { infer: "Send requests", status: "See the status of everything", admin: "Give orders and manage keys", gateway: "Ask for other keys" };
-// The fields of a key: its name in /v1/keys, its label, the input, and what an empty one means.
-const LIMITS = [
+// The fields of a key: its name in /v1/keys, its label, the input, what an empty one means, and a limit's unit in the table.
+const NUMBER = { type: "number", min: 1, placeholder: "no limit" };
+const FIELDS = [
   ["models", "Models", { placeholder: "all" }, "Names, or patterns such as qwen*, with commas"],
   ["expires", "Expires", { placeholder: "never", list: "lifetimes" }, "After 12h, 30d or 8w, or at a time"],
-  ["max_in_flight", "Requests at once", { type: "number", min: 1, placeholder: "no limit" }],
-  ["requests_per_minute", "Requests per minute", { type: "number", min: 1, placeholder: "no limit" }],
-  ["tokens_per_minute", "Tokens per minute", { type: "number", min: 1, placeholder: "no limit" }],
-  ["tokens_per_day", "Tokens per day", { type: "number", min: 1, placeholder: "no limit" }],
-  ["keep_alive_s", "Longest keep_alive", { placeholder: "none" }, "Seconds, or 2h"],
+  ["max_in_flight", "Requests at once", NUMBER, "", "at once"],
+  ["requests_per_minute", "Requests per minute", NUMBER, "", "requests/min"],
+  ["tokens_per_minute", "Tokens per minute", NUMBER, "", "tokens/min"],
+  ["tokens_per_day", "Tokens per day", NUMBER, "", "tokens/day"],
+  ["keep_alive_s", "Longest keep_alive", { placeholder: "none" }, "Seconds, or 2h", "s keep_alive"],
 ];
-const SHORT = {
-  max_in_flight: "at once", requests_per_minute: "requests/min", tokens_per_minute: "tokens/min", tokens_per_day: "tokens/day",
-  keep_alive_s: "s keep_alive",
-};
 
 const pathOf = (key) => `/v1/keys/${encodeURIComponent(key.name)}`;
-const day = (time) => time.slice(0, 10);
-const ago = (time) => `${span(Math.max(0, Date.now() - Date.parse(time)) / 1000)} ago`;
-
-// --- keys -------------------------------------------------------------------------------------------------------------
+const day = (time) => html`<time datetime=${time}>${time.slice(0, 10)}</time>`;
 
 // The text of a field for a key, and the value of /v1/keys for a text.
 const textOf = (key, field) => key?.[field] === null || key?.[field] === undefined ? "" : String(key[field]);
@@ -37,45 +32,29 @@ function valueOf(field, text) {
 }
 
 function KeyForm({ before, onDone, onClose }) {
-  const [wrong, setWrong] = useState("");
-  const [busy, setBusy] = useState(false);
-  const title = before ? `Change ${before.name}` : "New key";
-  const submit = async (event) => {
-    event.preventDefault();
-    const form = event.target;
-    const rights = Object.keys(RIGHTS).filter((right) => form.elements[right]?.checked);
-    const body = before ? {} : { name: form.elements.name.value.trim() };
+  const save = async (elements) => {
+    const rights = Object.keys(RIGHTS).filter((right) => elements[right]?.checked);
+    const body = before ? {} : { name: elements.name.value.trim() };
     if (rights.join() !== (before?.rights || []).join()) body.rights = rights;
-    for (const [field] of LIMITS) {
-      const text = form.elements[field].value;
+    for (const [field] of FIELDS) {
+      const text = elements[field].value;
       if (text !== textOf(before, field)) body[field] = valueOf(field, text);
     }
     if (before && !Object.keys(body).length) return onClose();
-    setBusy(true);
-    setWrong("");
-    try {
-      onDone(await (before ? call("PATCH", pathOf(before), body) : call("POST", "/v1/keys", body)));
-    } catch (error) {
-      setWrong(error.message);
-      setBusy(false);
-    }
+    return onDone(await (before ? call("PATCH", pathOf(before), body) : call("POST", "/v1/keys", body)));
   };
-  return html`<${Dialog} title=${title} onClose=${onClose}><form class="key-form" onSubmit=${submit}>
+  return html`<${FormDialog} title=${before ? `Change ${before.name}` : "New key"} label=${before ? "Save" : "Make key"} act=${save} onClose=${onClose}>
     ${!before && html`<label>Name <input name="name" required pattern="[a-z0-9][a-z0-9._\\-]{0,63}" autocomplete="off" spellcheck=${false}
       title="a to z, 0 to 9, '.', '_' and '-', at most 64, starting with a letter or digit" /></label>`}
     <fieldset><legend>Rights</legend>${Object.entries(RIGHTS).map(([right, words]) => (right !== "gateway" || before?.http === false) && html`
       <label key=${right}><input type="checkbox" name=${right} defaultChecked=${(before?.rights || ["infer"]).includes(right)} />
         <span><code>${right}</code> ${words}</span></label>`)}</fieldset>
-    <div class="limits">${LIMITS.map(([field, label, input, hint]) => html`<div key=${field}>
+    <div class="limits">${FIELDS.map(([field, label, input, hint]) => html`<div key=${field}>
       <label for=${`key-${field}`}>${label}</label>
       <input id=${`key-${field}`} name=${field} defaultValue=${textOf(before, field)} autocomplete="off" spellcheck=${false} ...${input}
-        aria-describedby=${hint && `hint-${field}`} />
+        aria-describedby=${hint ? `hint-${field}` : undefined} />
       ${hint && html`<span id=${`hint-${field}`} class="small faint">${hint}</span>`}</div>`)}</div>
-    <datalist id="lifetimes">${["1d", "7d", "30d", "90d", "52w"].map((value) => html`<option value=${value} />`)}</datalist>
-    <p class="error" role="alert">${wrong}</p>
-    <div class="row"><${Button} kind="" type="submit" disabled=${busy}>${before ? "Save" : "Make key"}<//>
-      <${Button} onClick=${onClose}>Cancel<//></div>
-  </form><//>`;
+    <datalist id="lifetimes">${["1d", "7d", "30d", "90d", "52w"].map((value) => html`<option value=${value} />`)}</datalist><//>`;
 }
 
 const Notes = ({ notes }) => notes.map((note) => html`<p class="small" key=${note}>${note}</p>`);
@@ -94,82 +73,59 @@ function Made({ made, onClose }) {
     <div class="row"><${Button} kind="" onClick=${onClose}>Done<//></div><//>`;
 }
 
-function Revoke({ keyOf, onDone, onClose }) {
-  const [wrong, setWrong] = useState("");
-  const revoke = () => call("DELETE", pathOf(keyOf)).then(onDone, (error) => setWrong(error.message));
-  return html`<${Dialog} title=${`Revoke ${keyOf.name}?`} onClose=${onClose}>
-    <p>Its requests end, and programs with this key are refused from now on. A revoked key cannot be brought back.</p>
-    <p class="error" role="alert">${wrong}</p>
-    <div class="row"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="danger" onClick=${revoke}>Revoke ${keyOf.name}<//></div><//>`;
-}
-
-function limitsOf(key) {
-  return Object.entries(SHORT).filter(([field]) => key[field] !== null).map(([field, unit]) => `${count(key[field])} ${key[field] === 1 ? unit.replace("s/", "/") : unit}`).join(", ");
-}
-
 function KeyRow({ one, onChange, onRevoke }) {
   const ended = one.expires && Date.parse(one.expires) <= Date.now();
+  const unitOf = (unit, n) => n === 1 ? unit.replace("s/", "/") : unit;
+  const limits = FIELDS.filter(([field, , , , unit]) => unit && one[field] !== null)
+    .map(([field, , , , unit]) => `${count(one[field])} ${unitOf(unit, one[field])}`);
+  const notes = [one.own && "(yours)", !one.http && "over TCP"].filter(Boolean);
   return html`<tr data-key=${one.name}>
-    <th scope="row">${one.name}${one.own && html` <span class="small faint">(yours)</span>`}${!one.http && html` <span class="small faint">over TCP</span>`}</th>
+    <th scope="row">${one.name}${notes.map((note) => html` <span class="small faint">${note}</span>`)}</th>
     <td data-name="Rights">${one.rights.join(", ")}</td>
     <td data-name="Models" class="break">${one.models ? one.models.join(", ") : "all"}</td>
-    <td data-name="Limits" class="break">${limitsOf(one) || "none"}</td>
-    <td data-name="Made"><time datetime=${one.created}>${day(one.created)}</time></td>
-    <td data-name="Expires">${!one.expires ? "never" : ended ? html`<span class="state failed"><${Icon} name="failed" />expired</span>`
-      : html`<time datetime=${one.expires}>${day(one.expires)}</time>`}</td>
-    <td data-name="Last used">${one.last_used ? html`<time datetime=${one.last_used} title=${new Date(one.last_used).toLocaleString()}>${ago(one.last_used)}</time>`
-      : "–"}</td>
+    <td data-name="Limits" class="break">${limits.join(", ") || "none"}</td>
+    <td data-name="Made">${day(one.created)}</td>
+    <td data-name="Expires">${ended ? html`<${Mark} kind="failed">expired<//>` : one.expires ? day(one.expires) : "never"}</td>
+    <td data-name="Last used">${one.last_used ? html`<${Time} at=${Date.parse(one.last_used)}>${ago(Date.parse(one.last_used))}<//>` : "–"}</td>
     <td><div class="row orders"><${Button} label=${`Change ${one.name}`} onClick=${() => onChange(one)}>Change<//>
       <${Button} kind="danger" label=${`Revoke ${one.name}`} disabled=${one.own} onClick=${() => onRevoke(one)}>Revoke<//></div></td>
   </tr>`;
 }
 
 function KeyTable() {
-  const [listed, setListed] = useState(null);
-  const [trouble, setTrouble] = useState("");
-  const [dialog, setDialog] = useState({});
+  const [dialog, setDialog] = useState(null);
   const [limit, setLimit] = useState(MOST_KEYS[0]);
   const title = useRef();
-  const read = () => call("GET", `/v1/keys?limit=${limit}`).then((answer) => (setListed(answer), setTrouble("")),
-    (error) => setTrouble(error.message));
-  useEvery(EVERY_MS, read);
-  useEffect(() => {
-    if (listed) read();
-  }, [limit]);
-  const close = () => setDialog({});
+  const [listed, wrong, read] = useAnswer(() => call("GET", `/v1/keys?limit=${limit}`), EVERY_MS, [limit]);
+  const close = () => setDialog(null);
   const changed = (answer) => {
-    setDialog(answer.token ? { made: answer } : answer.notes?.length ? { noted: answer } : {});
+    setDialog(answer.token ? html`<${Made} made=${answer} onClose=${close} />` : answer.notes?.length ? html`
+      <${Dialog} title="Saved" onClose=${close}><${Notes} notes=${answer.notes} />
+        <div class="row"><${Button} kind="" onClick=${close}>Done<//></div><//>` : null);
     announce("saved");
     read();
   };
-  const revoked = async () => {
-    close();
-    announce(`${dialog.revoke.name} is revoked`);
-    await read();
-    title.current?.focus();
-  };
-  const keys = listed?.keys || [];
-  return html`<section aria-labelledby="keys-title">
-    <div class="row head"><h3 id="keys-title" tabindex="-1" ref=${title}>Keys</h3>
+  const change = (before) => setDialog(html`<${KeyForm} before=${before} onDone=${changed} onClose=${close} />`);
+  const revoke = (one) => setDialog(html`<${FormDialog} title=${`Revoke ${one.name}?`} label=${`Revoke ${one.name}`} kind="danger" onClose=${close}
+    act=${async () => {
+      await call("DELETE", pathOf(one));
+      close();
+      announce(`${one.name} is revoked`);
+      await read();
+      title.current?.focus();
+    }}><p>Its requests end, and programs with this key are refused from now on. A revoked key cannot be brought back.</p><//>`);
+  return html`<${Section} title="Keys" at=${title} tools=${html`
       <${Button} onClick=${read} label="Refresh the keys">Refresh<//>
-      <${Button} kind="" onClick=${() => setDialog({ form: true })}>New key<//></div>
-    ${!listed && !trouble && html`<${Empty}>Reading …<//>`}
-    ${trouble && html`<p class="error">The keys cannot be read: ${trouble}</p>`}
-    ${keys.length > 0 && html`<div class="scroll"><table class="keys" aria-labelledby="keys-title">
-      <thead><tr><th>Name</th><th>Rights</th><th>Models</th><th>Limits</th><th>Made</th><th>Expires</th><th>Last used</th><th><span class="hidden">Orders</span></th></tr></thead>
-      <tbody>${keys.map((one) => html`<${KeyRow} key=${one.name} one=${one} onChange=${() => setDialog({ form: true, before: one })}
-        onRevoke=${() => setDialog({ revoke: one })} />`)}</tbody></table></div>`}
+      <${Button} kind="" onClick=${() => change(null)}>New key<//>`}>
+    ${reading("The keys", listed, wrong)}
+    ${listed?.keys.length > 0 && html`<div class="scroll"><table class="keys folds" aria-labelledby="keys-title">
+      <thead><tr>${["Name", "Rights", "Models", "Limits", "Made", "Expires", "Last used"].map((name) => html`<th>${name}</th>`)}
+        <th><span class="hidden">Orders</span></th></tr></thead>
+      <tbody>${listed.keys.map((one) => html`<${KeyRow} key=${one.name} one=${one} onChange=${change} onRevoke=${revoke} />`)}</tbody></table></div>`}
     ${listed?.more && (limit < MOST_KEYS[1] ? html`<${Button} onClick=${() => setLimit(MOST_KEYS[1])}>Show more keys<//>`
       : html`<p class="small faint">There are further keys: <code>modelctl keys list</code> shows all.</p>`)}
-    ${dialog.form && html`<${KeyForm} before=${dialog.before} onDone=${changed} onClose=${close} />`}
-    ${dialog.made && html`<${Made} made=${dialog.made} onClose=${close} />`}
-    ${dialog.noted && html`<${Dialog} title="Saved" onClose=${close}><${Notes} notes=${dialog.noted.notes} />
-      <div class="row"><${Button} kind="" onClick=${close}>Done<//></div><//>`}
-    ${dialog.revoke && html`<${Revoke} keyOf=${dialog.revoke} onDone=${revoked} onClose=${close} />`}
-  </section>`;
+    ${dialog}<//>`;
 }
-
-// --- usage ------------------------------------------------------------------------------------------------------------
 
 const RANGES = [["1", "Today"], ["7", "Last 7 days"], ["30", "Last 30 days"], ["", "All"]];
 const COUNTS = [["requests", "Requests"], ["prompt_tokens", "Tokens in"], ["cached_tokens", "From cache"], ["completion_tokens", "Tokens out"]];
@@ -182,104 +138,84 @@ const isoDay = (ms) => new Date(ms).toISOString().slice(0, 10);
 const firstDay = (days) => isoDay(Date.now() - (days - 1) * DAY_MS);
 const amount = (row, what) => what ? row[what] : row.prompt_tokens + row.completion_tokens;
 
-// The series of the chart: {name, values by day}, the largest first. Further ones are put together.
+const kindParts = (row) => [
+  ["In", row.prompt_tokens - row.cached_tokens], ["In, from cache", row.cached_tokens], ["Out", row.completion_tokens],
+];
+
+// The series of the chart: {name, values by day, sum}, the largest first. Further ones are put together.
 function seriesOf(rows, days, by, what) {
   const at = new Map(days.map((one, index) => [one, index]));
   const found = new Map();
-  const add = (name, row, value) => {
-    if (!found.has(name)) found.set(name, { name, values: days.map(() => 0), sum: 0 });
-    const series = found.get(name);
-    series.values[at.get(row.day)] += value;
-    series.sum += value;
-  };
-  for (const row of rows) {
-    if (!at.has(row.day)) continue;
-    if (by !== KINDS) add(row[by] || "no key", row, amount(row, what));
-    else {
-      add("In", row, row.prompt_tokens - row.cached_tokens);
-      add("In, from cache", row, row.cached_tokens);
-      add("Out", row, row.completion_tokens);
+  const parts = by === KINDS ? kindParts : (row) => [[row[by] || "no key", amount(row, what)]];
+  for (const row of rows.filter((row) => at.has(row.day))) {
+    for (const [name, value] of parts(row)) {
+      if (!found.has(name)) found.set(name, { name, values: days.map(() => 0), sum: 0 });
+      found.get(name).values[at.get(row.day)] += value;
+      found.get(name).sum += value;
     }
   }
   const all = [...found.values()];
   if (by !== KINDS) all.sort((a, b) => b.sum - a.sum || (a.name < b.name ? -1 : 1));
   if (all.length <= MOST_SERIES) return all;
-  const rest = all.slice(MOST_SERIES - 1);
-  return [...all.slice(0, MOST_SERIES - 1), {
-    name: `${rest.length} others`, sum: rest.reduce((sum, one) => sum + one.sum, 0),
-    values: days.map((_, index) => rest.reduce((sum, one) => sum + one.values[index], 0)),
-  }];
+  const rest = all.splice(MOST_SERIES - 1);
+  return [...all, { name: `${rest.length} others`, sum: sum(rest, (one) => one.sum), values: heap(rest, days) }];
 }
 
+const heap = (series, days) => days.map((_, at) => sum(series, (one) => one.values[at]));
+const short = (n) => n >= 1e9 ? `${n / 1e9}G` : n >= 1e6 ? `${n / 1e6}M` : n >= 1e3 ? `${n / 1e3}k` : String(n);
+const shortDay = (day) => day && new Date(day).toLocaleDateString([], { month: "short", day: "numeric", timeZone: "UTC" });
+
 // Bars of days on one another. uPlot draws on a canvas, so the colours are read from the style sheet.
-function Chart({ days, series, onDay }) {
+function Chart({ days, series, range }) {
+  const [over, setOver] = useState(null);
   const element = useRef();
-  const newest = useRef();
-  newest.current = onDay;
   useEffect(() => {
-    let plot = null;
-    let gone = false;
-    const dark = matchMedia("(prefers-color-scheme: dark)");
+    let [plot, gone] = [null, false];
     const draw = async () => {
       const { default: uPlot } = await import("../vendor/uplot.js");
       if (gone) return;
       plot?.destroy();
       const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-      // The last series is on top: it is drawn first, as high as all together.
-      const heaps = series.map((_, index) => days.map((_, at) => series.slice(0, index + 1).reduce((sum, one) => sum + one.values[at], 0)));
       const axis = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+      const bars = { width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.75, 48] }) };
       plot = new uPlot({
         width: element.current.clientWidth, height: 220, legend: { show: false },
         scales: { x: { time: false, range: [-0.5, days.length - 0.5] }, y: { range: (_, least, most) => [0, most * 1.05 || 1] } },
         axes: [
           { ...axis, size: 30, grid: { show: false }, incrs: [1, 2, 5, 10, 30, 90, 365], space: 60,
-            values: (_, splits) => splits.map((at) => days[at] && new Date(days[at]).toLocaleDateString([], { month: "short", day: "numeric", timeZone: "UTC" })) },
+            values: (_, splits) => splits.map((at) => shortDay(days[at])) },
           { ...axis, size: 64, values: (_, splits) => splits.map((value) => Number.isInteger(value) ? short(value) : "") },
         ],
         cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
-        hooks: { setCursor: [(u) => newest.current(u.cursor.idx ?? null)] },
-        series: [{}, ...series.map((_, index) => ({
-          fill: colour(`--series-${series.length - 1 - index}`), width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.75, 48] }),
-        }))],
-      }, [days.map((_, at) => at), ...heaps.reverse()], element.current);
+        hooks: { setCursor: [(u) => setOver(u.cursor.idx ?? null)] },
+        // The last series is on top: it is drawn first, as high as all together.
+        series: [{}, ...series.map((_, index) => ({ ...bars, fill: colour(`--series-${index}`) })).reverse()],
+      }, [days.map((_, at) => at), ...series.map((_, index) => heap(series.slice(0, index + 1), days)).reverse()], element.current);
     };
-    draw();
-    const resized = new ResizeObserver(() => plot?.setSize({ width: element.current.clientWidth, height: 220 }));
+    const resized = new ResizeObserver(draw); // draws at the beginning, too
     resized.observe(element.current);
+    const dark = matchMedia("(prefers-color-scheme: dark)");
     dark.addEventListener("change", draw);
     return () => {
       gone = true;
       resized.disconnect();
       dark.removeEventListener("change", draw);
       plot?.destroy();
-      newest.current(null);
+      setOver(null);
     };
   }, [days, series]);
-  return html`<div class="chart" ref=${element} aria-hidden="true" />`;
+  const day = days[over];
+  return html`<div class="card"><div class="chart" ref=${element} aria-hidden="true" />
+    <ul class="legend" aria-label=${day || "Sums"}><li class="faint">${day || RANGES.find(([days]) => days === range)[1]}</li>
+      ${series.map((one, index) => html`<li key=${one.name}><i class=${`series-${index}`} aria-hidden="true" />${one.name}
+        <b class="number">${count(day ? one.values[over] : one.sum)}</b></li>`)}</ul></div>`;
 }
 
-const short = (n) => n >= 1e9 ? `${n / 1e9}G` : n >= 1e6 ? `${n / 1e6}M` : n >= 1e3 ? `${n / 1e3}k` : String(n);
-
 function useUsage(range) {
-  const [usage, setUsage] = useState(null);
-  const [trouble, setTrouble] = useState("");
-  const wanted = useRef();
-  const read = async () => {
-    wanted.current = range;
-    try {
-      const answer = await call("GET", `/v1/usage${range ? `?since=${firstDay(Number(range))}` : ""}`);
-      if (wanted.current !== range) return; // the answer for another range is on its way
-      setUsage((before) => JSON.stringify({ ...answer, range }) === JSON.stringify(before) ? before : { ...answer, range });
-      setTrouble("");
-    } catch (error) {
-      setTrouble(error.message);
-    }
-  };
-  useEvery(EVERY_MS, read);
-  useEffect(() => {
-    if (usage) read();
-  }, [range]);
-  return [usage, trouble, read];
+  return useAnswer(async (before) => {
+    const usage = { ...await call("GET", `/v1/usage${range ? `?since=${firstDay(Number(range))}` : ""}`), range };
+    return JSON.stringify(usage) === JSON.stringify(before) ? before : usage; // the chart is not drawn again
+  }, EVERY_MS, [range]);
 }
 
 function daysOf({ rows, range }) {
@@ -289,55 +225,44 @@ function daysOf({ rows, range }) {
   return days;
 }
 
-function UsageTable({ usage, all, onAll }) {
+function UsageTable({ usage }) {
+  const [all, setAll] = useState(false);
   const rows = all ? usage.rows : usage.rows.slice(0, MOST_ROWS);
-  return html`<div class="scroll"><table class="usage" aria-labelledby="usage-title">
+  const counts = (row) => COUNTS.map(([name, title]) => html`<td class="number" data-name=${title}>${count(row[name])}</td>`);
+  return html`<div class="scroll"><table class="usage folds" aria-labelledby="usage-title">
     <thead><tr><th>Day (UTC)</th><th>Key</th><th>Model</th>${COUNTS.map(([, title]) => html`<th class="number">${title}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr key=${`${row.day} ${row.key} ${row.model}`}>
-      <td>${row.day}</td><td>${row.key || "no key"}</td><td class="break">${row.model}</td>
-      ${COUNTS.map(([name, title]) => html`<td class="number" data-name=${title}>${count(row[name])}</td>`)}</tr>`)}</tbody>
-    <tfoot><tr><td colspan="3">Total</td>${COUNTS.map(([name, title]) => html`<td class="number" data-name=${title}>${count(usage.total[name])}</td>`)}</tr></tfoot>
+      <td>${row.day}</td><td>${row.key || "no key"}</td><td class="break">${row.model}</td>${counts(row)}</tr>`)}</tbody>
+    <tfoot><tr><td colspan="3">Total</td>${counts(usage.total)}</tr></tfoot>
   </table></div>
-  ${rows.length < usage.rows.length && html`<${Button} onClick=${onAll}>Show all ${count(usage.rows.length)} rows<//>`}`;
+  ${rows.length < usage.rows.length && html`<${Button} onClick=${() => setAll(true)}>Show all ${count(usage.rows.length)} rows<//>`}`;
 }
 
 function Usage({ ofAll }) {
   const [range, setRange] = useState("7");
   const [by, setBy] = useState("model");
   const [what, setWhat] = useState("");
-  const [all, setAll] = useState(false);
-  const [over, setOver] = useState(null);
-  const [usage, trouble, read] = useUsage(range);
+  const [usage, wrong, read] = useUsage(range);
   const days = useMemo(() => usage && daysOf(usage), [usage]);
   const series = useMemo(() => usage && seriesOf(usage.rows, days, by, what), [usage, by, what]);
-  const choice = (label, value, options, set) => html`<label>${label}
-    <select value=${value} onChange=${(event) => set(event.target.value)}>${options.map(([name, text]) => html`<option key=${name} value=${name}>${text}</option>`)}</select></label>`;
-  const at = over !== null && days?.[over] ? over : null;
-  return html`<section aria-labelledby="usage-title">
-    <h3 id="usage-title">Usage</h3>
+  return html`<${Section} title="Usage">
     <div class="fields">
-      ${choice("Days", range, RANGES, setRange)}
-      ${choice("By", by, [["model", "Model"], ...(ofAll ? [["key", "Key"]] : []), [KINDS, "In, from cache, out"]], setBy)}
-      ${by !== KINDS && choice("Show", what, SHOWN, setWhat)}
+      <${Choice} label="Days" value=${range} options=${RANGES} onChange=${setRange} />
+      <${Choice} label="By" value=${by} onChange=${setBy}
+        options=${[["model", "Model"], ...(ofAll ? [["key", "Key"]] : []), [KINDS, "In, from cache, out"]]} />
+      ${by !== KINDS && html`<${Choice} label="Show" value=${what} options=${SHOWN} onChange=${setWhat} />`}
       <${Button} onClick=${read} label="Refresh the usage">Refresh<//>
     </div>
-    ${!usage && !trouble && html`<${Empty}>Reading …<//>`}
-    ${trouble && html`<p class="error">The usage cannot be read: ${trouble}</p>`}
+    ${reading("The usage", usage, wrong)}
     ${usage && (usage.rows.length ? html`
-      <div class="card"><${Chart} days=${days} series=${series} onDay=${setOver} />
-        <ul class="legend" aria-label=${at === null ? "Sums" : days[at]}>
-          <li class="faint">${at === null ? RANGES.find(([days]) => days === usage.range)[1] : days[at]}</li>
-          ${series.map((one, index) => html`<li key=${one.name}><i class=${`series-${index}`} aria-hidden="true" />${one.name}
-            <b class="number">${count(at === null ? one.sum : one.values[at])}</b></li>`)}</ul></div>
+      <${Chart} days=${days} series=${series} range=${usage.range} />
       ${usage.more && html`<p class="small">There are more rows than one answer holds, and the latest are shown. The total is that of all.</p>`}
-      <${UsageTable} usage=${usage} all=${all} onAll=${() => setAll(true)} />`
-      : html`<${Empty}>Nothing was counted on these days.<//>`)}
-  </section>`;
+      <${UsageTable} usage=${usage} />`
+      : html`<${Empty}>Nothing was counted on these days.<//>`)}<//>`;
 }
 
 export function Keys({ picture }) {
+  const keys = () => picture.auth === "none" ? html`<${Section} title="Keys"><${Switched} what="Keys are" /><//>` : html`<${KeyTable} />`;
   return html`<h2 tabindex="-1">${picture.admin ? "Keys and usage" : "Usage"}</h2>
-    ${picture.admin && (picture.auth === "none" ? html`<section aria-labelledby="keys-title"><h3 id="keys-title">Keys</h3><${Switched} what="Keys are" /></section>`
-      : html`<${KeyTable} />`)}
-    <${Usage} ofAll=${Boolean(picture.supervisor)} />`;
+    ${picture.admin && keys()}<${Usage} ofAll=${Boolean(picture.supervisor)} />`;
 }

@@ -1,10 +1,10 @@
 // Everything about one model: #/models/NAME, where NAME is its own name or an alias.
 
-import { bytes, Copy, count, Empty, html, joined, span, speed, State, sum, useEffect, useEvery, useNow, useState } from "../ui.js";
+import { bytes, Copy, count, Empty, Facts, html, joined, reading, Section, span, speed, State, sum, useAnswer, useNow, useState } from "../ui.js";
 import { models } from "../live.js";
 import { call } from "../session.js";
 import { Log } from "../log.js";
-import { EventList, ModelOrders, nearest, Reason } from "../model_parts.js";
+import { EventList, ModelOrders, nearest, on, Reason } from "../model_parts.js";
 
 const DETAILS_MS = 5000;
 const EVENTS = 100;
@@ -23,31 +23,23 @@ function Known({ model, picture }) {
   const { name, workers } = model;
   const shown = nearest(workers);
   const now = useNow(DETAILS_MS) / 1000;
-  const [details, setDetails] = useState(null);
-  const [wrong, setWrong] = useState("");
-  const read = () => call("GET", `/v1/models/${path(name)}`)
-    .then((answer) => { setDetails(answer.modelctl); setWrong(""); }, (error) => setWrong(error.message));
-  useEvery(DETAILS_MS, read);
-  const states = workers.map((worker) => worker.state).join();
-  useEffect(() => { details && read(); }, [states]);
+  const [answer, wrong] = useAnswer(() => call("GET", `/v1/models/${path(name)}`), DETAILS_MS, [workers.map((one) => one.state).join()]);
+  const details = answer?.modelctl;
   return html`<div class="model-head">
       <div class="row"><h2 tabindex="-1">${name}</h2><${State} worker=${shown} /></div>
       ${shown.description && html`<p>${shown.description}</p>`}
       <${Reason} worker=${shown} now=${now} />
       ${picture.admin && html`<${ModelOrders} model=${model} more />`}
     </div>
-    ${wrong && html`<p class="error" role="alert">The details cannot be read: ${wrong}</p>`}
-    ${!details && !wrong && html`<${Empty}>Reading …<//>`}
+    ${reading("The details", details, wrong)}
     ${details?.figures && html`<${Figures} figures=${details.figures} workers=${workers} />`}
     ${details?.workers && workers.length > 1 && html`<${Workers} all=${details.workers} />`}
     ${details && html`<${About} details=${details} name=${name} />`}
     ${details?.settings && html`<${Settings} settings=${details.settings} name=${name} />`}
     ${picture.events && html`<${Events} name=${name} picture=${picture} />`}
-    ${picture.admin && html`<${Section} title="Log" id="log-title">
+    ${picture.admin && html`<${Section} title="Log">
       <${Log} label="Worker" names=${workers.map((worker) => worker.name)} picture=${picture} /><//>`}`;
 }
-
-const Section = ({ title, id, children }) => html`<section aria-labelledby=${id}><h3 id=${id}>${title}</h3>${children}</section>`;
 
 function Figures({ figures, workers }) {
   const named = Object.entries(figures.errors_by_name).map(([name, n]) => `${name} ${count(n)}`).join(", ");
@@ -60,23 +52,20 @@ function Figures({ figures, workers }) {
     ["Requests", count(figures.finished), `${count(figures.tokens)} tokens in answers`],
     ["Errors", count(figures.errors), joined([named, figures.refused && `refused ${count(figures.refused)}`]) || "none"],
   ];
-  return html`<${Section} title="Figures" id="figures-title">
+  return html`<${Section} title="Figures">
     <dl class="model-figures">${shown.map(([label, value, note]) => html`<div class="card" key=${label}>
       <dt class="small faint">${label}</dt><dd class="figure">${value}</dd><dd class="small faint">${note}</dd></div>`)}</dl>
     <p class="small faint">Since the supervisor's start.</p><//>`;
 }
 
 function Workers({ all }) {
-  return html`<${Section} title="Workers" id="workers-title"><div class="scroll" tabindex="0" role="group" aria-labelledby="workers-title"><table>
-    <thead><tr><th scope="col">Worker</th><th scope="col">State</th><th scope="col">On</th><th scope="col" class="number">Running</th>
-      <th scope="col" class="number">Tokens/s</th><th scope="col" class="number">GPU memory</th><th scope="col" class="number">Restarts</th>
-      <th scope="col" class="number">Process</th></tr></thead>
+  return html`<${Section} title="Workers"><div class="scroll" tabindex="0" role="group" aria-labelledby="workers-title"><table>
+    <thead><tr>${["Worker", "State", "On"].map((title) => html`<th>${title}</th>`)}
+      ${["Running", "Tokens/s", "GPU memory", "Restarts", "Process"].map((title) => html`<th class="number">${title}</th>`)}</tr></thead>
     <tbody>${all.map((worker) => html`<tr key=${worker.name}><td>${worker.name}</td><td><${State} worker=${worker} /></td><td>${on(worker)}</td>
-      <td class="number">${worker.active}</td><td class="number">${speed(worker.tokens_per_s)}</td><td class="number">${bytes(worker.vram_bytes)}</td>
-      <td class="number">${worker.restarts}</td><td class="number">${worker.pid ?? "–"}</td></tr>`)}</tbody></table></div><//>`;
+      ${[worker.active, speed(worker.tokens_per_s), bytes(worker.vram_bytes), worker.restarts, worker.pid ?? "–"].map((figure) => html`
+        <td class="number">${figure}</td>`)}</tr>`)}</tbody></table></div><//>`;
 }
-
-const on = (worker) => joined([worker.node, worker.gpu === "cpu" ? "CPU" : `GPU ${(worker.placed || [worker.gpu]).join(", ")}`]);
 
 // The names, and what was found in the model's files when it was loaded.
 function About({ details, name }) {
@@ -108,8 +97,7 @@ function About({ details, name }) {
       ["Process", all.length === 1 && one.pid],
     ] : [],
   ];
-  return html`<${Section} title="About" id="about-title"><dl class="facts card">
-    ${facts.filter(([, value]) => value).map(([label, value]) => html`<dt key=${label}>${label}</dt><dd key=${`${label}=`}>${value}</dd>`)}</dl><//>`;
+  return html`<${Section} title="About"><${Facts} facts=${facts} kind="card" /><//>`;
 }
 
 // The place of a key, "models.yaml:7". A narrow column breaks it before the colon.
@@ -128,7 +116,7 @@ function Settings({ settings, name }) {
       <${Copy} text=${asYaml(name, given.map((setting) => [key(setting), setting.value]))} label="Copy the configuration as YAML" />
     </div>
     <div class="scroll" tabindex="0" role="group" aria-labelledby="settings-title"><table class="model-settings">
-      <thead><tr><th scope="col">Key</th><th scope="col">Value</th><th scope="col">From</th></tr></thead>
+      <thead><tr><th>Key</th><th>Value</th><th>From</th></tr></thead>
       <tbody>${(all ? settings : given).map((setting) => html`<tr key=${setting.key}><td>${key(setting)}</td>
         <td><code>${setting.value}</code></td><td class="faint">${breakable(setting.source)}</td></tr>`)}</tbody></table></div><//>`;
 }
@@ -146,10 +134,7 @@ function asYaml(name, keys) {
 }
 
 function Events({ name, picture }) {
-  const [events, setEvents] = useState(null);
   const newest = picture.events.findLast((event) => event.model === name)?.number;
-  useEffect(() => {
-    call("GET", `/v1/events?limit=${EVENTS}&model=${path(name)}`).then((answer) => setEvents(answer.events.reverse()), () => {});
-  }, [newest, picture.session]);
-  return html`<${Section} title="Events" id="events-title">${events && html`<${EventList} events=${events} />`}<//>`;
+  const [answer] = useAnswer(() => call("GET", `/v1/events?limit=${EVENTS}&model=${path(name)}`), 0, [newest, picture.session]);
+  return html`<${Section} title="Events">${answer && html`<${EventList} events=${answer.events.toReversed()} />`}<//>`;
 }

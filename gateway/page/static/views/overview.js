@@ -1,6 +1,6 @@
-import { address, Bar, bytes, Empty, html, Icon, inWords, joined, span, speed, State, sum, useNow, useState } from "../ui.js";
+import { address, Bar, bytes, Empty, html, Icon, inWords, joined, Section, span, speed, State, sum, useNow, useState } from "../ui.js";
 import { models, speeds, SPEEDS, workers } from "../live.js";
-import { DOWN, EventList, ModelOrders, nearest, Reason } from "../model_parts.js";
+import { DOWN, EventList, ModelOrders, nearest, on, Reason } from "../model_parts.js";
 import { Log } from "../log.js";
 
 const countdown = (s) => s < 60 || s >= 3600 ? span(s) : `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s`;
@@ -12,17 +12,12 @@ export function Overview({ picture }) {
     <div class="summary"><p>${summary(picture, all)}</p>
       ${Object.entries(picture.supervisor?.troubles || {}).map(([name, words]) => html`
         <p class="trouble" key=${name}><${Icon} name="failed" /> <span><b>${name}</b>: ${words}</span></p>`)}</div>
-    ${picture.gpus?.length > 0 && html`<section aria-labelledby="gpus-title">
-      <h3 id="gpus-title">GPUs</h3>
-      <div class="gpus">${picture.gpus.map((gpu) => html`<${Gpu} key=${gpu.uuid} gpu=${gpu} picture=${picture} />`)}</div>
-    </section>`}
-    <section aria-labelledby="models-title">
-      <h3 id="models-title">Models</h3>
-      ${all.length ? html`<div class="cards">${all.map((model) => html`
-        <${ModelCard} key=${model.name} model=${model} picture=${picture} now=${now} />`)}</div>`
-      : html`<${Empty}>models.yaml names no model.<//>`}
-    </section>
-    ${picture.events && html`<${Events} events=${picture.events} />`}
+    ${picture.gpus?.length > 0 && html`<${Section} title="GPUs">
+      <div class="gpus">${picture.gpus.map((gpu) => html`<${Gpu} key=${gpu.uuid} gpu=${gpu} picture=${picture} />`)}</div><//>`}
+    <${Section} title="Models">${all.length ? html`<div class="cards">${all.map((model) => html`
+      <${ModelCard} key=${model.name} model=${model} picture=${picture} now=${now} />`)}</div>`
+      : html`<${Empty}>models.yaml names no model.<//>`}<//>
+    ${picture.events && html`<${Section} title="Events"><${EventList} events=${picture.events.toReversed()} linked /><//>`}
     ${picture.admin && html`<${Logs} picture=${picture} />`}`;
 }
 
@@ -38,8 +33,6 @@ function summary(picture, all) {
     ] : [],
   ]);
 }
-
-// --- GPUs -----------------------------------------------------------------------------------------------------------
 
 function Gpu({ gpu, picture }) {
   const holding = workers(picture).map((worker) => [worker, worker.node ? null : worker.vram_by_gpu?.[gpu.index]])
@@ -60,8 +53,6 @@ function Gpu({ gpu, picture }) {
       ...holding.map(([worker, held]) => `${worker.name} ${bytes(held)}`), others >= 2 ** 27 && `others ${bytes(others)}`])}</p>`}
   </div>`;
 }
-
-// --- models ---------------------------------------------------------------------------------------------------------
 
 function ModelCard({ model, picture, now }) {
   const { name, workers: all } = model;
@@ -109,10 +100,6 @@ function Memory({ all, gpus }) {
       limit !== null && `limit ${bytes(limit)}`, placed.length && `${bytes(total)} in all`])}</p></div>`;
 }
 
-const on = (worker) => joined([
-  worker.node, worker.gpu === "cpu" ? "CPU" : worker.placed?.length ? `GPU ${worker.placed.join(", ")}` : worker.gpu && `GPU ${worker.gpu}`,
-]);
-
 function facts(shown, all, now) {
   const until = Math.min(...all.map((worker) => worker.until ?? Infinity));
   const host = sum(all, (worker) => worker.host_bytes);
@@ -123,21 +110,10 @@ function facts(shown, all, now) {
   ]);
 }
 
-// --- events ---------------------------------------------------------------------------------------------------------
-
-function Events({ events }) {
-  return html`<section aria-labelledby="events-title">
-    <h3 id="events-title">Events</h3>
-    <${EventList} events=${[...events].reverse()} linked />
-  </section>`;
-}
-
 // Nothing is asked while the logs are closed.
 function Logs({ picture }) {
   const [open, setOpen] = useState(false);
-  return html`<section aria-labelledby="logs-title">
-    <h3 id="logs-title">Logs</h3>
+  return html`<${Section} title="Logs">
     <details onToggle=${(event) => setOpen(event.target.open)}><summary>Of the supervisor and of the gateway</summary>
-      <div class="logs">${open && html`<${Log} names=${["supervisor", "gateway"]} label="Log of" picture=${picture} />`}</div></details>
-  </section>`;
+      <div class="logs">${open && html`<${Log} names=${["supervisor", "gateway"]} label="Log of" picture=${picture} />`}</div></details><//>`;
 }
