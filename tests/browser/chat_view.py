@@ -548,13 +548,13 @@ def test_nothing_is_wrong_or_cut_off(chat: Page, axe: str, size: str, colours: s
     ask(chat, "say long", "thinker", max_tokens=300)
     ended(chat, 2)
     answers(chat).last.get_by_text("Reasoning").click()
+    if directory := os.environ.get("SCREENSHOTS"):
+        chat.screenshot(path=Path(directory) / f"conversation-{size}-{colours}.png")
     chat.get_by_label("Max tokens").fill("")
     for i, name in enumerate(("long_word", "wide_table", "headings", "unclosed_fence")):
         ask(chat, f"say {name}", "hostile")
         ended(chat, i + 3)
     chat.get_by_role("button", name="Edit the message").first.click()
-    if directory := os.environ.get("SCREENSHOTS"):
-        chat.screenshot(path=Path(directory) / f"conversation-{size}-{colours}.png")
     assert faults_of(chat, axe, size) == []
 
 

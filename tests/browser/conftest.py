@@ -37,12 +37,12 @@ READY = ("bare", "letters", "stories", "endless", "thinker", "sleeper")
 expect.set_options(timeout=1000 * WITHIN)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> KeyStore:
     return KeyStore(tmp_path_factory.mktemp("keys") / "keys")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def token(store: KeyStore) -> str:
     return store.add_token("ops", parse_rights("infer,status,admin"))
 
