@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -240,6 +241,8 @@ def test_nothing_is_cut_off(page: Page, serving: Serving, size: str, scheme: str
         "[...document.querySelectorAll('main *')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 1)"
     )
     assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 200))") == []
+    if directory := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=Path(directory) / f"overview-{size}-{scheme}.png", full_page=size == "wide")
 
 
 def test_the_logs_of_the_supervisor_and_the_gateway_are_read(page: Page) -> None:

@@ -36,7 +36,7 @@ function Unfinished({ requests, total }) {
   return html`<${Section} title="Running and waiting" id="unfinished-title" at=${title}>
     ${requests.length ? html`<div class="scroll"><table class="requests folds" aria-labelledby="unfinished-title">
       <thead><tr><th>ID</th><th>Model</th><th>State</th><th class="wide">Key</th><th class="number wide">Prompt tokens</th>
-        <th class="number">Answer tokens</th><th class="number">Age</th><th class="wide">Worker</th><td></td></tr></thead>
+        <th class="number">Answer tokens</th><th class="number">Age</th><th class="wide">Worker</th><th><span class="hidden">Orders</span></th></tr></thead>
       <tbody>${requests.map((one) => html`<tr key=${one.id}>
         <td>${one.id}</td><td>${one.model}</td>
         <td><${Mark} kind=${one.state === "running" ? "ready" : "busy"} icon="busy">${state(one)}<//></td>
