@@ -112,12 +112,14 @@ def coming_generation(reply: dict[str, Any]) -> int:
 def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
     """Return whether a model is ready, or will not become ready by itself.
 
-    wanted  the ordered generation. An older generation that goes down only makes room for it. If the ordered generation
-            goes down, or if the model is at rest, somebody has given another order meanwhile
+    wanted  the ordered generation. An older generation that is ready only makes room for it
+
+    One that goes down is not settled: only at rest it is certain whether somebody has stopped it, another model took
+    its place, or it starts again.
     """
     if model["state"] in (*AT_REST, WorkerState.ASLEEP) or is_away(model):
         return True
-    return model["generation"] >= wanted and (model["state"] == "ready" or model["state"] in GOING_DOWN)
+    return bool(model["generation"] >= wanted and model["state"] == WorkerState.READY)
 
 
 def is_away(model: ModelStatus) -> bool:
@@ -152,7 +154,7 @@ def _line(model: ModelStatus) -> str:
 def why_not_ready(model: ModelStatus) -> str:
     """Return a line that says why a model that was to be started is not ready. It begins with the model's name."""
     name, state = model["name"], model["state"]
-    if state in (*GOING_DOWN, WorkerState.STOPPED):
+    if state == WorkerState.STOPPED:
         return f"{name}: somebody else's order stopped it before it was ready"
     if state == WorkerState.ASLEEP:
         return f"{name}: it sleeps ({model['unloaded']}); the next request wakes it"
