@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from protocol.process.asked_process import question_file
 from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
 from supervisor.folder_scanner import unpacked
@@ -125,12 +126,10 @@ class FolderKeeper:
         self._end()
 
     def _start(self) -> None:
-        served = os.memfd_create("served", os.MFD_CLOEXEC)
+        names = {name: str(spec.model_dir) for name, spec in self._found.items()}
+        served = -1
         try:
-            names = {name: str(spec.model_dir) for name, spec in self._found.items()}
-            given = {"served": names, "variables": self._config.used_variables}
-            os.write(served, json.dumps(given).encode())
-            os.lseek(served, 0, os.SEEK_SET)
+            served = question_file({"served": names, "variables": self._config.used_variables})
             self._process = subprocess.Popen(
                 [*_SCANNER, str(os.getpid()), str(self._config.file), str(SCAN_S), str(QUIET_S)],
                 stdin=served,
@@ -144,7 +143,8 @@ class FolderKeeper:
             self._log.error("folders: no process can be started that looks into them: %s", e.strerror or e)
             return
         finally:
-            os.close(served)
+            if served >= 0:
+                os.close(served)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._epoll.register(self._process.stdout, select.EPOLLIN)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from protocol.codec import pack_reply
 from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.process.asked_process import start_asked
 from supervisor.config import Config
 from supervisor.event_history import EventKind, noted
 from supervisor.keys.change import CHANGE_S
@@ -176,34 +177,14 @@ def _checked(verb: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
 def _start(order: Mapping[str, Any]) -> "tuple[subprocess.Popen[bytes], int, int]":
     """Start the process for an order. Return it, its pidfd, and the descriptor that has the result when it has ended.
 
-    Both are files in memory: a token is in none on the disk. Raises OSError.
+    A token is in no file on the disk. Raises OSError.
     """
-    stdin = os.memfd_create("order", os.MFD_CLOEXEC)
-    stdout = -1
+    process, result = start_asked(_CHANGING, order, writer_environment(), cwd="/")
     try:
-        stdout = os.memfd_create("result", os.MFD_CLOEXEC)
-        with open(stdin, "wb", closefd=False) as file:
-            file.write(json.dumps(order).encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        process = subprocess.Popen(
-            _CHANGING,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-            env=writer_environment(),
-        )
-        try:
-            pidfd = os.pidfd_open(process.pid)
-        except OSError:
-            process.kill()
-            process.wait()
-            raise
+        pidfd = os.pidfd_open(process.pid)
     except OSError:
-        if stdout >= 0:
-            os.close(stdout)
+        process.kill()
+        process.wait()
+        os.close(result)
         raise
-    finally:
-        os.close(stdin)
-    return process, pidfd, stdout
+    return process, pidfd, result

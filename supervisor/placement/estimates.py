@@ -1,8 +1,7 @@
 """Ask whether models can be loaded, and how much GPU memory their workers will need.
 
 A separate process (``ESTIMATING``) reads the models' directories. The supervisor starts one process for each question,
-and kills a process that takes too long. The process also dies with the supervisor. It writes its answer to a file in
-memory, which is read when the process has ended. A pipe could fill, or be left half read.
+and kills a process that takes too long. The process also dies with the supervisor.
 """
 
 import contextlib
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from protocol.process.asked_process import start_asked
 from protocol.process.helper_environment import helper_environment
 from protocol.process.masking import masked_values
 from protocol.process.worker_spec import EngineSpec
@@ -233,28 +233,7 @@ def start(questions: Sequence[Question]) -> "tuple[subprocess.Popen[bytes], int]
     asked = [asdict(question) for question in questions]
     # the module is found beside this package, whatever the current directory is
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
-    stdin = os.memfd_create("questions", os.MFD_CLOEXEC)
-    stdout = -1
-    try:
-        stdout = os.memfd_create("answers", os.MFD_CLOEXEC)
-        with open(stdin, "wb", closefd=False) as f:
-            f.write(json.dumps(asked).encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        process = subprocess.Popen(
-            [*ESTIMATING, str(os.getpid())],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            env=helper_environment(PYTHONPATH=path),
-            start_new_session=True,
-        )
-    except OSError:
-        if stdout >= 0:
-            os.close(stdout)
-        raise
-    finally:
-        os.close(stdin)
-    return process, stdout
+    return start_asked([*ESTIMATING, str(os.getpid())], asked, helper_environment(PYTHONPATH=path))
 
 
 def answers(descriptor: int) -> list[Estimated]:
