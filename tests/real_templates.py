@@ -8,7 +8,7 @@ For each template and each conversation one of three holds:
 (b) Otherwise our prompt equals transformers' prompt of the adapted conversation, and has every word.
 (c) Otherwise the request is refused, and the error names the reason.
 
-The table of docs/templates.md is made from the result: ``TEMPLATES_TABLE=write`` writes it.
+The table tests/real_templates.md is made from the result: ``TEMPLATES_TABLE=write`` writes it.
 """
 
 import ast
@@ -45,7 +45,7 @@ llama-cpp-python==0.3.36 --hash=sha256:832db0699007f1be95a7e41ef12e88926b02ba836
 unsloth==2026.10.9 --hash=sha256:feb40b99bc4f8c543a36cbd0fe6e1410d6e4ac16bd4d0c731f607adce3d63bb0
 """
 CACHE: Final = ROOT / ".venv" / "templates"
-PAGE: Final = ROOT / "docs" / "_generated" / "templates.md"
+PAGE: Final = ROOT / "tests" / "real_templates.md"
 TOKENS: Final = {"bos_token": "<s>", "eos_token": "</s>"}
 Message = dict[str, Any]
 
@@ -363,7 +363,7 @@ def test_a_real_template(name: str) -> None:
         assert reads_back(str(row.format.tools), row.format.forms[-1].call, row.format.reasoning)
 
 
-def test_the_table_of_the_page_is_this_result() -> None:
+def test_the_table_in_the_repository_is_this_result() -> None:
     if len(ROWS) < len(sources()):
         pytest.skip("only some templates were compared")
     text = table(list(ROWS.values()))
@@ -373,7 +373,7 @@ def test_the_table_of_the_page_is_this_result() -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the table of the documentation."""
+    """Return the table."""
     lines = [
         "| template | format of calls | calls an answer | reasoning | what is changed | (a) | (b) | (c) |",
         "|---|---|---|---|---|---|---|---|",

@@ -45,7 +45,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_dead_links_are_found() -> None:
     text = (
         "# A page\n[a](#a-page) [b](#nowhere) [c](docs/configuration.md#max_queue) [d](docs/configuration.md#nowhere)"
-        " [e](docs/nowhere.md) [f](https://example.org/x) [g](docs/_generated/errors.md#overloaded) [h](tests)\n"
+        " [e](docs/nowhere.md) [f](https://example.org/x) [g](docs/wire-protocol.md#overloaded) [h](tests)\n"
         "```\n[i](nowhere)\n```\n"
     )
     assert dead_links(text, ROOT) == ["#nowhere", "docs/configuration.md#nowhere", "docs/nowhere.md"]

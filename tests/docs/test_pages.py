@@ -11,23 +11,49 @@ from tools.docs.request_options import engines_of, request_options_page, value_o
 
 
 def test_committed_pages_are_up_to_date() -> None:
-    assert pages.stale() == [], "run `python -m tools.docs`, and commit what it writes"
+    assert pages.stale() == {}, "run `python -m tools.docs`, and commit what it writes"
 
 
-def test_a_page_that_differs_is_named_and_written_anew(
+def test_every_part_is_on_a_page_and_no_page_includes_another_file() -> None:
+    assert pages.unused() == []
+    assert [name for name in pages.handwritten() if "--8<--" in (pages.DOCS / name).read_text()] == []
+
+
+def test_a_file_and_a_part_that_differ_are_named_and_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pages, "DOCS", tmp_path)
-    monkeypatch.setattr(pages, "PAGES", {"one.md": lambda: "one\n", "_generated/two.md": lambda: "two\n"})
-    (tmp_path / "one.md").write_text("one, as it was\n")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    monkeypatch.setattr(pages, "DOCS", docs)
+    monkeypatch.setattr(pages, "FILES", {"one.md": lambda: "one\n", "images/two.svg": lambda: "two\n"})
+    monkeypatch.setattr(pages, "PARTS", {"three": lambda: "3\n"})
+    (docs / "one.md").write_text("one, as it was\n")
+    (docs / "page.md").write_text("# A page\n\n<!-- part: three -->\nthree\n<!-- end: three -->\nmore\n")
+    (tmp_path / "README.md").write_text("<!-- part: three -->\n3\n<!-- end: three -->\n")
     assert pages.main(["--check"]) == 1
     errors = capsys.readouterr().err
-    assert "docs/one.md is out of date" in errors
-    assert "docs/_generated/two.md is out of date" in errors
+    for name in ("docs/one.md", "docs/images/two.svg", "docs/page.md"):
+        assert f"{name} is out of date" in errors
+    assert "README" not in errors
     assert pages.main([]) == 0
-    assert (tmp_path / "_generated/two.md").read_text() == "two\n"
+    assert (docs / "images/two.svg").read_text() == "two\n"
+    assert (docs / "page.md").read_text() == "# A page\n\n<!-- part: three -->\n3\n<!-- end: three -->\nmore\n"
     assert pages.main(["--check"]) == 0
     assert pages.main(["--chekc"]) == 2
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- part: nothing -->\n<!-- end: nothing -->\n",
+        "<!-- part: errors -->\n<!-- end: figures -->\n",
+        "<!-- part: errors -->\n\nno end\n",
+        "no beginning\n<!-- end: errors -->\n",
+    ],
+)
+def test_a_part_that_is_unknown_or_has_no_end_is_an_error(page: str) -> None:
+    with pytest.raises(ValueError, match="part"):
+        pages.filled(page)
 
 
 @pytest.mark.parametrize("code", ErrorCode, ids=lambda code: code.wire_name)

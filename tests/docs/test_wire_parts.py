@@ -11,7 +11,7 @@ from protocol.questions import QUESTIONS
 from protocol.verbs import VERBS
 from supervisor import calls
 from supervisor.keys.rights import _OF_VERB
-from tools.docs.wire import PARTS
+from tools.docs.wire import WIRE_PARTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WITHOUT_KEYS = {Kind.EVENTS, Kind.PING, Kind.PONG}
@@ -20,7 +20,7 @@ WITHOUT_KEYS = {Kind.EVENTS, Kind.PING, Kind.PONG}
 
 def test_the_page_holds_every_part() -> None:
     page = (DOCS / "wire-protocol.md").read_text()
-    assert [name for name in PARTS if f'--8<-- "{name}"' not in page] == []
+    assert [name for name in WIRE_PARTS if f"<!-- part: {name} -->" not in page] == []
 
 
 def test_the_maps_of_all_messages_are_described() -> None:

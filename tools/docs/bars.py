@@ -1,4 +1,4 @@
-"""Draw horizontal bars as SVG inside a page. The chart takes the page's colours, and needs no script and no font."""
+"""Draw horizontal bars as SVG, for light and dark pages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ def draw(chart: Chart) -> str:
     per_group = BAR * len(chart.series) + GAP
     height = HEAD + per_group * len(chart.labels)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="{escape(chart.title)}" '
-        'font-family="sans-serif" font-size="12" fill="currentColor" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(chart.title)}" font-family="sans-serif" font-size="12">',
+        "<style>text { fill: #1f2328; } @media (prefers-color-scheme: dark) { text { fill: #e6edf3; } }</style>",
     ]
     at = LABELS
     for name, colour in zip(chart.series, COLOURS, strict=False):

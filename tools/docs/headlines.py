@@ -1,13 +1,9 @@
 """Make the README's table of figures from ``benchmarks/results/*.json``, so that no figure becomes stale."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from tools.docs.markdown import table
 from tools.docs.performance import ResultFile, result_files, target_text, verdict
-
-README = Path(__file__).resolve().parents[2] / "README.md"
-BEGIN, END = "<!-- figures: made by `python -m tools.docs` -->", "<!-- figures: end -->"
 
 
 @dataclass(frozen=True)
@@ -56,13 +52,9 @@ HEADLINES = (
 )  # fmt: skip
 
 
-def readme() -> str:
-    """Return the README with its table made anew. Raises ValueError if the two marks are not there."""
-    before, begin, rest = README.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"README.md has not the two lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{figures(result_files())}\n{END}{after}"
+def readme_figures() -> str:
+    """Return the table of README.md."""
+    return figures(result_files())
 
 
 def figures(files: dict[str, ResultFile]) -> str:

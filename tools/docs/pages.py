@@ -1,12 +1,19 @@
-"""Write the generated pages of the repository, or compare them with what would be written.
+"""Write what is generated in the repository, or compare it with what would be written.
 
-python -m tools.docs            write them
-python -m tools.docs --check    exit with 1 if one of them is out of date, and name it
+python -m tools.docs            write it
+python -m tools.docs --check    exit with 1 if something is out of date, and name it
+
+A generated file belongs to its function in FILES. A generated part of a handwritten page stands between two lines with
+the part's name in PARTS. So the page is complete for a reader of the file, and a part can move to another page:
+
+    <!-- part: errors -->
+    <!-- end: errors -->
 """
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.docs.client import client_page
@@ -15,47 +22,83 @@ from tools.docs.configuration import configuration_page
 from tools.docs.dashboard import dashboard
 from tools.docs.decoding_plot import decoding_plot
 from tools.docs.errors import error_table
-from tools.docs.headlines import readme
+from tools.docs.headlines import readme_figures
 from tools.docs.http_errors import http_error_table
 from tools.docs.http_options import anthropic_options, http_endpoints, http_options, http_orders, responses_options
 from tools.docs.manpage import man_page
 from tools.docs.models_schema import models_schema
+from tools.docs.performance import performance_page, pictures, result_files
 from tools.docs.request_options import request_options_page
-from tools.docs.wire import PARTS
+from tools.docs.wire import WIRE_PARTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES: dict[str, Callable[[], str]] = {
+FILES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
     "request-options.md": request_options_page,
     "commands.md": commands_page,
     "python-client.md": client_page,
-    "_generated/errors.md": error_table,
-    "_generated/http-errors.md": http_error_table,
-    "_generated/http-endpoints.md": http_endpoints,
-    "_generated/http-orders.md": http_orders,
-    "_generated/http-options.md": http_options,
-    "_generated/responses-options.md": responses_options,
-    "_generated/anthropic-options.md": anthropic_options,
+    "performance.md": lambda: performance_page(result_files()),
+    **pictures(),
     "images/decoding.svg": decoding_plot,
     "../deploy/grafana/modelctl.json": dashboard,
-    **PARTS,
-    "../README.md": readme,
     "../supervisor/cli/models.schema.json": models_schema,
     "../supervisor/cli/modelctl.1": man_page,
 }
-"""The files below docs/ that are generated and committed. A file below _generated/ is included by a page. Of the README
-only the table of figures is generated. The JSON schema of models.yaml and the man page are shipped with the
-command line."""
+"""File below docs/ → the function that makes its text. The JSON schema of models.yaml and the man page are shipped with
+the command line."""
+PARTS: dict[str, Callable[[], str]] = {
+    "figures": readme_figures,
+    "errors": error_table,
+    "http-errors": http_error_table,
+    "http-endpoints": http_endpoints,
+    "http-orders": http_orders,
+    "http-options": http_options,
+    "responses-options": responses_options,
+    "anthropic-options": anthropic_options,
+    **WIRE_PARTS,
+}
+"""Part of a handwritten page → the function that makes its text."""
+_PART = re.compile(r"^<!-- part: ([\w-]+) -->\n(.*?)^<!-- end: ([\w-]+) -->$", re.MULTILINE | re.DOTALL)
 
 
-def stale() -> list[str]:
-    """Return the names of the committed pages that differ from what their sources would produce now."""
-    paths = {name: DOCS / name for name in PAGES}
-    return [name for name, path in paths.items() if not path.exists() or path.read_text() != PAGES[name]()]
+def handwritten() -> Iterator[str]:
+    """Yield the pages that may have generated parts, by their names below docs/."""
+    for path in [*DOCS.parent.glob("*.md"), *DOCS.glob("*.md")]:
+        if (name := os.path.relpath(path, DOCS)) not in FILES:
+            yield name
+
+
+def filled(page: str) -> str:
+    """Return a page with its parts made anew. Raises ValueError for an unknown part, and for one without its end."""
+
+    def made(match: "re.Match[str]") -> str:
+        name, end = match[1], match[3]
+        if name not in PARTS or end != name:
+            raise ValueError(f"the part {name!r} ends as {end!r}; known parts are {', '.join(PARTS)}")
+        return f"<!-- part: {name} -->\n{PARTS[name]().strip()}\n<!-- end: {name} -->"
+
+    if len(_PART.findall(page)) != len(re.findall("^<!-- (?:part|end): ", page, re.MULTILINE)) / 2:
+        raise ValueError("a part has no line <!-- end: NAME -->, or an end has no beginning")
+    return _PART.sub(made, page)
+
+
+def unused() -> list[str]:
+    """Return the names of the parts that no page has."""
+    there = {match[1] for name in handwritten() for match in _PART.finditer((DOCS / name).read_text())}
+    return sorted(PARTS.keys() - there)
+
+
+def stale() -> dict[str, str]:
+    """Return the text that each committed file would have, for those that differ from it now."""
+    wanted = {name: make() for name, make in FILES.items()}
+    wanted |= {name: filled((DOCS / name).read_text()) for name in handwritten()}
+    return {
+        name: text for name, text in wanted.items() if not (path := DOCS / name).exists() or path.read_text() != text
+    }
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or with --check compare them. Returns the exit code."""
+    """Write what is generated, or with --check compare it. Returns the exit code."""
     old = stale()
     if arguments == ["--check"]:
         for name in old:
@@ -64,13 +107,13 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(__doc__, file=sys.stderr)
         return 2
-    for name in old:
+    for name, text in old.items():
         (DOCS / name).parent.mkdir(exist_ok=True)
-        (DOCS / name).write_text(PAGES[name]())
+        (DOCS / name).write_text(text)
         print(_shown(name))
     return 0
 
 
 def _shown(name: str) -> str:
-    """Return the path of a page from the top of the repository."""
+    """Return the path of a file from the top of the repository."""
     return os.path.normpath(f"docs/{name}")

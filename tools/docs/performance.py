@@ -1,9 +1,9 @@
-"""Make the page of figures from ``benchmarks/results/*.json``. It is built with the site; no file holds it."""
+"""Make the page of figures, and its pictures, from ``benchmarks/results/*.json``."""
 
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.report import RESULTS, ROOT, check
 from tools.docs.bars import Chart, draw, shown
-from tools.docs.markdown import table, text
+from tools.docs.markdown import page, table, text
 
 SHORT = 6
 """Most results of a file that are shown without a selection."""
@@ -35,11 +35,9 @@ GROUPS = {
 }  # fmt: skip
 """Result files by topic. Files without a topic come last."""
 INTRODUCTION = """\
-Each figure was measured by a script in `benchmarks/`, and is kept in a file in `benchmarks/results/` with the machine,
-the date, the commit and the command. This page is made from those files. A target that was missed is shown as missed.
-
-Machines are noisy, and a run on one machine differs from a run on another. So read the ratios first: both sides of a
-ratio were measured in turns on one machine."""
+A script in `benchmarks/` measured each figure. A part of this page has the name of its file in `benchmarks/results/`,
+which often has more figures. Machines are noisy, so read the ratios first: both sides of a ratio were measured in
+turns on one machine."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,24 @@ def performance_page(files: dict[str, ResultFile]) -> str:
     """Return the page."""
     grouped = {name for names in GROUPS.values() for name in names}
     groups = GROUPS | {"More": tuple(name for name in files if name not in grouped)}
-    parts = ["# Performance", INTRODUCTION, "## Missed targets", _misses(files), "## Pictures", *_pictures(files)]
+    parts = ["## Missed targets", _misses(files), "## Pictures", *_pictures(files)]
     for title, names in groups.items():
         if there := [files[name] for name in names if name in files]:
             parts.append(f"## {title}")
             parts += [part for file in there for part in _section(file)]
-    return "\n\n".join(parts) + "\n"
+    return page("Performance", "benchmarks/results", INTRODUCTION, *parts)
+
+
+def pictures() -> dict[str, Callable[[], str]]:
+    """Return the pictures of the page: file below docs/ → the function that draws it."""
+    return {
+        _picture(sources): lambda chart=chart: draw(chart) + "\n"  # type: ignore[misc]
+        for chart, sources in charts(result_files())
+    }
+
+
+def _picture(sources: tuple[str, ...]) -> str:
+    return f"images/performance/{sources[0]}.svg"
 
 
 def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,8 +115,7 @@ def _section(file: ResultFile) -> Iterator[str]:
     chosen = headline(file.results)
     yield table(("figure", "value", "target", ""), [_row(result) for result in chosen])
     more = len(file.results) - len(chosen)
-    rest = f" {more} more figures are in the file." if more else ""
-    yield f"{_origin(file)} [All figures](results/{file.name}.json).{rest}"
+    yield _origin(file) + (f" {more} more figures are in the file." if more else "")
 
 
 def _origin(file: ResultFile) -> str:
@@ -146,7 +155,7 @@ def _pictures(files: dict[str, ResultFile]) -> Iterator[str]:
     for chart, sources in charts(files):
         links = ", ".join(f"[{name}](#{name})" for name in sources)
         yield f"### {chart.title}"
-        yield f"<figure>\n{draw(chart)}\n</figure>"
+        yield f"![{chart.title}]({_picture(sources)})"
         yield f"From {links}: {files[sources[0]].content['machine']}, {files[sources[0]].content['date'][:10]}."
 
 

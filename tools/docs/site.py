@@ -1,4 +1,4 @@
-"""Hooks of the site's build (mkdocs.yml names this file): add generated pages, and allow nothing from other machines.
+"""Hook of the site's build (mkdocs.yml names this file): allow nothing from other machines.
 
 MkDocs counts warnings in the log, and a strict build fails if there is one.
 """
@@ -6,24 +6,11 @@ MkDocs counts warnings in the log, and a strict build fails if there is one.
 import logging
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from benchmarks.report import RESULTS
 from tools.docs.outside import outside
-from tools.docs.performance import performance_page, result_files
 
 log = logging.getLogger("mkdocs.hooks.site")
-
-
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the performance page, and the result files that it links to."""
-    results = result_files()
-    files.append(File.generated(config, "performance.md", content=performance_page(results)))
-    for name in results:
-        path = f"results/{name}.json"
-        files.append(File.generated(config, path, content=(RESULTS / f"{name}.json").read_text()))
-    return files
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

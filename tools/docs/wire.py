@@ -1,4 +1,4 @@
-"""Make the parts of docs/wire-protocol.md that follow from the code. The page includes them."""
+"""Make the parts of docs/wire-protocol.md that follow from the code. The page has them between marks."""
 
 from collections.abc import Callable
 from typing import Final
@@ -7,11 +7,11 @@ from tools.docs.wire_limits import errors, most
 from tools.docs.wire_messages import messages, verbs
 from tools.docs.wire_transcript import transcript
 
-PARTS: Final[dict[str, Callable[[], str]]] = {
-    "_generated/wire-messages.md": messages,
-    "_generated/wire-verbs.md": verbs,
-    "_generated/wire-errors.md": errors,
-    "_generated/wire-limits.md": most,
-    "_generated/wire-transcript.md": transcript,
+WIRE_PARTS: Final[dict[str, Callable[[], str]]] = {
+    "wire-messages": messages,
+    "wire-verbs": verbs,
+    "wire-errors": errors,
+    "wire-limits": most,
+    "wire-transcript": transcript,
 }
-"""File below docs/ → the function that makes its text."""
+"""Part of the page → the function that makes its text, see ``tools.docs.pages``."""
