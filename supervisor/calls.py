@@ -14,7 +14,6 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import QUESTION_VERBS
 from protocol.process.masking import masked_values
 from supervisor.config_report import describe_config, describe_settings
-from supervisor.deadline_timer import DeadlineTimer
 from supervisor.event_history import KEPT, EventHistory
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
@@ -63,7 +62,6 @@ class AdminContext:
     shutdown: SupervisorShutdown
     status: SupervisorDescription
     history: EventHistory
-    deadlines: DeadlineTimer
     effects: EffectQueue
     usage: UsageKeeper | None
     reactor: Reactor
@@ -374,7 +372,6 @@ def _cancel_request(context: AdminContext, params: Params, identity: Identity) -
         raise RequestError("id is missing: name a request as `requests` shows it, or by a trace id", field="id")
     for request in context.scheduler.unfinished.find(identity, name):
         context.effects.add(context.scheduler.cancel(*request.key, time.monotonic()))
-    context.deadlines.set()
     return {}
 
 

@@ -25,7 +25,6 @@ from protocol.messages import (
 )
 from protocol.process.masking import masked_values
 from supervisor import calls
-from supervisor.deadline_timer import DeadlineTimer
 from supervisor.key_orders import DONE
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.model_names import ModelNames
@@ -55,7 +54,6 @@ class ClientMessages:
         queries: PendingQueries,
         authorizer: RequestAuthorizer,
         context: calls.AdminContext,
-        deadlines: DeadlineTimer,
         effects: EffectQueue,
     ) -> None:
         self._clients = clients
@@ -63,7 +61,6 @@ class ClientMessages:
         self._queries = queries
         self._authorizer = authorizer
         self._context = context
-        self._deadlines = deadlines
         self._effects = effects
 
     def handle(self, port: ClientPort, connection: ClientConnection, message: Message) -> None:
@@ -80,7 +77,6 @@ class ClientMessages:
                 self._call(port, connection, message)
             case Cancel(request):
                 self._effects.add(self._scheduler.cancel(channel, request, now))
-                self._deadlines.set()
             case Ping(nonce):
                 self._answer(channel, Pong(nonce))
             case Hello():
@@ -130,7 +126,6 @@ class ClientMessages:
             self._context.on_demand.stay(message.model, stay[0])
         if party is not None:
             self._authorizer.note(caller, channel, message, now)
-        self._deadlines.set()
 
     def _call(self, port: ClientPort, connection: ClientConnection, message: Call) -> None:
         """Answer a call, or hand it to a worker that answers it later."""

@@ -31,7 +31,6 @@ from supervisor.config import Config
 from supervisor.config_schema import ClusterConfig
 from supervisor.config_watch import LOOK_S as CONFIG_LOOK_S
 from supervisor.config_watch import ConfigWatch, signature_of
-from supervisor.deadline_timer import DeadlineTimer
 from supervisor.effect_runner import EffectRunner
 from supervisor.event_file import latest_events
 from supervisor.event_history import SERVES, EventHistory, EventKind, died_at, noted
@@ -80,6 +79,7 @@ from supervisor.service_manager import service_manager
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.signals import Signals
 from supervisor.supervisor_status import SupervisorDescription
+from supervisor.timers import EarliestTimer
 from supervisor.troubles import Troubles
 from supervisor.usage_keeper import CHECK_S as USAGE_CHECK_S
 from supervisor.usage_keeper import UsageKeeper
@@ -134,9 +134,8 @@ class Supervisor:
         self._request_log = RequestLog(log)
         self._scheduler = Scheduler(
             holds=settings.hold_limits, strikes=settings.poison_policy, ledger=ledger,
-            stories=Stories(self._request_log.add),
+            stories=Stories(self._request_log.add), alarm=EarliestTimer(timers, self._end_late).set,
         )  # fmt: skip
-        self._deadlines = DeadlineTimer(self._scheduler, timers, self._effects)
         self._queries = PendingQueries()
         self._probes = Probes()
         self._launcher = LocalLauncher(timers, Orphans(runtime.path, log), log, log_path(runtime.path, "_spare"))
@@ -165,7 +164,7 @@ class Supervisor:
             tcp = open_tcp_port(self._context, opening.endpoint, key, ring, budget.backlog, holds, log)
         self._key_orders = KeyOrders(ring, timers, self._effects, log)
         self._authorizer = RequestAuthorizer(ring, self._scheduler, tcp, log)
-        self._clients = ClientPorts(front, admin, tcp)
+        self._clients = ClientPorts(front, admin, tcp, self._reactor.poll_all)
         self._descriptors = DescriptorWatch(budget, self._clients, log)
         self._signals = Signals()
         # Models and their workers.
@@ -181,9 +180,7 @@ class Supervisor:
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )
         self._manager = service_manager(self._fleet, self._reloads, self._shutdown, self._gateway, self._clients, log)
-        self._frames = WorkerFrames(
-            self._fleet, self._scheduler, self._queries, self._authorizer, self._deadlines, self._reactor, self._effects
-        )
+        self._frames = WorkerFrames(self._fleet, self._scheduler, self._queries, self._authorizer, self._effects)
         local, back_file = open_local_port(self._context, back, front, self._frames.slot_of)
         remote = None if self._cluster is None else self._cluster.open(self._context, front, self._frames.slot_of)
         self._workers = WorkerPorts(local, remote)
@@ -211,10 +208,10 @@ class Supervisor:
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
-            self._deadlines, self._effects, self._usage, self._reactor, self._logs, self._key_orders,
+            self._effects, self._usage, self._reactor, self._logs, self._key_orders,
         )  # fmt: skip
         self._messages = ClientMessages(
-            self._clients, self._scheduler, self._queries, self._authorizer, context, self._deadlines, self._effects
+            self._clients, self._scheduler, self._queries, self._authorizer, context, self._effects
         )
         self._runner = EffectRunner(
             self._effects, self._clients, self._workers, self._scheduler, self._fleet, self._on_demand, self._reloads
@@ -416,6 +413,10 @@ class Supervisor:
     def _enforce_limits(self, port: ClientPort) -> None:
         """End connections of this port that exceed its limits."""
         port.enforce_limits(time.monotonic())
+
+    def _end_late(self) -> None:
+        """End the requests whose time is over."""
+        self._effects.add(self._scheduler.expire(time.monotonic()))
 
     def _check_streams(self) -> None:
         self._effects.add(self._scheduler.report_positions())

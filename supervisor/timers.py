@@ -53,3 +53,24 @@ class Timers:
         while self._heap and self._heap[0][2].cancelled:
             heapq.heappop(self._heap)
         return max(0.0, self._heap[0][0] - now) if self._heap else None
+
+
+class EarliestTimer:
+    """One pending call, at the earliest of the times that were asked for since its last call."""
+
+    def __init__(self, timers: Timers, callback: Callable[[], None]) -> None:
+        self._timers = timers
+        self._callback = callback
+        self._timer: Timer | None = None
+
+    def set(self, when: float) -> None:
+        """Make the call at this time, unless an earlier one is pending."""
+        if self._timer is not None:
+            if self._timer.at <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._timers.at(when, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._callback()

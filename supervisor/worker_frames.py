@@ -5,11 +5,9 @@ import time
 from protocol.codec import decode, decode_events, is_events, pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, AnswerMessage, Compiled, Events, Parked, Prefill
-from supervisor.deadline_timer import DeadlineTimer
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.ports.request_authorizer import RequestAuthorizer
-from supervisor.reactor import Reactor
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.pending_queries import PendingQueries
 from supervisor.requests.scheduler import Scheduler
@@ -30,8 +28,6 @@ class WorkerFrames:
         scheduler: Scheduler,
         queries: PendingQueries,
         authorizer: RequestAuthorizer,
-        deadlines: DeadlineTimer,
-        reactor: Reactor,
         effects: EffectQueue,
     ) -> None:
         self.dropped = 0
@@ -39,8 +35,6 @@ class WorkerFrames:
         self._scheduler = scheduler
         self._queries = queries
         self._authorizer = authorizer
-        self._deadlines = deadlines
-        self._reactor = reactor
         self._effects = effects
 
     def slot_of(self, routing_id: bytes) -> WorkerSlot | None:
@@ -84,7 +78,6 @@ class WorkerFrames:
             key = message.channel, message.request
             self._effects.add(self._scheduler.parked(replica.name, key, time.monotonic()))
             self._fleet.after_events(replica)
-            self._deadlines.set()
         elif isinstance(message, Compiled):
             key, cost = (message.channel, message.request), TOKENS_PER_MS * message.milliseconds
             party, now = message.party, time.monotonic()
@@ -100,4 +93,3 @@ class WorkerFrames:
         asker = self._queries.answered(replica.name, message.ask)
         if asker is not None:
             self._effects.add([asker.reply(message.body)])
-            self._reactor.poll_all()  # the reply may go to the admin port, which is not asked in every turn

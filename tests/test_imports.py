@@ -18,7 +18,7 @@ ROOMS = ("keys", "usage", "requests", "ports", "workers", "placement", "cluster"
 """The subpackages of supervisor. Each may import only those before it."""
 LOOP = (
     *("loop", "calls", "client_messages", "worker_frames"),
-    *("effect_runner", "deadline_timer", "shutdown", "supervisor_status"),
+    *("effect_runner", "shutdown", "supervisor_status"),
 )
 """Modules of supervisor that connect the rooms, so no room imports them."""
 DECISIONS = (

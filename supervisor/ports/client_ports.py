@@ -1,6 +1,6 @@
 """All ports that clients connect to. A channel is the number of one connection. No two ports use the same number."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from protocol.errors import WireError
 from supervisor.ports.client_port import ClientPort
@@ -12,17 +12,21 @@ class ClientPorts:
     front  requests and queries, over ipc
     admin  orders and queries, over ipc
     tcp    requests, queries and orders, as far as the client's key has the right; None if nothing listens on TCP
+    used   called after a send to the admin port. The reactor does not ask that port in each turn, and a send may take
+           note of input without reporting it
     """
 
-    def __init__(self, front: ClientPort, admin: ClientPort, tcp: ClientPort | None) -> None:
+    def __init__(
+        self, front: ClientPort, admin: ClientPort, tcp: ClientPort | None, used: Callable[[], object]
+    ) -> None:
         self.front = front
         self.admin = admin
         self.tcp = tcp
         self.for_requests = (front,) if tcp is None else (front, tcp)
         """The ports whose clients may have requests."""
         self._all = (*self.for_requests, admin)
-        # Looked up once: both are needed for every token that compiled code does not pass on.
-        self._send_to_front = front.send
+        self._used = used
+        # Looked up once: it is needed for every token that compiled code does not pass on.
         self._gone = [(port, port.gone) for port in self._all]
 
     @property
@@ -35,10 +39,11 @@ class ClientPorts:
 
     def send(self, channel: int, frame: bytes) -> None:
         """Send a frame to a client. If the client is gone, ``take_gone`` returns its channel."""
-        if not self._send_to_front(channel, frame):  # most frames are for its clients
-            for port in self._all[1:]:
-                if port.send(channel, frame):
-                    return
+        for port in self.for_requests:
+            if port.send(channel, frame):
+                return
+        if self.admin.send(channel, frame):
+            self._used()
 
     def end(self, channel: int, error: WireError) -> None:
         """Tell a client why its connection ends, and end it. Do nothing if the client has left."""

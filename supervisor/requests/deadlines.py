@@ -17,10 +17,12 @@ class Deadlines:
     """A heap of entries (time, limit, request), earliest first. Times are monotonic seconds.
 
     is_live  whether an entry of this request still matters
+    alarm    called with each time at which ``take`` has to be called, unless it was called before
     """
 
-    def __init__(self, is_live: Callable[[InFlight], bool]) -> None:
+    def __init__(self, is_live: Callable[[InFlight], bool], alarm: Callable[[float], object]) -> None:
         self._is_live = is_live
+        self._alarm = alarm
         self._heap: list[tuple[float, int, str, InFlight]] = []
         self._ties = count()
         self._clear_at = 1024
@@ -38,21 +40,17 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if self._is_live(entry[3])]
             heapq.heapify(self._heap)
             self._clear_at = max(1024, 2 * len(self._heap))
-
-    @property
-    def earliest(self) -> float | None:
-        """Return the earliest time at which ``take`` may return something; None if there is nothing to wait for."""
-        while self._heap and not self._is_live(self._heap[0][3]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        self._alarm(when)
 
     def take(self, now: float) -> list[tuple[str, InFlight]]:
-        """Remove and return everything that is due, as (limit, request)."""
+        """Remove and return everything that is due, as (limit, request). Set the alarm for what is due next."""
         due = []
-        while self._heap and self._heap[0][0] <= now:
+        while self._heap and (self._heap[0][0] <= now or not self._is_live(self._heap[0][3])):
             _, _, limit, request = heapq.heappop(self._heap)
             if self._is_live(request):
                 due.append((limit, request))
+        if self._heap:
+            self._alarm(self._heap[0][0])
         return due
 
 

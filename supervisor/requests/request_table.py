@@ -5,6 +5,8 @@ A request enters the table when it is accepted. It leaves the table when its ter
 would find nothing to cancel, and the job would go on.
 """
 
+from collections.abc import Callable
+
 from protocol.codec import encode
 from protocol.errors import WireError
 from protocol.messages import TERMINAL, CancelJob, EventFlag, FinishReason, JobMessage
@@ -36,10 +38,16 @@ class RequestTable:
     leaving          the error for new requests once the supervisor is shutting down
     stories          the last requests that have ended
     ledger           gives requests the counters for their tokens; None to count nothing
+    alarm            see ``Scheduler``
     """
 
     def __init__(
-        self, credit: CreditControl, poison: PoisonTracker, ledger: UsageLedger | None, stories: Stories
+        self,
+        credit: CreditControl,
+        poison: PoisonTracker,
+        ledger: UsageLedger | None,
+        stories: Stories,
+        alarm: Callable[[float], object],
     ) -> None:
         self.ledger = ledger
         self.credit, self.poison = credit, poison
@@ -48,7 +56,7 @@ class RequestTable:
         self.live: dict[tuple[int, int], InFlight] = {}
         self.leaving: WireError | None = None
         self.stories = stories
-        self.deadlines = Deadlines(lambda request: self.live.get(request.key) is request)
+        self.deadlines = Deadlines(lambda request: self.live.get(request.key) is request, alarm)
 
     def slot_of(self, worker: str) -> WorkerSlot:
         """Return the slot of a worker that was added and not removed."""

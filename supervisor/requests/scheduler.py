@@ -12,6 +12,7 @@ When a worker dies, its requests go back into their model's queue with the token
 worker that is free goes on with them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from protocol import limits
@@ -53,6 +54,7 @@ class Scheduler:
     holds    the limits of held events, for clients that read slowly
     strikes  the policy by which a payload is refused because workers died of it
     ledger   gives requests the counters for their tokens; None to count nothing
+    alarm    called with each time at which ``expire`` has to be called, unless it was called before
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class Scheduler:
         strikes: PoisonPolicy | None = None,
         ledger: UsageLedger | None = None,
         stories: Stories | None = None,
+        alarm: Callable[[float], object] = lambda when: None,
     ) -> None:
         self._credit = CreditControl(window, holds)
         self._poison = PoisonTracker(strikes or PoisonPolicy())
-        self._table = RequestTable(self._credit, self._poison, ledger, stories or Stories())
+        self._table = RequestTable(self._credit, self._poison, ledger, stories or Stories(), alarm)
         self._worker_events = WorkerEvents(self._table)
         # Callers reach the classes for the messages and the ends of workers without a detour through methods here.
         self.events = self._worker_events.events
@@ -412,11 +415,6 @@ class Scheduler:
         return effects
 
     # --- time -----------------------------------------------------------------------------------------------------
-
-    @property
-    def next_due(self) -> float | None:
-        """Return the earliest time at which ``expire`` has something to do; None if there is no such time."""
-        return self._table.deadlines.earliest
 
     def expire(self, now: float) -> list[Effect]:
         """End requests whose time is over, whatever their worker is doing."""

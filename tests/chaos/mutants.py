@@ -18,6 +18,7 @@ from supervisor.requests.in_flight import InFlight
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_ends import WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
+from supervisor.timers import EarliestTimer
 from supervisor.workers import local_launcher
 from supervisor.workers.descendants import Descendants
 from supervisor.workers.guard import Guard
@@ -149,7 +150,7 @@ def _leave_orphans() -> None:
 
 def _miss_deadlines() -> None:
     """Never check the deadlines of requests."""
-    Scheduler.next_due = property(lambda self: None)  # type: ignore[method-assign, assignment]
+    EarliestTimer.set = lambda self, when: None  # type: ignore[method-assign]
 
 
 def _wound_others() -> None:

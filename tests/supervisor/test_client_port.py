@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -13,6 +15,7 @@ import zmq
 from protocol import limits
 from protocol.codec import encode
 from protocol.messages import Call, Cancel, Error, Generate, Hello, Kind, Message, Ping, Pong, Reply, Welcome
+from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.connections import ClientConnection
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until
@@ -45,6 +48,20 @@ def test_a_connection_is_known_until_it_ends(host: PortHost) -> None:
     assert not host.port.connections_by_channel
     assert not host.port.send(connection.channel, b"anything")
     assert host.port.counters.accepted == host.port.counters.disconnected == 1
+
+
+def test_the_reactor_hears_of_each_send_to_the_admin_port() -> None:
+    """It does not ask that port in each turn, and a send may take note of a message without reporting it."""
+    ports: list[Any] = [
+        SimpleNamespace(send=lambda channel, frame, own=own: channel == own, gone=[]) for own in (1, 2, 3)
+    ]
+    used: list[str] = []
+    clients = ClientPorts(*ports, lambda: used.append("admin"))
+    for channel in (1, 3, 9):  # the front port's, the TCP port's, and nobody's
+        clients.send(channel, b"frame")
+    assert not used
+    clients.send(2, b"frame")
+    assert used == ["admin"]
 
 
 def test_who_has_left_before_its_first_word_is_read_does_not_stay(host: PortHost) -> None:

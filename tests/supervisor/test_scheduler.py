@@ -428,13 +428,16 @@ def test_copies_of_a_suspect_wait_for_their_turn(scheduler: Scheduler) -> None:
         assert key[1] != 3, "the innocent one came in between"
 
 
-def test_an_unconfirmed_cancel_is_answered_in_a_second(scheduler: Scheduler) -> None:
+def test_an_unconfirmed_cancel_is_answered_in_a_second() -> None:
     """A stopped worker cannot confirm a cancel."""
+    alarms: list[float] = []
+    scheduler = make(Scheduler(window=WINDOW, alarm=alarms.append))
     submit(scheduler, 5, 1)
     deliver(scheduler, frame(5, (1, 0, 0)))
     scheduler.cancel(5, 1, NOW)
-    assert scheduler.next_due == NOW + 1
+    assert alarms == [NOW + 1]
     assert scheduler.expire(NOW + 0.9) == []
+    assert alarms == [NOW + 1] * 2
     ((request, seq, flags, fields),) = sent_to(scheduler.expire(NOW + 1), 5)
     assert (request, seq, flags, fields["finish_reason"]) == (1, 1, FINISHED, "cancelled")
     assert fields["usage"]["completion_tokens"] == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from supervisor import logs
-from supervisor.timers import CLEAR_AT, Timers
+from supervisor.timers import CLEAR_AT, EarliestTimer, Timers
 from supervisor.workers.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
 from supervisor.workers.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 
@@ -248,6 +248,21 @@ def test_cancelled_timers_do_not_pile_up() -> None:
         if not timer.cancelled:
             timer.callback()
     assert ran == ["day"]
+
+
+def test_of_many_times_the_earliest_counts() -> None:
+    timers, ran = Timers(), []
+    timer = EarliestTimer(timers, lambda: ran.append("due"))
+    for when in (5.0, 3.0, 4.0):
+        timer.set(when)
+    assert timers.wait_s(0.0) == 3.0
+    for due in timers.due(9.0):
+        if not due.cancelled:
+            due.callback()
+    assert ran == ["due"]
+    assert timers.wait_s(9.0) is None
+    timer.set(12.0)
+    assert timers.wait_s(9.0) == 3.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=50), st.floats(0, 100))
