@@ -16,6 +16,7 @@ from protocol import limits
 from protocol.process.absent_directories import is_unmounted
 from protocol.process.masking import mask, masked
 from protocol.process.worker_spec import EngineSpec
+from protocol.values import Flaw, Unfit
 from supervisor.config_defaults import lay_defaults
 from supervisor.config_environment import overlay
 from supervisor.config_folders import SECTION as FOLDERS
@@ -37,7 +38,7 @@ from supervisor.keys.store import default_keys_dir
 from supervisor.logs import log_dir
 from supervisor.model_names import ModelNames, is_alias, name_problems
 from supervisor.requests.model_queue import QueueLimits
-from supervisor.schema_validation import Flaw, Unfit, fit
+from supervisor.schema_validation import fit
 from supervisor.tabby_config import lay_beneath
 from supervisor.worker_modules import DEMO_DIR
 from supervisor.workers.machines import includes_own

@@ -6,8 +6,9 @@ for a model is not laid beneath it: a file may hold models of several engines, a
 
 from typing import Any, Final
 
+from protocol.values import Unfit
 from supervisor.config_model import ENGINE_KEYS, LAZY_KEYS, ModelConfig
-from supervisor.schema_validation import Unfit, fit
+from supervisor.schema_validation import fit
 from supervisor.yaml_source import KeyPath, YamlSource
 from supervisor.yaml_variables import Quoted
 

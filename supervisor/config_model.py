@@ -8,6 +8,7 @@ is a value as it stands in the file.
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from protocol.values import Within
 from supervisor.config_values import (
     CacheMode,
     Description,
@@ -26,7 +27,6 @@ from supervisor.config_values import (
 )
 from supervisor.placement.gpus import MOST_GPUS
 from supervisor.requests.model_queue import QueueLimits
-from supervisor.schema_validation import Within
 
 ENGINE_KEYS: dict[str, frozenset[str]] = {
     "exllamav2": frozenset({

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from protocol.process.log_style import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
+from protocol.values import Within
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
 from supervisor.config_values import Days, Duration, HeldSize, HostMemory, Lease, Listen, StoreSize, UserPath, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
-from supervisor.schema_validation import Within
 from supervisor.workers.stop_ladder import PATIENT, LadderTimes
 from supervisor.workers.worker_life import RestartPolicy
 

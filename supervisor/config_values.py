@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from answer_formats.families import FORMATS
 from protocol.process.progress_lease import MAX_LEASE_S
 from protocol.process.worker_spec import OFF
+from protocol.values import Read, Within
 from supervisor.keys.endpoint import parse_listen
 from supervisor.placement.sizes import Limit, parse_limit, parse_size
-from supervisor.schema_validation import Read, Within
 from supervisor.spelling import quotes_for
 from supervisor.workers.machines import parse_node
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.values import Unfit
 from supervisor.config_model import ModelConfig
 from supervisor.config_rules import combination_problems, sampling_problems
-from supervisor.schema_validation import Unfit, fit
+from supervisor.schema_validation import fit
 from supervisor.spelling import spelled
 from supervisor.yaml_source import ConfigError, KeyPath, Problem, YamlSource
 

@@ -106,8 +106,9 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
 
 def _config_of(given: dict[str, Any]) -> "GatewayConfig":
     """Return the section ``gateway`` that the options stand for. Raises UsageError with the option that is wrong."""
+    from protocol.values import Unfit
     from supervisor.config_gateway import GatewayConfig, gateway_problems
-    from supervisor.schema_validation import Unfit, fit
+    from supervisor.schema_validation import fit
 
     names = {"allowed_hosts": "--allowed-host", "cors_origins": "--cors-origin"}
     present = {key: value for key, value in given.items() if value not in (None, ())}

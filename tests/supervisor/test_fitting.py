@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.values import Read, Unfit, Within
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import FileConfig, SupervisorConfig
-from supervisor.schema_validation import Read, Unfit, Within, fit
+from supervisor.schema_validation import fit
 
 
 def _even(value: object) -> int:

@@ -11,11 +11,11 @@ import yaml
 from model_worker.engines.embedded.check import EmbeddedOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from protocol.attribute_docs import attribute_docs
+from protocol.values import Read, Within
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
 from supervisor.config_schema import ClusterConfig, FileConfig, FolderConfig, GroupConfig, SupervisorConfig
 from supervisor.config_values import parse_days, parse_duration, parse_lease
-from supervisor.schema_validation import Read, Within
 from tools.docs.markdown import page, table, text
 
 ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers": EmbeddedOptions}

@@ -17,13 +17,13 @@ from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
+from protocol.values import Read, Within
 from supervisor.config_defaults import NO_DEFAULTS
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig
 from supervisor.config_values import LEAST_HELD, MAX_DURATION_S, MIN_LEASE_S, MOST_HELD, MOST_MARKER
 from supervisor.placement.sizes import MAX_BYTES
-from supervisor.schema_validation import Read, Within
 from supervisor.yaml_source import NOTE_PREFIX
 from tools.docs.configuration import split
 

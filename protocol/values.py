@@ -1,0 +1,416 @@
+"""Read a map of values with a class that says which keys it has, and which values. Pure.
+
+Every map from outside is read here: the sections of models.yaml, the body and the route of a request, the parameters of
+a call, and the messages between processes. The class is a dataclass, a ``Record``, or a TypedDict. The type of a field
+is str, int, float, bool, bytes, Any, ``X | None``, Literal, list[X], tuple[X, ...], dict[str, X], or another class.
+``Annotated`` adds bounds (``Within``, ``Length``) and functions (``Read``, ``Then``). No value is converted. But a
+whole number is accepted for a float, and a list for a tuple. No value is ignored.
+
+The reader says what does not fit as data (``Flaw``). Each user of this module makes its own words of that, since an
+author of models.yaml and a client know different names for a type.
+"""
+
+import types
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NotRequired,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+T = TypeVar("T")
+Path = tuple[str | int, ...]
+Check = Callable[[Any, bool], Any]
+"""Returns the value in its type, or raises Unfit. The second argument: whether to look for every flaw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The lowest and highest value of a number. With ``above`` or ``below`` that bound itself is not allowed."""
+
+    least: float
+    most: float
+    above: bool = False
+    below: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number is within the bounds. NaN is not."""
+        return (
+            self.least <= value <= self.most
+            and not (self.above and value == self.least)
+            and not (self.below and value == self.most)
+        )
+
+    def __str__(self) -> str:
+        return f"above {self.least:g}, at most {self.most:g}" if self.above else f"from {self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """The least and the most characters of a text, or elements of a list."""
+
+    least: int = 0
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The function that reads a value of any type, in place of the type that it annotates.
+
+    how   returns the value; raises ValueError that says what the value must be
+    name  the name of such a value in the documentation
+    """
+
+    how: Callable[[Any], Any]
+    name: str = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class Then:
+    """A function that gets the value when its type and its bounds are right. It returns and raises as in ``Read``."""
+
+    how: Callable[[Any], Any]
+
+
+class FieldsDisagree(ValueError):
+    """The error for fields that are valid alone but not together. ``field`` is the one to mend, ``rule`` says why."""
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(rule)
+        self.field, self.rule = field, rule
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The values that a key may have.
+
+    kind    a plain type, list, dict, or a tuple of the only values
+    bounds  of the number, or of the length
+    items   of a list: the type of its elements
+    """
+
+    kind: Any
+    bounds: Within | Length | None = None
+    items: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A value that does not fit.
+
+    path     the keys and list indices that lead to it
+    value    the value
+    problem  why it does not fit: another value is wanted; a sentence of a function, such as "must be even"; an error
+             about two fields; for an unknown key the known ones; None for a key that is missing
+    message  the problem in words, if they were made
+    """
+
+    path: Path
+    value: Any = None
+    problem: Wanted | str | FieldsDisagree | Collection[str] | None = None
+    message: str = ""
+
+
+class Unfit(ValueError):
+    """Raised with ``flaws``: everything that does not fit, or the first of it."""
+
+    def __init__(self, flaws: list[Flaw]) -> None:
+        super().__init__("; ".join(flaw.message or f"{_place(flaw.path)}{flaw.problem}" for flaw in flaws))
+        self.flaws = flaws
+
+
+def read(kind: type[T], value: object, *, every: bool = False) -> T:
+    """Return an instance of a class made from a map; for a TypedDict, the map.
+
+    every  look for all flaws, and not only for the first
+
+    Raises Unfit.
+    """
+    return cast(T, reader(cast(Any, kind))(value, every))
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Record:
+    """A class whose instances hold checked values, and know which of them were given.
+
+    A subclass has annotated fields with defaults, as a dataclass has. The constructor checks the values as ``read``
+    does. A subclass may define ``check`` for fields that do not go together.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(vars(read(type(self), given)))
+
+    @classmethod
+    def made(cls, **given: Any) -> Self:
+        """Return an instance with values that need no check."""
+        made = cls.__new__(cls)
+        vars(made).update(given)
+        return made
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with other values. They need no check."""
+        return self.made(**{**vars(self), **changes})
+
+    def check(self) -> None:
+        """Raise ValueError, or FieldsDisagree, if the values do not go together."""
+
+    def __setattr__(self, name: str, _: object) -> None:
+        raise AttributeError(f"{name} of a {type(self).__name__} cannot be set")
+
+    def __eq__(self, other: object) -> bool:
+        names = hints_of(cast(Any, type(self)))
+        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+@cache
+def hints_of(kind: Any) -> dict[str, Any]:
+    """Return the type of each field of a class, with what ``Annotated`` says. Fields of base classes come first."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """Return the values of the fields of a ``Record`` that are not given. A required field has none."""
+    return {name: getattr(kind, name) for name in hints_of(kind) if hasattr(kind, name)}
+
+
+def required_of(kind: type) -> Collection[str]:
+    """Return the fields that must be given."""
+    if is_typeddict(kind):
+        return cast(Collection[str], kind.__required_keys__)  # type: ignore[attr-defined]
+    if is_dataclass(kind):
+        return [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+    return [name for name in hints_of(kind) if not hasattr(kind, name)]
+
+
+@cache
+def reader(hint: Any) -> Check:
+    """Return the function that reads a value of a type."""
+    if get_origin(hint) is not Annotated:
+        return _reader(hint, None)
+    inner, *rules = get_args(hint)
+    check = _reader(inner, next((rule for rule in rules if isinstance(rule, Within | Length)), None))
+    for rule in rules:
+        if isinstance(rule, Read):
+            check = _by(rule.how)
+        elif isinstance(rule, Then):
+            check = _then(check, rule.how)
+    return check
+
+
+def _reader(hint: Any, bounds: Within | Length | None) -> Check:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is NotRequired:
+        return reader(parts[0])
+    if origin in (Union, types.UnionType):
+        (other,) = (part for part in parts if part is not types.NoneType)
+        inner = reader(other) if bounds is None else _reader(other, bounds)
+        return lambda value, every: None if value is None else inner(value, every)
+    if origin is Literal:
+        return _choice(parts)
+    if origin in (list, tuple):
+        return _array(origin, parts[0], cast(Length | None, bounds))
+    if origin is dict:
+        return _map(parts[1])
+    if hint is Any:
+        return lambda value, _: value
+    if hint in (str, bytes):
+        return _text(hint, cast(Length | None, bounds))
+    if hint in (int, float, bool):
+        return _number(hint, cast(Within | None, bounds))
+    return _record(hint)
+
+
+def _number(kind: type, within: Within | None) -> Check:
+    wanted = Wanted(kind, within)
+    plain = within is None
+    types = (int, float) if kind is float else (kind,)  # in Python a bool is an int, and in a file it is not
+
+    def check(value: Any, every: bool) -> Any:
+        if type(value) in types and (plain or within.holds(value)):  # type: ignore[union-attr]
+            return kind(value)
+        if (other := _unquoted(value)) is not value:
+            return check(other, every)
+        raise _unfit(value, wanted)
+
+    return check
+
+
+def _text(kind: type, length: Length | None) -> Check:
+    least, most = (length.least, length.most) if length is not None else (0, None)
+    wanted, bounded = Wanted(kind), Wanted(kind, length)
+
+    def check(value: Any, _: bool) -> Any:
+        if type(value) is not kind:
+            if not (kind is str and isinstance(value, str)):
+                raise _unfit(value, wanted)
+            value = str(value)
+        if kind is str and not (value.isascii() or _is_text(value)):
+            raise _unfit(value, wanted)
+        if not (least <= len(value) and (most is None or len(value) <= most)):
+            raise _unfit(value, bounded)
+        return value
+
+    return check
+
+
+def _choice(options: tuple[Any, ...]) -> Check:
+    def check(value: Any, _: bool) -> Any:
+        if (isinstance(value, str) or type(value) is int) and value in options:
+            return value
+        raise _unfit(value, Wanted(options))
+
+    return check
+
+
+def _array(make: type, items: Any, length: Length | None) -> Check:
+    item = reader(items)
+    accepted = (list,) if make is list else (list, tuple)
+    wanted, bounded = Wanted(list, None, items), Wanted(list, length, items)
+    least, most = (length.least, length.most) if length is not None else (0, None)
+
+    def check(value: Any, every: bool) -> Any:
+        if type(value) not in accepted:
+            raise _unfit(value, wanted)
+        if not (least <= len(value) and (most is None or len(value) <= most)):
+            raise _unfit(value, bounded)
+        try:
+            return make([item(part, every) for part in value])
+        except Unfit:
+            raise Unfit(_flaws(((place, part, item) for place, part in enumerate(value)), every)) from None
+
+    return check
+
+
+def _map(values: Any) -> Check:
+    item = reader(values)
+
+    def check(value: Any, every: bool) -> Any:
+        if not isinstance(value, dict):
+            raise _unfit(value, Wanted(dict))
+        for key in value:
+            if type(key) is bytes:
+                raise _unfit(key, Wanted(str))
+        if values is Any:
+            return value
+        try:
+            return {key: item(part, every) for key, part in value.items()}
+        except Unfit:
+            raise Unfit(_flaws(((key, part, item) for key, part in value.items()), every)) from None
+
+    return check
+
+
+def _flaws(parts: Iterable[tuple[Any, Any, Check]], every: bool) -> list[Flaw]:
+    """Return the flaws of the parts of a value, with their places. ``parts``: the place, the value and its check."""
+    found: list[Flaw] = []
+    for place, part, check in parts:
+        try:
+            check(part, every)
+        except Unfit as e:
+            found += [replace(flaw, path=(place, *flaw.path)) for flaw in e.flaws]
+            if not every:
+                break
+    return found
+
+
+def _record(kind: Any) -> Check:
+    checks = {name: reader(hint) for name, hint in hints_of(kind).items()}
+    required = frozenset(required_of(kind))
+    is_record = isinstance(kind, type) and issubclass(kind, Record)
+    plain = is_typeddict(kind)
+
+    def check(value: Any, every: bool) -> Any:
+        if not isinstance(value, dict):
+            if is_record and type(value) is kind:
+                return value
+            raise _unfit(value, Wanted(dict))
+        try:
+            found = {key: checks[key](part, every) for key, part in value.items()}
+        except (Unfit, KeyError):
+            found = None
+        if found is None or not required <= found.keys():
+            flaws = _flaws(((key, part, checks.get(key, unknown)) for key, part in value.items()), every)
+            flaws += [Flaw((name,)) for name in checks if name in required - value.keys()]
+            raise Unfit(flaws if every else flaws[:1])
+        try:
+            made: Any = found if plain else kind.made(**found) if is_record else kind(**found)
+            if is_record:
+                made.check()
+        except FieldsDisagree as e:
+            raise Unfit([Flaw((e.field,), found.get(e.field), e)]) from None
+        except ValueError as e:
+            raise _unfit(value, str(e)) from None
+        return made
+
+    def unknown(value: Any, _: bool) -> Any:
+        raise _unfit(value, tuple(checks))
+
+    return check
+
+
+def _by(how: Callable[[Any], Any]) -> Check:
+    def check(value: Any, every: bool) -> Any:
+        if isinstance(value, str) and not _is_text(value):  # here, so that no function that reads a value can forget it
+            raise _unfit(value, Wanted(str))
+        try:
+            return how(value)
+        except Unfit:
+            raise
+        except ValueError as e:
+            if (other := _unquoted(value)) is not value:
+                return check(other, every)
+            raise _unfit(value, str(e)) from None
+
+    return check
+
+
+def _then(first: Check, how: Callable[[Any], Any]) -> Check:
+    def check(value: Any, every: bool) -> Any:
+        checked = first(value, every)
+        try:
+            return how(checked)
+        except ValueError as e:
+            raise _unfit(value, str(e)) from None
+
+    return check
+
+
+def _unquoted(value: Any) -> Any:
+    """Return the value of a text that a file has in quotes only because it names variables. Else return ``value``."""
+    other = getattr(value, "unquoted", value) if isinstance(value, str) else value
+    return value if other == value else other
+
+
+def _unfit(value: object, problem: Wanted | str | Collection[str]) -> Unfit:
+    return Unfit([Flaw((), value, problem)])
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # one half of a pair of surrogates, which a file can contain as an escape
+        return False
+    return True
+
+
+def _place(path: Path) -> str:
+    return f"{'.'.join(map(str, path))}: " if path else ""
