@@ -1,6 +1,6 @@
 """The contract between the worker's loop and an engine. This module does not import torch. No engine uses sockets.
 
-One thread of one process constructs an engine, loads it and steps it (invariant 3 in docs/invariants.md). A fault of
+One thread of one process constructs an engine, loads it and steps it (invariant 3 in docs/internals.md). A fault of
 one request is a RequestError from ``encode`` or ``submit``. Any other exception, and any exception from ``step``, ends
 the process (invariant 9). So an engine need not be able to go on after an exception.
 """

@@ -336,7 +336,7 @@ class WorkerLoop:
 
     def _emit(self, event: EngineEvent) -> None:
         # If an engine names a job that the worker does not have, it may have mixed up the tokens of its jobs. The
-        # KeyError ends the process (invariant 2 in docs/invariants.md).
+        # KeyError ends the process (invariant 2 in docs/internals.md).
         if isinstance(event, NewTokens):
             tracked = _opened(self._jobs[event.job])
             if (event.token_ids or event.text) and not tracked.empty:

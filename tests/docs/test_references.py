@@ -7,7 +7,8 @@ import pytest
 
 from tests.docs.references import PRODUCT, ROOT, missing, named_tests, pages, without_code
 
-INVARIANTS = ROOT / "docs/invariants.md"
+INTERNALS = (ROOT / "docs/internals.md").read_text()
+INVARIANTS = INTERNALS.partition("\n## Invariants\n")[2].partition("\n## ")[0]
 _HEADING = re.compile(r"^### (\d+)\. (.+)$", re.MULTILINE)
 _CITED = re.compile(r"\binvariant (\d+)", re.IGNORECASE)
 _LAW = re.compile(r"\blaws? \d", re.IGNORECASE)
@@ -66,18 +67,18 @@ def test_what_exists_is_let_pass(text: str) -> None:
 def test_the_index_names_each_promise_of_the_readme() -> None:
     """The promises are the bold words at the beginning of each point in the list before the README's first heading."""
     promises = re.findall(r"^[*-] \*\*(.+?)\*\*", (ROOT / "README.md").read_text().partition("\n## ")[0], re.MULTILINE)
-    rows = [line for line in INVARIANTS.read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in INVARIANTS.splitlines() if line.startswith("| ")]
     named = {cells[1].strip(): cells[2] for line in rows if (cells := line.split("|"))}
     assert promises
     for promise in promises:
-        assert "](#" in named.get(promise.rstrip(". "), ""), f"{promise!r}: name its invariants in docs/invariants.md"
+        assert "](#" in named.get(promise.rstrip(". "), ""), f"{promise!r}: name its invariants in docs/internals.md"
 
 
 INDEXED = (
-    "request-options", "requests", "operations", "placement", "security", "shell", "engines", "cluster",
+    "request-options", "http-api", "operations", "placement", "security", "shell", "engines", "cluster",
     "several-supervisors",
 )  # fmt: skip
-"""Pages with parts that the index of docs/testing.md must name."""
+"""Pages with parts that the index of docs/internals.md must name."""
 
 
 def test_the_index_leads_from_each_part_of_a_page_to_its_tests() -> None:
@@ -85,26 +86,26 @@ def test_the_index_leads_from_each_part_of_a_page_to_its_tests() -> None:
         f"{name}.md: {heading}"
         for name in INDEXED
         for heading in re.findall(r"^## (.+)$", without_code((ROOT / f"docs/{name}.md").read_text()), re.MULTILINE)
-        if heading != "Report a vulnerability"
+        if heading != "Behind nginx"  # `make test-nginx` runs what it shows
     ]
-    rows = re.findall(r"^\| .+: \[(.+)\]\((.+)#.+\) \| (.+) \|$", (ROOT / "docs/testing.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| .+: \[(.+)\]\((.+)#.+\) \| (.+) \|$", INTERNALS, re.MULTILINE)
     assert [f"{page}: {heading}" for heading, page, _ in rows] == headings
     assert not [heading for heading, _, tests in rows if not re.match(r"`tests/\w+/test_\w+\.py`", tests)]
 
 
 def test_each_invariant_has_tests() -> None:
-    parts = _HEADING.split(INVARIANTS.read_text())
+    parts = _HEADING.split(INVARIANTS)
     numbers, texts = parts[1::3], parts[3::3]
     assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
     assert not [number for number, text in zip(numbers, texts, strict=True) if not named_tests(text)]
 
 
 def test_code_cites_invariants_that_the_page_defines() -> None:
-    defined = {number for number, _ in _HEADING.findall(INVARIANTS.read_text())}
+    defined = {number for number, _ in _HEADING.findall(INVARIANTS)}
     for package in (*PRODUCT, "tests", "benchmarks"):
         for path in sorted((ROOT / package).rglob("*.py*")):
             if path.suffix not in (".py", ".pyx") or path == Path(__file__):
                 continue
             text = path.read_text()
             assert set(_CITED.findall(text)) <= defined, path
-            assert not _LAW.search(text), f"{path}: cite the invariants of docs/invariants.md"
+            assert not _LAW.search(text), f"{path}: cite the invariants of docs/internals.md"

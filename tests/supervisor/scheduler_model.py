@@ -49,7 +49,7 @@ class Heard:
 
 
 class FakeClient:
-    """A client that checks every frame: its numbers, and invariants 1 and 2 of docs/invariants.md."""
+    """A client that checks every frame: its numbers, and invariants 1 and 2 of docs/internals.md."""
 
     def __init__(self, channel: int, window: int) -> None:
         self.channel = channel

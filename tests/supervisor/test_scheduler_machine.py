@@ -1,4 +1,4 @@
-"""The scheduler resumes requests and keeps its bounds and invariants 1, 2 and 4 of docs/invariants.md, in random orders
+"""The scheduler resumes requests and keeps its bounds and invariants 1, 2 and 4 of docs/internals.md, in random orders
 of events.
 
 A failure prints the seed; TEST_SEED repeats it.

@@ -188,7 +188,7 @@ def test_impatience_does_not_put_the_kill_off(serve: Serve) -> None:
 
 
 def test_held_answers_end_with_the_supervisor(serve: Serve) -> None:
-    """The worker has finished and the client grants no credit. Invariant 1 of docs/invariants.md still holds."""
+    """The worker has finished and the client grants no credit. Invariant 1 of docs/internals.md still holds."""
     serving = serve({"a": engine(step_s=0.0)})
     with RawClient(serving.runtime_dir) as client:
         client.generate(1, "a", "held", max_tokens=limits.STREAM_WINDOW + 100)
