@@ -108,8 +108,8 @@ class Reactor:
     def _ask(sockets: list[tuple[AnySocket, Handler, Condition]], after: Callable[[], object]) -> bool:
         """Call the handlers of sockets that have input or work left. Return whether there were any."""
         handled = False
-        for socket, handler, waiting in sockets:
-            if has_input(socket) or waiting():
+        for each, handler, waiting in sockets:
+            if has_input(each) or waiting():
                 handler()
                 after()
                 handled = True

@@ -166,8 +166,8 @@ def _held_by_us(runtime_dir: Path) -> dict[int, int]:
     except ConnectionLost:
         return held
     for model in models:
-        for index, size in (model.get("vram_by_gpu") or {}).items():
-            held[int(index)] = held.get(int(index), 0) + (size or 0)
+        for index, held_bytes in (model.get("vram_by_gpu") or {}).items():
+            held[int(index)] = held.get(int(index), 0) + (held_bytes or 0)
     return held
 
 

@@ -119,17 +119,17 @@ class ExLlamaV2Engine:
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:
         """Compute jobs of all kinds, so that the first requests wait for nothing that is loaded at first use."""
         room = self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens
-        groups = warming.groups(
+        together = warming.groups(
             self.capabilities.context, room, loaded.chunk_size, self._spec.max_batch_size, self._drawable,
             scores="prompt_logprobs" in self.capabilities.offered,
         )  # fmt: skip
-        for done, group in enumerate(groups):
-            progress("warmup", done, len(groups))
+        for done, group in enumerate(together):
+            progress("warmup", done, len(together))
             for job in group:
                 self.submit(job)
             while self._answers:
                 self.step()
-        progress("warmup", len(groups), len(groups))
+        progress("warmup", len(together), len(together))
         for index in loaded.devices:
             torch.cuda.synchronize(index)
         self.reset()

@@ -32,17 +32,17 @@ class RowDraw:
 def write_words(words: Array, draws: Sequence[RowDraw | None]) -> None:
     """Write the rows of a step into int32 [rows, WORDS]. Rows beyond ``draws``, and those of None, draw nothing."""
     words[:, 0] = HOST
-    for row, draw in zip(words, draws, strict=False):
-        if draw is None:
+    for row, drawn in zip(words, draws, strict=False):
+        if drawn is None:
             continue
-        rule = draw.rule
+        rule = drawn.rule
         pack_into(
             "<8i3Qd5fiQ", row, 0,
-            GREEDY if rule.greedy else WEIGHED, draw.slot, draw.position, rule.penalty_range, rule.penalty_end,
+            GREEDY if rule.greedy else WEIGHED, drawn.slot, drawn.position, rule.penalty_range, rule.penalty_end,
             rule.top_k, rule.smoothed, rule.cuts,
-            draw.point << 11, rule.top_p, rule.min_p, rule.top_a * 2.0**80,
+            drawn.point << 11, rule.top_p, rule.min_p, rule.top_a * 2.0**80,
             rule.scale, rule.penalty, rule.fade, rule.frequency, rule.presence,
-            draw.mask, rule.typical_p,
+            drawn.mask, rule.typical_p,
         )  # fmt: skip
 
 
