@@ -4,7 +4,20 @@ import time
 
 from protocol.codec import decode, decode_events, is_events, pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
-from protocol.messages import WORKER_TO_SUPERVISOR, AnswerMessage, Compiled, Events, Parked, Prefill
+from protocol.messages import (
+    WORKER_TO_SUPERVISOR,
+    AnswerMessage,
+    Compiled,
+    Events,
+    Hello,
+    Parked,
+    Prefill,
+    ProgressMessage,
+    Ready,
+    Slept,
+    Stats,
+    Woke,
+)
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.ports.request_authorizer import RequestAuthorizer
@@ -13,6 +26,7 @@ from supervisor.requests.pending_queries import PendingQueries
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_events import TOKENS_PER_MS
 from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.workers import worker_reports
 from supervisor.workers.lifecycle import IllegalTransition
 
 
@@ -67,29 +81,38 @@ class WorkerFrames:
         return None if replica is None or replica.killed_for is not None else replica
 
     def _handle(self, replica: Replica, frame: bytes) -> None:
-        message = decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR)
-        if isinstance(message, Events):
-            self._effects.add(self._scheduler.events(replica.name, frame, message, time.monotonic()))
-            self._fleet.after_events(replica)
-        elif isinstance(message, Prefill):
-            key = message.channel, message.request
-            self._effects.add(self._scheduler.prefill(replica.name, key, message.done, message.total))
-        elif isinstance(message, Parked):
-            key = message.channel, message.request
-            self._effects.add(self._scheduler.parked(replica.name, key, time.monotonic()))
-            self._fleet.after_events(replica)
-        elif isinstance(message, Compiled):
-            key, cost = (message.channel, message.request), TOKENS_PER_MS * message.milliseconds
-            party, now = message.party, time.monotonic()
-            self._effects.add(self._scheduler.compiled(replica.name, key, party, message.milliseconds, now))
-            self._authorizer.charge_party(party, cost)
-        elif isinstance(message, AnswerMessage):
-            self._pass_answer_on(replica, message)
-        else:
-            self._fleet.on_worker_message(replica, message)
-
-    def _pass_answer_on(self, replica: Replica, message: AnswerMessage) -> None:
-        unpack_body(message.body)  # a body that is no map is the worker's fault, and no client could read it
-        asker = self._queries.answered(replica.name, message.ask)
-        if asker is not None:
-            self._effects.add([asker.reply(message.body)])
+        worker, fleet, scheduler = replica.name, self._fleet, self._scheduler
+        match decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR):
+            case Events() as message:
+                self._effects.add(scheduler.events(worker, frame, message, time.monotonic()))
+                fleet.after_events(replica)
+            case Prefill(channel, request, done, total):
+                self._effects.add(scheduler.prefill(worker, (channel, request), done, total))
+            case Parked(channel, request):
+                self._effects.add(scheduler.parked(worker, (channel, request), time.monotonic()))
+                fleet.after_events(replica)
+            case Compiled(channel, request, party, milliseconds):
+                now = time.monotonic()
+                self._effects.add(scheduler.compiled(worker, (channel, request), party, milliseconds, now))
+                self._authorizer.charge_party(party, TOKENS_PER_MS * milliseconds)
+            case AnswerMessage(ask, body):
+                unpack_body(body)  # a body that is no map is the worker's fault, and no client could read it
+                if (asker := self._queries.answered(worker, ask)) is not None:
+                    self._effects.add([asker.reply(body)])
+            case Stats(body):
+                replica.stats = worker_reports.checked_stats(body)
+            case ProgressMessage(body):
+                replica.progress = worker_reports.checked_progress(body)
+                self._effects.add(scheduler.report_loading(replica.model, replica.progress))
+            case Hello(body):
+                worker_reports.checked_hello(body)
+                fleet.connected(replica)
+            case Ready(body):
+                fleet.loaded(replica, worker_reports.checked_ready(body))
+            case Slept(body):
+                fleet.sleepers.slept(replica, worker_reports.checked_slept(body))
+                fleet.starts.memory_came_back(worker)
+            case Woke(body):
+                fleet.sleepers.woke(replica, worker_reports.checked_woke(body))
+            case message:
+                raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")

@@ -10,10 +10,11 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from protocol.codec import encode
-from protocol.errors import ErrorCode, FrameError, WireError
-from protocol.messages import Hello, Message, ProgressMessage, Ready, Shutdown, Slept, Stats, Woke
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import Shutdown
 from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
@@ -37,14 +38,6 @@ from supervisor.workers.launcher import Launched, Launcher, local_pid
 from supervisor.workers.lifecycle import ON_DEMAND, Event, LifecycleAction, WorkerState
 from supervisor.workers.stop_ladder import Rung
 from supervisor.workers.worker_life import Desired, Transition
-from supervisor.workers.worker_reports import (
-    checked_hello,
-    checked_progress,
-    checked_ready,
-    checked_slept,
-    checked_stats,
-    checked_woke,
-)
 
 RATE_WINDOW_S = 1.0
 
@@ -156,32 +149,18 @@ class Fleet:
 
     # --- what workers say ---------------------------------------------------------------------------------------
 
-    def on_worker_message(self, replica: Replica, message: Message) -> None:
-        """Handle HELLO, PROGRESS, READY and STATS. Raises FrameError for a body that is not valid."""
-        match message:
-            case Hello(body):
-                checked_hello(body)
-                self._report(replica, Event.HELLO, "connected")
-                self._effects.add(self.registry.log_orders([replica]))
-            case ProgressMessage(body):
-                replica.progress = checked_progress(body)
-                self._effects.add(self._scheduler.report_loading(replica.model, replica.progress))
-            case Ready(body):
-                replica.info = checked_ready(body)
-                replica.progress = {}
-                self.sleepers.loaded(replica)
-                self._report(replica, Event.LOADED, self._loaded(replica))
-            case Stats(body):
-                replica.stats = checked_stats(body)
-            case Slept(body):
-                self.sleepers.slept(replica, checked_slept(body))
-                self.starts.memory_came_back(replica.name)
-            case Woke(body):
-                self.sleepers.woke(replica, checked_woke(body))
-            case _:
-                raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
+    def connected(self, replica: Replica) -> None:
+        """Take note that a worker's process has connected. Tell it what its log is to hold."""
+        self._report(replica, Event.HELLO, "connected")
+        self._effects.add(self.registry.log_orders([replica]))
 
-    def _loaded(self, replica: Replica) -> str:
+    def loaded(self, replica: Replica, info: dict[str, Any]) -> None:
+        """Take note that a worker can generate. ``info``: what its READY says."""
+        replica.info, replica.progress = info, {}
+        self.sleepers.loaded(replica)
+        self._report(replica, Event.LOADED, self._measured(replica))
+
+    def _measured(self, replica: Replica) -> str:
         """Measure the memory of a worker that is ready now, and compare it with the estimate.
 
         Return a text for the log: the load time, the device, and the memory that the worker holds.
