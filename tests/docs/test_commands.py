@@ -1,5 +1,6 @@
 """Each command on the page of commands has examples. The command line accepts them, and the help shows them."""
 
+import re
 import shlex
 
 import click
@@ -34,13 +35,16 @@ def test_help_and_page_show_the_examples(path: str) -> None:
     shown = CliRunner().invoke(cli, [*path.split(), "--help"], prog_name="modelctl").output
     for line in command.examples:
         assert f"  {line}\n" in shown
-        assert f"\n{line}\n" in commands_page()
+        assert f"\n{line}  # " in commands_page()
 
 
 def test_the_page_has_every_option_that_is_not_hidden() -> None:
     page = commands_page()
+    common = page.partition("## Common options\n")[2].partition("\n## ")[0]
     for path, context in COMMANDS.items():
         part = page.partition(f"## modelctl {path}\n")[2].partition("\n## ")[0]
         for option in context.command.params:
             if isinstance(option, click.Option):
-                assert (f"{option.opts[0]}" in part) is not option.hidden
+                assert any(f"{name}" in part for name in option.opts) is not option.hidden
+                explained = any(re.search(rf"^\* `.*{name}\b", part + common, re.MULTILINE) for name in option.opts)
+                assert explained is not option.hidden, (path, option.opts)

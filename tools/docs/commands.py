@@ -1,7 +1,9 @@
 """Make the page of commands from click: text, usage, options and examples of each."""
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
@@ -13,43 +15,59 @@ from tools.docs.markdown import page, table, text
 
 INTRODUCTION = """\
 `modelctl COMMAND --help` shows the text of a command in the terminal. Most commands talk to the supervisor that runs on
-this machine under your user. With `--json` a command prints JSON, and an error is JSON on standard error."""
-
-
-SHARED = ("--json", "--watch", "--follow", "--connect", "--all")
-SHARED_OPTIONS = """\
-With `--json`, a command that goes on prints a line of JSON for each look (`--watch`), event (`--follow`) or piece of an
-answer (`run`). `--watch` looks again each second, in place on a terminal. `--connect` reaches a supervisor on another
-machine; commands without it are about files and devices of this machine."""
-
-
-def _mark(context: click.Context, option: str) -> str:
-    return "yes" if any(option in each.opts for each in context.command.params) else ""
+this machine under your user. With `--json` a command prints JSON, and an error is JSON on standard error. A command
+that goes on prints a line for each look (`--watch`), event (`--follow`) or piece of an answer (`run`). MODEL... stands
+for names, and for patterns in quotes such as `'llama-*'`, so that the shell does not take them for names of files."""
+COMMON = 5
+"""An option that so many commands have, with the same explanation, is explained once."""
+_PATTERN = re.compile(
+    r"\s*MODEL may be a pattern in quotes[^.]*\.|; a pattern such as 'llama-\*' needs quotes|: names, or quoted "
+    r"patterns such as 'llama-\*'"
+)
+"""What many helps say of MODEL, and the page once."""
 
 
 def commands_page() -> str:
     """Return the page."""
     with click.Context(cli, info_name="modelctl", **cli.context_settings) as context:
         commands = list(walk(context))
-        index = [
-            (f"[`{each.command_path}`](#{each.command_path.replace(' ', '-')})", each.command.get_short_help_str(200))
-            for each in commands
+        common = common_options(commands)
+        links = [
+            f"[{each.command_path.partition(' ')[2]}](#{each.command_path.replace(' ', '-')})" for each in commands
         ]
-        parts = [part for each in commands for part in _part(each)]
-        shared = [(f"`{each.command_path}`", *(_mark(each, name) for name in SHARED)) for each in commands]
+        parts = [part for each in commands for part in _part(each, common)]
     return page(
         "Commands",
         "the commands in supervisor/cli",
         INTRODUCTION,
-        table(("command", "does"), index),
-        "Other names: " + ", ".join(f"`{alias}` is `{name}`" for alias, name in ALIASES.items()) + ".",
-        "## Options that many commands have",
-        SHARED_OPTIONS,
-        table(("command", *(f"`{name}`" for name in SHARED)), [row for row in shared if any(row[1:])]),
+        ", ".join(links)
+        + ". Other names: "
+        + ", ".join(f"`{other}` is `{name}`" for other, name in ALIASES.items())
+        + ".",
+        "## Common options",
+        "Each command names those that it has.",
+        _options(common),
         *parts,
         "## Exit codes",
         table(("code", "meaning"), _exit_codes()),
     )
+
+
+def common_options(commands: Iterable[click.Context]) -> list[tuple[str, str]]:
+    """Return the names and the explanation of each option that is explained once."""
+    uses = Counter(record for each in commands for record in option_records(each))
+    return [record for record, count in uses.items() if count >= COMMON]
+
+
+def option_records(context: click.Context) -> list[tuple[str, str]]:
+    """Return the names and the explanation of each option that is not hidden."""
+    options = [each for each in context.command.params if isinstance(each, click.Option)]
+    return [record for option in options if (record := option.get_help_record(context)) is not None]
+
+
+def names_of_common(context: click.Context, common: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the long names of a command's options that are explained once."""
+    return [names.split(",")[-1].split()[0] for names, meaning in option_records(context) if (names, meaning) in common]
 
 
 def walk(context: click.Context) -> Iterator[click.Context]:
@@ -66,21 +84,26 @@ def walk(context: click.Context) -> Iterator[click.Context]:
             yield below
 
 
-def _part(context: click.Context) -> Iterator[str]:
+def _part(context: click.Context, common: Sequence[tuple[str, str]]) -> Iterator[str]:
     command = context.command
     yield f"## {context.command_path}"
-    yield text(inspect.cleandoc(command.help or ""))
-    yield f"```console\n{' '.join([context.command_path, *command.collect_usage_pieces(context)])}\n```"
-    options = [each for each in command.params if isinstance(each, click.Option)]
-    records = filter(None, (option.get_help_record(context) for option in options))
-    yield table(("option", "meaning"), [(f"`{names}`", _cell(meaning)) for names, meaning in records])
+    yield f"`{' '.join([context.command_path, *command.collect_usage_pieces(context)])}`"
+    yield text(_PATTERN.sub("", inspect.cleandoc(command.help or "")).strip())
+    if own := [record for record in option_records(context) if record not in common]:
+        yield _options(own)
+    if also := names_of_common(context, common):
+        yield "Common options: " + ", ".join(f"`{name}`" for name in also) + "."
     if isinstance(command, Command) and command.examples:
-        yield "\n".join(["```sh", *(f"# {meaning}\n{line}" for line, meaning in command.examples.items()), "```"])
+        yield "\n".join(["```sh", *(f"{line}  # {meaning}" for line, meaning in command.examples.items()), "```"])
 
 
-def _cell(meaning: str) -> str:
+def _options(records: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"* `{names}`: {_shown(meaning)}" for names, meaning in records)
+
+
+def _shown(meaning: str) -> str:
     """Return an option's help as Markdown. The default is at its end, in square brackets."""
-    return text(meaning.replace("[", "\\[").replace("*", "\\*"))
+    return text(" ".join(meaning.replace("[", "\\[").replace("*", "\\*").split()))
 
 
 def _exit_codes() -> list[tuple[str, str]]:
