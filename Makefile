@@ -103,7 +103,7 @@ docs: $(VENV)/.docs ## the documentation site, in site/; a dead link, or a page 
 	$(BIN)/python -m tools.docs --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict # with --quiet, no warning would count
 
-screens: $(VENV)/.test ## the pictures of docs/screens.md: commands on a terminal, with the demo models under load; no GPU
+screens: $(VENV)/.test ## the pictures of docs/operate.md: commands on a terminal, with the demo models under load; no GPU
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt pyte
 	$(BIN)/python -m tools.screens
 

@@ -129,7 +129,7 @@ class ModelConfig:
     Example: 2
     """
     node: Node = None
-    """The machines of the ``cluster`` on which the model's workers run, see [Workers on other machines](cluster.md).
+    """The [other machines](operate.md#workers-on-other-machines) of the ``cluster`` on which the model's workers run.
 
     A name means one machine. ``auto`` is any machine, the supervisor's own first, and ``others`` any but that one.
     Labels such as ``zone=a,disk=fast`` mean the other machines that have them. There ``gpu`` is ``auto`` or ``cpu``.

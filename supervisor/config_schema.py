@@ -416,7 +416,7 @@ class FileConfig:
     """
     folders: list[FolderConfig] = field(default_factory=list)
     """Directories whose models are served without an entry of their own, see
-    [Models of a folder](operations.md#models-of-a-folder). A path, or a list of paths and maps. With folders,
+    [Models of a folder](operate.md#models-of-a-folder). A path, or a list of paths and maps. With folders,
     ``models`` may be left out.
 
     Example: [{path: /data/models, defaults: {cache_mode: Q8, ttl: 10m}}]

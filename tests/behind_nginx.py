@@ -1,4 +1,4 @@
-"""The gateway works behind nginx, with the configurations that docs/http-api.md and docs/several-supervisors.md show.
+"""The gateway works behind nginx, with the configurations that docs/http-api.md and docs/operate.md show.
 
 ``make test-nginx`` runs this file. ``make test`` does not, because it needs nginx (``apt-get install nginx-light``).
 """
@@ -158,7 +158,7 @@ def test_two_supervisors_have_a_base_url_each(tmp_path: Path) -> None:
     ):
         ports = {8000: first.port, 8001: second.port}
         addresses: dict[str, object] = {f"127.0.0.1:{old}": f"127.0.0.1:{new}" for old, new in ports.items()}
-        with nginx(tmp_path, shown_server("several-supervisors.md", port, addresses), port):
+        with nginx(tmp_path, shown_server("operate.md", port, addresses), port):
             proxied = Proxied(large, port, TLS / "certificate.pem")
             for place, model, code in ("large", "m", 200), ("small", "n", 200), ("small", "m", 404):
                 body = {"model": model, "prompt": "x", "max_tokens": 5}

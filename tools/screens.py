@@ -1,4 +1,4 @@
-"""Make the pictures of the page docs/screens.md: what commands show on a real terminal, with two models under load.
+"""Make the pictures of the page docs/operate.md: what commands show on a real terminal, with two models under load.
 
     make screens
 

@@ -1,4 +1,4 @@
-"""The files in deploy/ fit together, and fit what modelctl needs. docs/service.md says which of them were run."""
+"""The files in deploy/ fit together, and fit what modelctl needs. docs/operate.md says which of them were run."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The manifest in deploy/kuberay/ fits together. docs/several-supervisors.md says what of it was run."""
+"""The manifest in deploy/kuberay/ fits together. docs/operate.md says what of it was run."""
 
 from pathlib import Path
 from typing import Any

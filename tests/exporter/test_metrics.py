@@ -253,5 +253,5 @@ def test_what_a_worker_may_say_is_bounded() -> None:
 
 def test_the_page_metrics_names_every_metric_and_no_other(scraped: Scraped) -> None:
     families = set(re.findall(r"^# TYPE (\S+)", scraped.scrape()[1], re.MULTILINE))
-    named = set(re.findall(rf"`({PREFIX}\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    named = set(re.findall(rf"`({PREFIX}\w+)`", (ROOT / "docs" / "operate.md").read_text()))
     assert named == families

@@ -57,8 +57,8 @@ asyncio.run(main())
 ```
 
 Everything on this page is imported from `modelctl`. Other modules of the distribution are internal.
-[Options of a request](request-options.md) lists all options of `generate`. The [error codes](troubleshooting.md) say
-what to do about each error. A client in another language speaks the [wire protocol](wire-protocol.md)."""
+[Options of a request](request-options.md) lists all options of `generate`. The [error codes](wire-protocol.md#errors)
+say what to do about each error. A client in another language speaks the [wire protocol](wire-protocol.md)."""
 
 
 def client_page() -> str:
