@@ -16,17 +16,16 @@ from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
 from supervisor.config_schema import ClusterConfig, FileConfig, FolderConfig, GroupConfig, SupervisorConfig
 from supervisor.config_values import parse_days, parse_duration, parse_lease
-from tools.docs.markdown import page, table, text
+from tools.docs.markdown import page, text
 
 ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers": EmbeddedOptions}
 """The engines that modelctl has, and the class with the defaults of their own keys."""
 IMPORTED = "an import string"
 INTRODUCTION = """\
-One file, models.yaml, describes all models of a supervisor. Without `--config`, `modelctl` looks for
-`$MODELCTL_CONFIG`, then `./models.yaml`, then the file of the supervisor that runs, then
-`~/.config/modelctl/models.yaml`. `modelctl check` checks the file and
-the models' directories, and starts nothing. An unknown key, a wrong type, a missing directory, or keys that contradict
-each other are errors with their line. No value is corrected silently. `modelctl reload` applies a changed file.
+models.yaml describes all models of a supervisor. `modelctl` looks for it at `--config`, `$MODELCTL_CONFIG`,
+`./models.yaml`, the file of the supervisor that runs, and `~/.config/modelctl/models.yaml`. `modelctl check` names
+every fault with its line: an unknown key, a wrong type, a missing directory, keys that contradict each other. No
+value is corrected silently. `modelctl reload` applies a changed file.
 
 ```yaml
 models:
@@ -39,23 +38,17 @@ supervisor: # may be left out
   stop: {drain: 2m}
 ```
 
-A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size** is `20GiB` or `20G` (2³⁰ bytes each),
-`20GB` (10⁹ bytes), or a number of bytes. A **share** of a GPU is `90%`. Paths may begin with `~`. Relative paths start
-from the directory of models.yaml. If models.yaml is a link, that is the directory of the link, and each reading follows
-the link anew.
-
-[`defaults`](#defaults) holds keys for all models. Keys at the top level that begin with `x-` mean nothing to modelctl.
-They may hold what only some models share: write `x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each
-of these models. Words such as `no` and `on` are
-true or false in YAML; in quotes they are text.
-
-`modelctl check --json-schema` prints a JSON schema of the file. Editors with the YAML language server then complete and
-check keys: `modelctl init` names the schema in the first line of the file. In a file of your own, write
-`# yaml-language-server: $schema=PATH` there, with the path to which you wrote the schema.
+* A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size** is `20GiB` or `20G` (2³⁰ bytes
+  each), `20GB` (10⁹ bytes), or a number of bytes. A **share** of a GPU is `90%`.
+* Paths may begin with `~`. Relative ones start from the directory of models.yaml; if that is a link, from the link's.
+* [`defaults`](#defaults) holds keys for all models. Keys at the top that begin with `x-` mean nothing to modelctl,
+  and may hold what some models share: `x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each of
+  them.
+* Words such as `no` and `on` are true or false in YAML; in quotes they are text.
+* `modelctl check --json-schema` prints a JSON schema for editors. `modelctl init` names it in the file; in a file of
+  your own, write `# yaml-language-server: $schema=PATH`.
 
 ## Variables in values
-
-A value may name variables of the environment, so that one file serves several machines:
 
 ```yaml
 models:
@@ -65,72 +58,53 @@ models:
     cache_size: ${CACHE:-65536}
 ```
 
-`${NAME}` is the value of the variable `NAME`. A variable that is not set is an error. `${NAME:-default}` has a default,
-for a variable that is not set or empty. `$${` stands for the text `${`. Names of keys and of models cannot have
-variables. A variable brings one value: a word, a number, a duration, a size, true or false, but no list and no map. In
-a map on one line YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value is read as a number where the key wants
-one. In quotes, a value in `sampling`, `limits`, `template_kwargs` and `options` stays text.
+`${NAME}` is the value of a variable of the environment, which must be set. `${NAME:-default}` has a default, for one
+that is not set or empty. `$${` stands for `${`. A variable brings one value, no list and no map, and not the name of
+a key or model. On a line with braces YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value is read as a
+number where the key wants one, but stays text in `sampling`, `limits`, `template_kwargs` and `options`.
 
-A value may be a secret. `modelctl config`, the page, errors, events and logs show `${NAME}` in its place, also in the
-paths of the operating system's messages. What a value becomes in use shows there: an alias in GET /v1/models, the
-address of an open port, the size of a cache. An error of an engine of your own may show a part of a path, or an option
-of fewer than eight characters.
+A value may be a secret: `modelctl config`, the page, errors, events and logs show `${NAME}` in its place. What a
+value becomes in use shows: an alias, the address of an open port, the size of a cache. An error of an engine of your
+own may show a part of a path, or an option of fewer than eight characters.
 
-The supervisor reads the variables when it starts, and no process can change the variables of another one. So a reload
-puts in the values with which the supervisor was started; a new value takes a restart. Commands that read the file
-themselves, such as `modelctl check`, use the variables of their shell. For a service, set the variables in its unit:
-`systemctl edit modelctl`, with lines `Environment=MODELS=/srv/models` below `[Service]`.
+The supervisor reads variables when it starts. A reload uses these values; a new value takes a restart. Commands that
+read the file themselves, such as `check`, use those of their shell. A service gets them in its unit:
+`Environment=MODELS=/srv/models`.
 
 ## Variables that set keys
 
-`MODELCTL_SECTION__KEY`, with two underscores, sets a key over what the file says. So a container or a systemd unit can
-change a value without another file:
+`MODELCTL_SECTION__KEY`, with two underscores, sets a key over what the file says:
 
 | variable | sets |
 |---|---|
-| `MODELCTL_SUPERVISOR__STALL=2m` | `supervisor.stall` |
 | `MODELCTL_SUPERVISOR__STOP__DRAIN=5m` | `supervisor.stop.drain` |
 | `MODELCTL_GATEWAY__LISTEN=0.0.0.0:8000` | `gateway.listen`, also where the file has no section `gateway` |
-| `MODELCTL_CLUSTER__ADVERTISE=tcp://10.0.0.7:5571` | `cluster.advertise`, where the start tells the address |
-| `MODELCTL_MODELS__LLAMA_3_1_8B__CACHE_MODE=Q8` | `cache_mode` of the model `llama-3.1-8b` |
-| `MODELCTL_DEFAULTS__CACHE_MODE=Q8` | `cache_mode` of all models without a `cache_mode` of their own |
+| `MODELCTL_CLUSTER__ADVERTISE=tcp://10.0.0.7:5571` | `cluster.advertise` |
+| `MODELCTL_MODELS__LLAMA_3_1_8B__CACHE_MODE=Q8` | `cache_mode` of `llama-3.1-8b`: other characters become `_` |
+| `MODELCTL_DEFAULTS__CACHE_MODE=Q8` | `cache_mode` of all models without their own |
 | `MODELCTL_DEFAULT_MODEL=llama-3.1-8b` | `default_model` |
 
-A value is YAML, so `MODELCTL_MODELS__B__ALIASES='[x, y]'` is a list. A value that is a mapping replaces the whole
-mapping of the file. In a model's name, every character that a variable cannot have is one underscore. A variable
-changes models of the file and adds none. One that sets no key is an error, and so is a value that does not fit.
+A value is YAML: `MODELCTL_MODELS__B__ALIASES='[x, y]'`. A mapping replaces the file's whole mapping. No variable adds
+a model. One that sets no key, or does not fit, is an error.
 
-The last of these wins: the default, the model's own `tabby_config.yml`, `defaults` of models.yaml, the model's keys
-in models.yaml, the environment, a flag of the
-command line. `modelctl config` shows the value of each key and where it comes from. A reload reads the environment of
-the running supervisor: the one that it was started with.
+The last of these wins: the default, the model's `tabby_config.yml`, `defaults`, the model's keys, the environment, a
+flag. `modelctl config` shows the value of each key and where it comes from:
 
 ```
 $ MODELCTL_SUPERVISOR__STALL=2m modelctl config
 KEY                            VALUE                           FROM
 --config                       /home/ann/modelctl/models.yaml  default
---runtime-dir                  /run/user/1000/modelctl         default
 models.letters.model_dir       demo:letters                    models.yaml:7
-models.letters.engine          transformers                    models.yaml:8
-models.letters.gpu             cpu                             models.yaml:9
-models.letters.max_batch_size  32                              models.yaml:10
-models.stories.model_dir       demo:stories                    models.yaml:29
-models.stories.engine          transformers                    models.yaml:30
-models.stories.gpu             cpu                             models.yaml:31
-models.stories.max_batch_size  32                              models.yaml:32
 supervisor.stall               2m                              MODELCTL_SUPERVISOR__STALL
-gateway.listen                 127.0.0.1:8000                  models.yaml:97
-gateway.auth                   none                            models.yaml:98
 ```
 
 ## tabby_config.yml
 
-For engine `exllamav2`, a file `tabby_config.yml` in the model's directory gives defaults: the keys that TabbyAPI reads
-there, at the top or below `model`. modelctl takes `max_seq_len`, `cache_size`, `cache_mode`, `chunk_size`,
-`max_batch_size`, `gpu_split`, `autosplit_reserve`, `tensor_parallel`, `rope_scale`, `rope_alpha`, `tool_format`, the
-markers of `reasoning`, and of `draft_model` its name, `draft_cache_mode`, `draft_rope_scale`, `draft_rope_alpha` and
-`draft_num_tokens`. The draft model must lie beside the model. A key that models.yaml or the environment has wins. What
-does not fit is left out: `modelctl check`, `modelctl config` and the log say so, and the model is served."""
+For engine `exllamav2`, this file in a model's directory gives defaults, with TabbyAPI's keys at the top or below
+`model`: `max_seq_len`, `cache_size`, `cache_mode`, `chunk_size`, `max_batch_size`, `gpu_split`, `autosplit_reserve`,
+`tensor_parallel`, `rope_scale`, `rope_alpha`, `tool_format`, the markers of `reasoning`, and of `draft_model`, which
+must lie beside the model, its name, `draft_cache_mode`, `draft_rope_scale`, `draft_rope_alpha` and
+`draft_num_tokens`. What does not fit is left out, and `check`, `config` and the log say so."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +126,8 @@ class Key:
 
 SECTIONS = ((SupervisorConfig, "supervisor"), (GatewayConfig, "gateway"), (ClusterConfig, "cluster"))
 """The classes of the sections beside ``models``, and their names."""
+MANY = 10
+"""A part with more keys begins with links to them."""
 SECTION_KEYS = ("models", "supervisor", "gateway", "cluster")
 """Keys of the whole file that have parts of the page of their own."""
 
@@ -159,7 +135,7 @@ SECTION_KEYS = ("models", "supervisor", "gateway", "cluster")
 def configuration_page() -> str:
     """Return the page."""
     return page(
-        "Configuration",
+        "models.yaml",
         "supervisor/config_model.py, supervisor/config_schema.py and supervisor/config_gateway.py",
         INTRODUCTION,
         *(part for title, kind, prefix in _sections() for part in _part(title, kind, prefix)),
@@ -315,11 +291,11 @@ def _part(title: str, kind: type, prefix: str) -> Iterator[str]:
     keys = list(keys_of(kind, prefix))
     yield f"## {title}"
     yield text(inspect.getdoc(kind) or "")
-    header = ("key", "default", "engines") if keys[0].engines else ("key", "default")
-    yield table(header, [(f"[`{key.path}`](#{key.anchor})", key.default, key.engines)[: len(header)] for key in keys])
+    if len(keys) > MANY:
+        yield ", ".join(f"[`{key.path.removeprefix(prefix)}`](#{key.anchor})" for key in keys)
     for key in keys:
-        facts = [f"Type: {key.type}", f"Default: {key.default}", *([f"Engines: {key.engines}"] if key.engines else [])]
         yield f"### `{key.path}`"
         yield key.description
-        yield "\n".join(f"- {fact}" for fact in facts)
-        yield f"```yaml\n{key.example}\n```"
+        default = "Required." if key.default == "required" else f"Default: {key.default}."
+        engines = "" if key.engines in ("", "all") else f"Engine: {key.engines}. "
+        yield f"Value: {key.type}. {default} {engines}Example: `{key.example}`"

@@ -113,7 +113,7 @@ def _section(file: ResultFile) -> Iterator[str]:
     yield f"### {file.name}"
     yield text(file.purpose)
     chosen = headline(file.results)
-    yield table(("figure", "value", "target", ""), [_row(result) for result in chosen])
+    yield table(("figure", "value", "target"), [_row(result) for result in chosen])
     more = len(file.results) - len(chosen)
     yield _origin(file) + (f" {more} more figures are in the file." if more else "")
 
@@ -123,27 +123,22 @@ def _origin(file: ResultFile) -> str:
     return f"`{content['command']}`, {content['machine']}, {content['date'][:10]}, commit {content['commit']}."
 
 
-def _row(result: dict[str, Any]) -> tuple[str, str, str, str]:
-    value = f"{shown(result['value'])} {result['unit']}"
-    return result["name"], value, target_text(result["target"]), verdict(result["meets"])
-
-
-def verdict(meets: bool | None) -> str:
-    """Return "met" or "missed" for a table. Return an empty text if the figure has no target."""
-    return {True: "met", False: "**missed**", None: ""}[meets]
+def _row(result: dict[str, Any]) -> tuple[str, str, str]:
+    missed = " **missed**" if result["meets"] is False else ""
+    return result["name"], f"{shown(result['value'])} {result['unit']}", target_text(result["target"]) + missed
 
 
 def target_text(target: str | None) -> str:
-    """Return a result's target in words, for example "at least 0.97"; nothing if there is none."""
+    """Return a result's target for a table, for example "≥ 0.97"; nothing if there is none."""
     if target is None:
         return ""
     sign, bound = target.split()
-    return f"{ {'<=': 'at most', '>=': 'at least'}[sign] } {shown(float(bound))}"
+    return f"{ {'<=': '≤', '>=': '≥'}[sign] } {shown(float(bound))}"
 
 
 def _misses(files: dict[str, ResultFile]) -> str:
     rows = [
-        (f"[{file.name}](#{file.name})", *_row(result)[:3])
+        (f"[{file.name}](#{file.name})", *_row(result))
         for file in files.values()
         for result in file.results
         if result["meets"] is False
@@ -161,17 +156,19 @@ def _pictures(files: dict[str, ResultFile]) -> Iterator[str]:
 
 def charts(files: dict[str, ResultFile]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
     """Yield each chart with the names of its files. Raises KeyError if a file has lost a result that a chart shows."""
-    decoding = files["decoding"].values
-    what = ": tokens/s with graphs"
-    steps = [name.removesuffix(what) for name in decoding if name.endswith(what)]
-    yield Chart(
-        "Tokens per second with a step as one launch (ExLlamaV2, served)", "tok/s", steps,
-        {
-            "graphs": [decoding[f"{step}{what}"] for step in steps],
-            "graphs: false": [decoding[f"{step}: tokens/s with graphs: false"] for step in steps],
-            "the package's generator": [decoding[f"{step}: tokens/s of the package's generator"] for step in steps],
-        },
-    ), ("decoding",)  # fmt: skip
+    for name, model in (("decoding", "1b"), ("decoding-8b", "8b")):
+        values = files[name].values
+        what = ": tokens/s with graphs"
+        steps = [label.removesuffix(what) for label in values if label.startswith(model) and label.endswith(what)]
+        series = {
+            "graphs": what,
+            "graphs: false": f"{what}: false",
+            "the package's generator": ": tokens/s of the package's generator",
+        }
+        yield Chart(
+            f"Tokens per second, {model.upper()}: a step as one launch (ExLlamaV2, served)", "tok/s", steps,
+            {shown: [values[f"{step}{what}"] for step in steps] for shown, what in series.items()},
+        ), (name,)  # fmt: skip
     served = files["serving-exllamav2"].values
     labels = [name.removesuffix(": tokens/s served") for name in served if name.endswith(": tokens/s served")]
     yield Chart(
