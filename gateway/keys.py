@@ -15,7 +15,7 @@ from gateway.http.callers import Caller, caller_of_order, check_keys
 from gateway.http.errors import ApiError
 from gateway.orders import answer_json
 from protocol.errors import ErrorCode, WireError
-from protocol.orders import KeyFields
+from protocol.verbs import KeyFields
 
 MOST_BYTES: Final = 16_384
 _OFF: Final = "keys over HTTP"

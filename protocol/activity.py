@@ -1,13 +1,8 @@
-"""The parameters and results of the verbs that show what goes on, such as ``requests``. See ``protocol.verbs``."""
+"""The results of the verbs that show what goes on, such as ``requests``. See ``protocol.results``."""
 
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from protocol.bodies import Milliseconds, Tokens
-
-
-class RequestsParams(TypedDict):
-    limit: NotRequired[int]
-    """The greatest number of requests in the result, from 1 to 500; 100 by default."""
 
 
 class RequestStatus(TypedDict):
@@ -48,22 +43,6 @@ class RequestsResult(TypedDict):
     """The requests, the oldest first."""
     total: int
     """The number of unfinished requests, of which `requests` holds at most `limit`."""
-
-
-class CancelRequestParams(TypedDict):
-    id: str
-    """A request, as `requests` names it, or one of its trace ids, which several requests may have. Without the right
-    `admin` only requests of the client's own key are cancelled."""
-
-
-class EventsParams(TypedDict):
-    model: NotRequired[str]
-    """A model, also one that models.yaml had before: the result holds its events only. Unset: all events."""
-    after: NotRequired[int]
-    """The number of an event: the result holds the events after it, the oldest first. Unset: the result holds the
-    newest events."""
-    limit: NotRequired[int]
-    """The greatest number of events in the result, from 1 to 512; 100 by default."""
 
 
 class HistoryEvent(TypedDict):
@@ -134,11 +113,6 @@ class ModelFigures(TypedDict):
     """The histograms that have a value, by the name that vLLM gives the metric."""
 
 
-class MetricsParams(TypedDict):
-    model: NotRequired[str]
-    """A model, or one worker of several (`letters:2`). Unset: all models."""
-
-
 class MetricsResult(TypedDict):
     """Together with `status` everything that the metrics are made of."""
 
@@ -156,19 +130,6 @@ class MetricsResult(TypedDict):
     """The models that the caller may know of."""
 
 
-class LogsParams(TypedDict):
-    model: NotRequired[str]
-    """A model, or one worker of several (`letters:2`). A model with several workers means the first one. `gateway`
-    means the log of the gateway. Unset, or `supervisor`: the supervisor's own log."""
-    lines: NotRequired[int]
-    """The greatest number of lines in the result, from 1 to 1000; 200 by default."""
-    after: NotRequired[str]
-    """A `position`: the result holds the lines after it, the oldest first. Unset: the result holds the last lines."""
-    since: NotRequired[Annotated[float, "s"]]
-    """A time, in seconds since 1970, in place of `after`: the result holds the lines from that time on, the oldest
-    first. Lines of a file that was moved away are not among them."""
-
-
 class LogsResult(TypedDict):
     """One call returns at most 128 KiB of a log. A log that does not exist yet is empty."""
 
@@ -183,11 +144,6 @@ class LogsResult(TypedDict):
     restarted: bool
     """True if the log of `after` is not there any more, since logs that are too long are moved away. Then the lines are
     the first ones of the present log."""
-
-
-class ConfigParams(TypedDict):
-    all: NotRequired[bool]
-    """True: `settings` has keys with their defaults, too."""
 
 
 class ConfigSetting(TypedDict):
@@ -250,15 +206,6 @@ class ConfigResult(TypedDict):
     """True if there are more settings or faults than fit into a reply."""
     changes: ConfigChanges | None
     """What a reload would change; null if there are problems."""
-
-
-class UsageParams(TypedDict):
-    key: NotRequired[str]
-    """The name of a key; an empty string for requests without a key. Unset: all keys that the client may see."""
-    model: NotRequired[str]
-    """The name of a model. Unset: all models."""
-    since: NotRequired[str]
-    """The first day, such as `2026-01-31`. Unset: all days that are kept."""
 
 
 class UsageCounts(TypedDict):

@@ -4,9 +4,8 @@ A class describes one map, and the text under a key is the only description of t
 generated from both. ``Annotated[int, "ms"]`` states a unit. A class whose name is that of a message class and ends in
 ``Body`` describes the body of that message. ``APPEARS`` says where each error can appear.
 
-Other places describe the rest: ``protocol.verbs``, ``protocol.activity`` and ``protocol.orders`` the parameters and
-results of CALL, ``protocol.request`` the body of GENERATE, and ``protocol.messages`` the maps between
-the supervisor and its workers.
+Other places describe the rest: ``protocol.verbs`` the parameters of CALL, ``protocol.results`` its results,
+``protocol.request`` the body of GENERATE, and ``protocol.messages`` the maps between the supervisor and its workers.
 """
 
 from enum import StrEnum

@@ -76,7 +76,6 @@ __all__ = [
     "MESSAGE_CLASSES",
     "NUMBERED",
     "ON_BEHALF_OF",
-    "QUESTION_VERBS",
     "ROUTE_KEYS",
     "SUPERVISOR_TO_CLIENT",
     "SUPERVISOR_TO_WORKER",
@@ -119,10 +118,6 @@ __all__ = [
     "Welcome",
     "Woke",
 ]
-
-QUESTION_VERBS: Final = frozenset({"tokenize", "detokenize", "chat_template"})
-"""Verbs of CALL that a worker answers, see ``protocol.questions``. They are named here because the supervisor would
-start more slowly if it imported that module."""
 
 ROUTE_KEYS: Final[tuple[str, ...]] = (
     "resume",

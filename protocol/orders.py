@@ -1,16 +1,6 @@
-"""The parameters and results of the orders of CALL, such as ``stop``. See ``protocol.verbs``."""
+"""The results of the orders of CALL, such as ``stop``. See ``protocol.results``."""
 
-from typing import NotRequired, TypedDict
-
-
-class ModelParams(TypedDict):
-    model: str
-    """A model, or one worker of several (`letters:2`)."""
-
-
-class StopParams(ModelParams):
-    now: NotRequired[bool]
-    """Do not wait for unfinished requests. By default the worker finishes them, within the time limit of the drain."""
+from typing import TypedDict
 
 
 class WorkerOrder(TypedDict):
@@ -35,68 +25,14 @@ class RestartResult(OrderResult):
     """The number of the entry in `turnovers` of `status`, if several workers are restarted one after the other."""
 
 
-class ReloadParams(TypedDict):
-    model: NotRequired[str]
-    """A model whose workers are replaced in any case. Unset: the supervisor reads models.yaml again and applies the
-    changes to all models."""
-    how: NotRequired[str]
-    """`auto` (the default: beside the old worker where both fit), `beside`, or `exchange` (the old worker leaves
-    first)."""
-
-
 class ReloadResult(TypedDict):
     turnover: int
     """The number of the entry in `turnovers` of `status`."""
 
 
-class LogLevelParams(TypedDict):
-    model: NotRequired[str]
-    """A model, `supervisor` or `gateway`. Unset: all of them."""
-    level: NotRequired[str]
-    """The new level: `debug`, `info`, `warning` or `error`. Unset: nothing is changed."""
-
-
 class LogLevelResult(TypedDict):
     levels: dict[str, str]
     """The levels now, by the name of the model, or `supervisor` or `gateway`."""
-
-
-class KeyFields(TypedDict):
-    """The rights and the limits of a key. Null takes a limit away."""
-
-    rights: NotRequired[list[str]]
-    """Of `infer`, `status`, `admin`, `gateway`. A key over HTTP cannot have `gateway`."""
-    models: NotRequired[list[str] | None]
-    """Names of models, or patterns such as `qwen*`. Null: all models."""
-    expires: NotRequired[str | None]
-    """The end of the key: a lifetime from now, such as `12h`, `30d` or `8w`, or a time such as `2026-01-31T12:00:00Z`.
-    Null: never."""
-    max_in_flight: NotRequired[int | None]
-    """Most requests that may be unfinished."""
-    requests_per_minute: NotRequired[int | None]
-    """Most requests in a minute."""
-    tokens_per_minute: NotRequired[int | None]
-    """Most tokens in a minute, of prompts and answers together."""
-    tokens_per_day: NotRequired[int | None]
-    """Most tokens in a day, of prompts and answers together."""
-    keep_alive_s: NotRequired[int | str | None]
-    """The longest time that its requests may keep a model loaded, in seconds or as a text such as `2h`. Null: its
-    requests may not say so."""
-
-
-class NewKeyParams(KeyFields):
-    name: str
-    """The name of the new key. Without `rights` it may send requests (`infer`)."""
-
-
-class SetKeyParams(KeyFields):
-    name: str
-    """The name of the key. What is not given stays as it is."""
-
-
-class RevokeKeyParams(TypedDict):
-    name: str
-    """The name of the key."""
 
 
 class Key(TypedDict):
@@ -131,13 +67,6 @@ class Key(TypedDict):
     """True for the key that asks."""
 
 
-class KeysParams(TypedDict):
-    after: NotRequired[str]
-    """Only keys whose names come after this one in the alphabet."""
-    limit: NotRequired[int]
-    """The most keys, 1 to 1000. Default: 100."""
-
-
 class KeysResult(TypedDict):
     keys: list[Key]
     """The keys on the list, by name."""
@@ -155,8 +84,3 @@ class SetKeyResult(TypedDict):
 class NewKeyResult(SetKeyResult):
     token: str
     """The token. It is kept nowhere, and no other answer has it."""
-
-
-class ShutdownParams(TypedDict):
-    now: NotRequired[bool]
-    """Do not wait for unfinished requests."""

@@ -1,5 +1,5 @@
-"""The parameters and results of the verbs that tell of ended requests: ``story``, ``ended_requests``. See
-``protocol.verbs``."""
+"""The results of the verbs that tell of ended requests: ``story``, ``ended_requests``. See
+``protocol.results``."""
 
 from typing import Annotated, NotRequired, TypedDict
 
@@ -7,12 +7,6 @@ from protocol.activity import HistoryEvent
 from protocol.bodies import Tokens
 
 Duration = Annotated[float, "ms"]
-
-
-class StoryParams(TypedDict):
-    id: str
-    """A request, as `requests` names it, or one of the `trace_ids` of its [GENERATE](#generate). The gateway gives each
-    request the id of the HTTP request (header `x-request-id`) and the id of the answer (`chatcmpl-...`)."""
 
 
 class StoryStep(TypedDict):
@@ -108,13 +102,6 @@ class StoryResult(TypedDict):
     requests: list[Story]
     """The requests of that name, the oldest first. There are several if one HTTP request asks for several answers. At
     most 100."""
-
-
-class EndedRequestsParams(TypedDict):
-    after: NotRequired[int]
-    """The number of a request: the result holds only requests that have ended after it."""
-    limit: NotRequired[int]
-    """The greatest number of requests in the result, from 1 to 1000; 100 by default. Older ones are left out."""
 
 
 class EndedRequest(RequestSummary):

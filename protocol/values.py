@@ -207,11 +207,12 @@ def reader(hint: Any) -> Check:
     if get_origin(hint) is not Annotated:
         return _reader(hint, None)
     inner, *rules = get_args(hint)
-    check = _reader(inner, next((rule for rule in rules if isinstance(rule, Within | Length)), None))
+    if (how := next((rule.how for rule in rules if isinstance(rule, Read)), None)) is not None:
+        check = _by(how)
+    else:
+        check = _reader(inner, next((rule for rule in rules if isinstance(rule, Within | Length)), None))
     for rule in rules:
-        if isinstance(rule, Read):
-            check = _by(rule.how)
-        elif isinstance(rule, Then):
+        if isinstance(rule, Then):
             check = _then(check, rule.how)
     return check
 

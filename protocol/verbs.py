@@ -1,60 +1,60 @@
-"""The verbs of CALL: the parameters and the result of each. See ``protocol.bodies``.
+"""The verbs of CALL: one table, which the supervisor, the gateway, the clients and the documentation read.
+
+A verb is an entry of ``VERBS``, a class with its parameters, and the method of its name of the supervisor's class
+``Calls``. For a verb that a worker answers, that method hands the question on, and ``protocol.questions`` has its body.
 
 Every verb also takes the parameter ``on_behalf_of``, see ``protocol.client_messages.Call``.
-
-Tables in the supervisor say which clients may use a verb, and on which socket. docs/wire-protocol.md shows them.
 """
 
-from typing import Annotated, Any, Final, NamedTuple, NotRequired, TypedDict
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Annotated, Any, Final, NotRequired, TypedDict
 
-from protocol.activity import (
-    CancelRequestParams,
-    ConfigParams,
-    ConfigResult,
-    EventsParams,
-    EventsResult,
-    LogsParams,
-    LogsResult,
-    MetricsParams,
-    MetricsResult,
-    RequestsParams,
-    RequestsResult,
-    SettingsResult,
-    UsageParams,
-    UsageResult,
-)
-from protocol.bodies import Bytes, Model, Seconds, Tokens
-from protocol.orders import (
-    KeysParams,
-    KeysResult,
-    LogLevelParams,
-    LogLevelResult,
-    ModelParams,
-    NewKeyParams,
-    NewKeyResult,
-    OrderResult,
-    ReloadParams,
-    ReloadResult,
-    RestartResult,
-    RevokeKeyParams,
-    SetKeyParams,
-    SetKeyResult,
-    ShutdownParams,
-    StopParams,
-)
-from protocol.story import EndedRequestsParams, EndedRequestsResult, StoryParams, StoryResult
-from protocol.worker_status import WorkerStatus
+from protocol.limits import MAX_U64
+from protocol.values import Read, Within
+
+
+class Right(StrEnum):
+    """A right of a key. No right includes another one. But a key that may give orders may also see their results."""
+
+    INFER = "infer"
+    """Send requests, and ask a model's tokenizer."""
+    STATUS = "status"
+    """See the supervisor, its models and its GPUs."""
+    ADMIN = "admin"
+    """Start and stop models, reload, shut down, and make, change and revoke keys."""
+    GATEWAY = "gateway"
+    """Send requests and calls for HTTP keys, with ``on_behalf_of``."""
+
+
+ANY: Final = frozenset(Right)
+INFER: Final = frozenset({Right.INFER})
+ADMIN: Final = frozenset({Right.ADMIN})
+SEES_ALL: Final = frozenset({Right.STATUS, Right.ADMIN})
+"""Rights to see what concerns other keys, too. One of them is enough."""
+
+
+class Scope(Enum):
+    """The models that a call concerns if it names none, or if it names the supervisor or the gateway."""
+
+    OWN = "own"
+    """Those that the key may use. The answer tells of no other one."""
+    ALL = "all"
+    """All models. A key for some models may not call the verb so."""
+
+
+Number = Annotated[int, Within(0, MAX_U64)]
+_CHECKED_LATER: Final = Read(lambda value: value)
+"""Of a value that the supervisor checks with the rules of the list of keys."""
 
 
 class NoParams(TypedDict):
     """An empty map."""
 
 
-class ModelsResult(TypedDict):
-    models: list[Model]
-    """Every configured model that the key may use."""
-    listen: str | None
-    """The reason why `supervisor.listen` is not open yet, null if it is open or not set."""
+class ModelParams(TypedDict):
+    model: str
+    """A model, or one worker of several (`letters:2`)."""
 
 
 class StatusParams(TypedDict):
@@ -64,269 +64,46 @@ class StatusParams(TypedDict):
     """True: each worker also has `speeds`."""
 
 
-class Counters(TypedDict):
-    """Counts since the supervisor's start, for all client sockets together."""
-
-    connections_accepted: int
-    """Connections that were taken."""
-    connections_closed: int
-    """Connections that ended, for any reason."""
-    handshakes_failed: int
-    """Connections that ended in the handshake."""
-    connections_denied: int
-    """Handshakes that were refused because of another user, or of a key that is not on the list."""
-    connections_cut_off: int
-    """Connections that the supervisor ended."""
-    bad_frames: int
-    """Frames that were refused."""
-    worker_frames_dropped: int
-    """Frames of workers that belonged to no unfinished request."""
+class RequestsParams(TypedDict):
+    limit: NotRequired[Annotated[int, Within(1, 500)]]
+    """The greatest number of requests in the result, from 1 to 500; 100 by default."""
 
 
-class TcpStatus(TypedDict):
-    """The port over TCP."""
-
-    listen: str
-    """The endpoint of the port."""
-    problem: str | None
-    """The reason why it is not open yet, with the number of attempts; null if it is open."""
-    keys: list[dict[str, Any]]
-    """For each key: `name`, `rights`, `models` (null: all), `expires` (null: never), `connections`, `rate_limited`
-    (refused requests), and, null for no limit, `max_in_flight`, `requests_per_minute`, `tokens_per_minute`,
-    `tokens_per_day`, and what is left of them: `requests_left`, `tokens_left`, `tokens_left_of_day` (null if unused).
-    `keep_alive_s`, the most seconds that its requests may keep a model loaded, is null if they may not say so."""
-    forbidden: int
-    """Messages that were refused because a key lacked a right."""
-    connected_too_often: int
-    """Handshakes that were refused because a key connected too often."""
-    cut_off: int
-    """Connections that the supervisor ended."""
+class EndedRequestsParams(TypedDict):
+    after: NotRequired[Number]
+    """The number of a request: the result holds only requests that have ended after it."""
+    limit: NotRequired[Annotated[int, Within(1, 1000)]]
+    """The greatest number of requests in the result, from 1 to 1000; 100 by default. Older ones are left out."""
 
 
-class GatewayStatus(TypedDict):
-    """The HTTP gateway of this supervisor."""
-
-    listen: str
-    """The address of its port."""
-    auth: str
-    """`keys` if requests need a token, else `none`."""
-    tls: bool
-    """True if the port takes HTTPS, false for HTTP."""
-    pids: list[int]
-    """The ids of its processes that run."""
-    ready: bool
-    """True if all of its processes serve."""
-    restarts: int
-    """How often one of its processes was started again."""
-    problem: str | None
-    """The reason why it does not answer, null if it does."""
-    log: str
-    """The path of its log."""
+class StoryParams(TypedDict):
+    id: str
+    """A request, as `requests` names it, or one of the `trace_ids` of its [GENERATE](#generate). The gateway gives each
+    request the id of the HTTP request (header `x-request-id`) and the id of the answer (`chatcmpl-...`)."""
 
 
-class HttpKeys(TypedDict):
-    """The keys of clients over HTTP."""
-
-    listed: int
-    """How many there are."""
-    keys: list[dict[str, Any]]
-    """At most 100 of them, first those that were used since the supervisor's start: `name`, `rights`, `models`,
-    `expires`, the limits and what is left of them, and `rate_limited`, as for the port over TCP, and `unfinished`
-    (requests)."""
-
-
-class UsageStatus(TypedDict):
-    """The ledger of usage."""
-
-    file: str
-    """The path of the SQLite file."""
-    days: int
-    """The number of days that are kept."""
-    trouble: str | None
-    """The reason why the counts cannot be written to the file, null if they can. They are kept in memory meanwhile."""
-    crowded_out: int
-    """Requests whose key and model are counted as `(others)`, because there are too many keys and models."""
+class EventsParams(TypedDict):
+    model: NotRequired[str]
+    """A model, also one that models.yaml had before: the result holds its events only. Unset: all events."""
+    after: NotRequired[Number]
+    """The number of an event: the result holds the events after it, the oldest first. Unset: the result holds the
+    newest events."""
+    limit: NotRequired[Annotated[int, Within(1, 512)]]
+    """The greatest number of events in the result, from 1 to 512; 100 by default."""
 
 
-class SpareStatus(TypedDict):
-    """A spare worker: a process that has imported what an engine needs."""
-
-    engine: str
-    """The engine of models.yaml."""
-    pid: int
-    """The process id. The next worker of the engine has the same one."""
-    ready: bool
-    """True if the imports are done."""
-    ram_bytes: Bytes | None
-    """The host memory that the process holds."""
+class MetricsParams(TypedDict):
+    model: NotRequired[str]
+    """A model, or one worker of several (`letters:2`). Unset: all models."""
 
 
-class RequestLogStatus(TypedDict):
-    """The log with a line for each request that has ended."""
-
-    file: str
-    """The path of the log."""
-    trouble: str | None
-    """The reason why lines cannot be written, null if they can."""
-    lost: int
-    """Lines that were lost since the supervisor's start, because the disk was slower than the requests."""
-
-
-class NodeStatus(TypedDict):
-    """A machine of the Ray cluster."""
-
-    node_id: str
-    """Ray's id of the machine. A machine that leaves and comes back has another one."""
-    name: str
-    """The name by which `node` of models.yaml means it."""
-    address: str
-    """Its IP address."""
-    gpus: float
-    """GPUs that Ray leases there."""
-    free: float
-    """GPUs that are not leased."""
-    others: float
-    """GPUs that other programs than modelctl have leased from Ray."""
-    own: bool
-    """True for the supervisor's machine."""
-    labels: dict[str, str]
-    """The labels with which Ray was started there."""
-    devices: "list[GpuStatus] | None"
-    """The GPUs there and their memory, as a worker with GPUs reports them every second; without such a worker as they
-    were read in the last minute. Null if they cannot be read, without GPUs, and for the supervisor's own machine."""
-    version: str | None
-    """The version of modelctl there, null until an agent of a worker has told it."""
-    heard_s: Seconds | None
-    """The time since an agent there was last heard, null if no worker runs there."""
-
-
-class GoneNodeStatus(TypedDict):
-    """A machine that the Ray cluster had, and does not list any more."""
-
-    name: str
-    """Its name."""
-    address: str
-    """The IP address that it had."""
-    gpus: float
-    """GPUs that Ray could lease there."""
-    gone_s: Seconds
-    """The time since Ray does not list it."""
-
-
-class ClusterStatus(TypedDict):
-    """The machines for workers besides the supervisor's own."""
-
-    ray: str
-    """The address of the Ray cluster, or `auto`."""
-    advertise: str
-    """The endpoint to which workers on other machines connect."""
-    model_store: str | None
-    """The endpoint of the model store, null if no directories are copied."""
-    trouble: str | None
-    """The reason why the cluster cannot be used, null if it can."""
-    nodes: list[NodeStatus]
-    """The machines, once the cluster has answered."""
-    gone: list[GoneNodeStatus]
-    """Machines that were there since the supervisor's start, and went in the last 24 hours. At most 100."""
-    answered_s: Seconds | None
-    """The time since Ray last answered, null if it has not answered yet. The supervisor's helper asks each second."""
-
-
-class SupervisorStatus(TypedDict):
-    """The supervisor's process."""
-
-    pid: int
-    """The supervisor's process id."""
-    session: str
-    """The random text of this supervisor process, see `session` in [WELCOME](#welcome)."""
-    version: str
-    """The supervisor's version."""
-    uptime_s: Seconds
-    """The time since the supervisor's start."""
-    config: str
-    """The path of models.yaml."""
-    runtime_dir: str
-    """The directory with the supervisor's sockets and logs."""
-    log_trouble: str | None
-    """The reason why the supervisor cannot write its log, null if it can."""
-    troubles: dict[str, str]
-    """What is wrong with the supervisor as a whole, in words, by name: `log` (it cannot be written), `config` (a
-    changed models.yaml is not used), `gpus` (they cannot be read), `gateway` (it does not answer), `keys` (they cannot
-    be read), `queue` (requests are refused because queues are full), `cluster` (the Ray cluster cannot be used),
-    `listen` (`supervisor.listen` cannot be opened yet), `folders` (one of them cannot be read). A key for some models
-    sees `gpus`, `gateway`, `cluster` and `listen` only. A trouble that lasts for five minutes is an event."""
-    spares: list[SpareStatus]
-    """The processes that are ahead of their time, and wait for a model."""
-    shutting_down: bool
-    """True while the supervisor shuts down and takes no new requests."""
-    turnovers: list[dict[str, Any]]
-    """The last orders to reload models, or to restart workers one after the other: `number`, `cause`, `running`,
-    `settings` (keys of the section `supervisor` that were changed, and those of the section `gateway` with
-    `gateway.` before them) and `models`, a list of `model`, `change` (`unchanged`, `settings`, `workers`, `added`,
-    `removed`), `state` (`waiting`, `running`, `done`, `failed`) and, where they apply, `how` and `message`."""
-    held_bytes: Bytes
-    """The size of the held events, which wait until clients read."""
-    forwarding: str
-    """`compiled`, or the reason why Python forwards the frames with tokens."""
-    connections: int
-    """The number of connected clients."""
-    tcp: TcpStatus | None
-    """The port over TCP, null if there is none."""
-    gateway: GatewayStatus | None
-    """The HTTP gateway, null if models.yaml has no section `gateway`."""
-    cluster: ClusterStatus | None
-    """The Ray cluster, null if models.yaml has no section `cluster`."""
-    usage: UsageStatus | None
-    """The ledger of usage, null if models.yaml switches it off."""
-    request_log: RequestLogStatus | None
-    """The request log, null if models.yaml names none."""
-    http_keys: HttpKeys
-    """The keys of clients over HTTP, for which gateways ask."""
-    counters: Counters
-    """Counts since the supervisor's start."""
-
-
-class GpuStatus(TypedDict):
-    """A GPU, as NVML sees it."""
-
-    index: int
-    """The number of the GPU in the order of the PCI bus."""
-    uuid: str
-    """The name of the GPU, which never changes."""
-    total_bytes: Bytes
-    """The memory of the GPU."""
-    used_bytes: Bytes
-    """Memory that all processes together use."""
-    free_bytes: Bytes
-    """Memory that is free."""
-    limit_bytes: Bytes | None
-    """The most that all workers together may hold there (`vram_limit` in models.yaml); null for no limit."""
-    utilization_percent: Annotated[int, "%"] | None
-    """The share of the driver's last sample period in which the GPU computed. This value and the following ones are
-    null if the driver does not offer them, and for GPUs of other machines."""
-    temperature_celsius: Annotated[int, "°C"] | None
-    """The temperature of the GPU."""
-    power_watts: Annotated[float, "W"] | None
-    """The power that the GPU takes."""
-    power_limit_watts: Annotated[float, "W"] | None
-    """The most power that the GPU may take."""
-
-
-class StatusResult(TypedDict):
-    rights: list[str]
-    """The rights of the client's key. The supervisor's own user has all of them."""
-    supervisor: SupervisorStatus
-    """The supervisor."""
-    gpus: list[GpuStatus]
-    """Every GPU of the machine; empty if none is used."""
-    gpus_unknown: str | None
-    """The reason why the GPUs cannot be read, null if they can."""
-    models: list[WorkerStatus]
-    """One entry for each worker."""
-
-
-class NoResult(TypedDict):
-    """An empty map."""
+class UsageParams(TypedDict):
+    key: NotRequired[str]
+    """The name of a key; an empty string for requests without a key. Unset: all keys that the client may see."""
+    model: NotRequired[str]
+    """The name of a model. Unset: all models."""
+    since: NotRequired[str]
+    """The first day, such as `2026-01-31`. Unset: all days that are kept."""
 
 
 class TokenizeParams(ModelParams):
@@ -357,103 +134,181 @@ class DetokenizeParams(ModelParams):
     """The ids, u32 little endian."""
 
 
-class TokenizeResult(TypedDict):
-    token_ids: bytes
-    """The ids, u32 little endian."""
-    count: Tokens
-    """The number of ids."""
-    context: Tokens
-    """The longest prompt and answer together."""
-    text: NotRequired[str]
-    """The rendered conversation, or the prompt, if `with_text` was true."""
-    pieces: NotRequired[list[bytes]]
-    """The bytes that each token adds to a text, or the name of a special token, if `with_pieces` was true."""
+class StopParams(ModelParams):
+    now: NotRequired[bool]
+    """Do not wait for unfinished requests. By default the worker finishes them, within the time limit of the drain."""
 
 
-class ChatTemplateResult(TypedDict):
-    """The chat template of a model, a program for Jinja. Null if the model has none."""
-
-    source: str | None
-    tool_source: str | None
-    """The template for conversations with tools, if the model has another one for them."""
-    special_tokens: dict[str, str]
-    """The texts of the special tokens by their names, such as `bos_token`."""
-
-
-class DetokenizeResult(TypedDict):
-    text: str
-    """The text. Bytes that are not UTF-8 become U+FFFD."""
+class ReloadParams(TypedDict):
+    model: NotRequired[str]
+    """A model whose workers are replaced in any case. Unset: the supervisor reads models.yaml again and applies the
+    changes to all models."""
+    how: NotRequired[str]
+    """`auto` (the default: beside the old worker where both fit), `beside`, or `exchange` (the old worker leaves
+    first)."""
 
 
-class Verb(NamedTuple):
-    """A verb of CALL.
+class ConfigParams(TypedDict):
+    all: NotRequired[bool]
+    """True: `settings` has keys with their defaults, too."""
 
-    purpose  one sentence for people
-    result   the map in REPLY
-    params   the map in CALL
+
+class ShutdownParams(TypedDict):
+    now: NotRequired[bool]
+    """Do not wait for unfinished requests."""
+
+
+class CancelRequestParams(TypedDict):
+    id: str
+    """A request, as `requests` names it, or one of its trace ids, which several requests may have. Without the right
+    `admin` only requests of the client's own key are cancelled."""
+
+
+class LogLevelParams(TypedDict):
+    model: NotRequired[str]
+    """A model, `supervisor` or `gateway`. Unset: all of them."""
+    level: NotRequired[str]
+    """The new level: `debug`, `info`, `warning` or `error`. Unset: nothing is changed."""
+
+
+class KeysParams(TypedDict):
+    after: NotRequired[str]
+    """Only keys whose names come after this one in the alphabet."""
+    limit: NotRequired[Annotated[int, Within(1, 1000)]]
+    """The most keys, 1 to 1000. Default: 100."""
+
+
+class KeyFields(TypedDict):
+    """The rights and the limits of a key. Null takes a limit away."""
+
+    rights: NotRequired[Annotated[list[str], _CHECKED_LATER]]
+    """Of `infer`, `status`, `admin`, `gateway`. A key over HTTP cannot have `gateway`."""
+    models: NotRequired[Annotated[list[str] | None, _CHECKED_LATER]]
+    """Names of models, or patterns such as `qwen*`. Null: all models."""
+    expires: NotRequired[Annotated[str | None, _CHECKED_LATER]]
+    """The end of the key: a lifetime from now, such as `12h`, `30d` or `8w`, or a time such as `2026-01-31T12:00:00Z`.
+    Null: never."""
+    max_in_flight: NotRequired[Annotated[int | None, _CHECKED_LATER]]
+    """Most requests that may be unfinished."""
+    requests_per_minute: NotRequired[Annotated[int | None, _CHECKED_LATER]]
+    """Most requests in a minute."""
+    tokens_per_minute: NotRequired[Annotated[int | None, _CHECKED_LATER]]
+    """Most tokens in a minute, of prompts and answers together."""
+    tokens_per_day: NotRequired[Annotated[int | None, _CHECKED_LATER]]
+    """Most tokens in a day, of prompts and answers together."""
+    keep_alive_s: NotRequired[Annotated[int | str | None, _CHECKED_LATER]]
+    """The longest time that its requests may keep a model loaded, in seconds or as a text such as `2h`. Null: its
+    requests may not say so."""
+
+
+class NewKeyParams(KeyFields):
+    name: str
+    """The name of the new key. Without `rights` it may send requests (`infer`)."""
+
+
+class SetKeyParams(KeyFields):
+    name: str
+    """The name of the key. What is not given stays as it is."""
+
+
+class RevokeKeyParams(TypedDict):
+    name: str
+    """The name of the key."""
+
+
+class LogsParams(TypedDict):
+    model: NotRequired[str]
+    """A model, or one worker of several (`letters:2`). A model with several workers means the first one. `gateway`
+    means the log of the gateway. Unset, or `supervisor`: the supervisor's own log."""
+    lines: NotRequired[Annotated[int, Within(1, 1000)]]
+    """The greatest number of lines in the result, from 1 to 1000; 200 by default."""
+    after: NotRequired[str]
+    """A `position`: the result holds the lines after it, the oldest first. Unset: the result holds the last lines."""
+    since: NotRequired[Annotated[float, "s"]]
+    """A time, in seconds since 1970, in place of `after`: the result holds the lines from that time on, the oldest
+    first. Lines of a file that was moved away are not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb of CALL. There is none without rights and a scope.
+
+    rights     the rights, one of which a key needs
+    scope      the models that a call concerns if it names none
+    params     the map in CALL
+    result     the map in REPLY: the name of a class in ``protocol.results``, which the supervisor does not load
+    purpose    one sentence for people
+    order      True: the verb changes something, so of the sockets over ipc only the admin socket takes it
+    by_worker  True: a worker of the model answers the verb, and checks its parameters
     """
 
-    purpose: str
-    result: type
+    rights: frozenset[Right]
+    scope: Scope
     params: type
+    result: str
+    purpose: str
+    order: bool = False
+    by_worker: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rights:
+            raise ValueError(f"no key may call the verb {self.purpose!r}: name one right at least")
 
 
 VERBS: Final[dict[str, Verb]] = {
-    "models": Verb("List the models.", ModelsResult, NoParams),
-    "status": Verb("Describe the supervisor, its models and its GPUs.", StatusResult, StatusParams),
-    "requests": Verb("List the unfinished requests, the oldest first.", RequestsResult, RequestsParams),
-    "ended_requests": Verb("List the last requests that have ended.", EndedRequestsResult, EndedRequestsParams),
-    "story": Verb("Tell what became of a request.", StoryResult, StoryParams),
-    "events": Verb("Return the latest events of the supervisor and its workers.", EventsResult, EventsParams),
-    "metrics": Verb("Return counts and histograms of the requests that have ended.", MetricsResult, MetricsParams),
-    "usage": Verb("Return the requests and tokens by key, model and day.", UsageResult, UsageParams),
-    "tokenize": Verb(
-        "Return the ids that the model would read for a prompt or a conversation.", TokenizeResult, TokenizeParams
-    ),
-    "detokenize": Verb("Return the text of ids.", DetokenizeResult, DetokenizeParams),
-    "chat_template": Verb("Return the model's chat template.", ChatTemplateResult, ModelParams),
-    "start": Verb("Start the workers of a model.", OrderResult, ModelParams),
-    "stop": Verb("Stop the workers of a model.", OrderResult, StopParams),
-    "unload": Verb(
-        "Stop the workers of a model as `stop` does, but let its next request start them again.",
-        OrderResult,
-        ModelParams,
-    ),
-    "sleep": Verb(
-        "Put the workers of a lazy model to sleep in host memory, as soon as they have no request.",
-        OrderResult,
-        ModelParams,
-    ),
-    "wake": Verb("Wake the workers of a model.", OrderResult, ModelParams),
-    "restart": Verb("Stop and start the workers of a model, one after the other.", RestartResult, ModelParams),
-    "reload": Verb(
-        "Read models.yaml again and apply what it changes, or replace the workers of one model.",
-        ReloadResult,
-        ReloadParams,
-    ),
-    "config": Verb(
-        "Return models.yaml as it is on the disk, its values and faults, and what a reload would change.",
-        ConfigResult,
-        ConfigParams,
-    ),
-    "settings": Verb(
-        "Return the keys of a model, their values, and where each comes from.", SettingsResult, ModelParams
-    ),
-    "shutdown": Verb("Stop every model, then end the supervisor.", NoResult, ShutdownParams),
-    "cancel_request": Verb(
-        "Cancel a request. Its own client gets what was computed, and the finish reason `cancelled`.",
-        NoResult,
-        CancelRequestParams,
-    ),
-    "log_level": Verb(
-        "Return the least levels of the lines in logs, and set them until the supervisor ends.",
-        LogLevelResult,
-        LogLevelParams,
-    ),
-    "keys": Verb("List the keys of clients, with their rights and limits.", KeysResult, KeysParams),
-    "new_key": Verb("Make a key for a client over HTTP.", NewKeyResult, NewKeyParams),
-    "set_key": Verb("Change the rights and limits of a key.", SetKeyResult, SetKeyParams),
-    "revoke_key": Verb("Take a key off the list. Its requests and connections end.", NoResult, RevokeKeyParams),
-    "logs": Verb("Return the last lines of a log, or the lines after a position.", LogsResult, LogsParams),
-}
-"""All verbs of CALL."""
+    "models": Verb(ANY, Scope.OWN, NoParams, "ModelsResult", "List the models."),
+    "status": Verb(SEES_ALL, Scope.OWN, StatusParams, "StatusResult",
+        "Describe the supervisor, its models and its GPUs."),
+    "requests": Verb(ANY, Scope.OWN, RequestsParams, "RequestsResult",
+        "List the unfinished requests, the oldest first."),
+    "ended_requests": Verb(ANY, Scope.OWN, EndedRequestsParams, "EndedRequestsResult",
+        "List the last requests that have ended."),
+    "story": Verb(ANY, Scope.OWN, StoryParams, "StoryResult", "Tell what became of a request."),
+    "events": Verb(SEES_ALL, Scope.OWN, EventsParams, "EventsResult",
+        "Return the latest events of the supervisor and its workers."),
+    "metrics": Verb(SEES_ALL, Scope.OWN, MetricsParams, "MetricsResult",
+        "Return counts and histograms of the requests that have ended."),
+    "usage": Verb(ANY, Scope.OWN, UsageParams, "UsageResult", "Return the requests and tokens by key, model and day."),
+    "tokenize": Verb(INFER, Scope.OWN, TokenizeParams, "TokenizeResult",
+        "Return the ids that the model would read for a prompt or a conversation.", by_worker=True),
+    "detokenize": Verb(INFER, Scope.OWN, DetokenizeParams, "DetokenizeResult",
+        "Return the text of ids.", by_worker=True),
+    "chat_template": Verb(INFER, Scope.OWN, ModelParams, "ChatTemplateResult",
+        "Return the model's chat template.", by_worker=True),
+    "start": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult", "Start the workers of a model.", order=True),
+    "stop": Verb(ADMIN, Scope.OWN, StopParams, "OrderResult", "Stop the workers of a model.", order=True),
+    "unload": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+        "Stop the workers of a model as `stop` does, but let its next request start them again.", order=True),
+    "sleep": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+        "Put the workers of a lazy model to sleep in host memory, as soon as they have no request.", order=True),
+    "wake": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult", "Wake the workers of a model.", order=True),
+    "restart": Verb(ADMIN, Scope.OWN, ModelParams, "RestartResult",
+        "Stop and start the workers of a model, one after the other.", order=True),
+    "reload": Verb(ADMIN, Scope.ALL, ReloadParams, "ReloadResult",
+        "Read models.yaml again and apply what it changes, or replace the workers of one model.", order=True),
+    "config": Verb(ADMIN, Scope.ALL, ConfigParams, "ConfigResult",
+        "Return models.yaml as it is on the disk, its values and faults, and what a reload would change."),
+    "settings": Verb(SEES_ALL, Scope.OWN, ModelParams, "SettingsResult",
+        "Return the keys of a model, their values, and where each comes from."),
+    "shutdown": Verb(ADMIN, Scope.ALL, ShutdownParams, "NoResult",
+        "Stop every model, then end the supervisor.", order=True),
+    "cancel_request": Verb(INFER | ADMIN, Scope.OWN, CancelRequestParams, "NoResult",
+        "Cancel a request. Its own client gets what was computed, and the finish reason `cancelled`.", order=True),
+    "log_level": Verb(ADMIN, Scope.ALL, LogLevelParams, "LogLevelResult",
+        "Return the least levels of the lines in logs, and set them until the supervisor ends.", order=True),
+    "keys": Verb(ADMIN, Scope.ALL, KeysParams, "KeysResult", "List the keys of clients, with their rights and limits."),
+    "new_key": Verb(ADMIN, Scope.ALL, NewKeyParams, "NewKeyResult", "Make a key for a client over HTTP.", order=True),
+    "set_key": Verb(ADMIN, Scope.ALL, SetKeyParams, "SetKeyResult",
+        "Change the rights and limits of a key.", order=True),
+    "revoke_key": Verb(ADMIN, Scope.ALL, RevokeKeyParams, "NoResult",
+        "Take a key off the list. Its requests and connections end.", order=True),
+    "logs": Verb(ADMIN, Scope.ALL, LogsParams, "LogsResult",
+        "Return the last lines of a log, or the lines after a position."),
+}  # fmt: skip
+"""All verbs of CALL. No verb takes a command, a path or a module.
+
+For ``requests``, ``ended_requests``, ``story`` and ``cancel_request`` the supervisor's ``may_see`` and ``may_cancel``
+decide about each request. The answer to ``usage`` has only what the key may see."""
+
+QUESTION_VERBS: Final = frozenset(name for name, verb in VERBS.items() if verb.by_worker)
+"""Verbs that a worker answers, see ``protocol.questions``."""

@@ -1,4 +1,4 @@
-"""One worker as ``status`` describes it. See ``protocol.verbs``."""
+"""One worker as ``status`` describes it. See ``protocol.results``."""
 
 from typing import Annotated, Any, NotRequired, TypedDict
 

@@ -1,36 +1,37 @@
-"""The verbs of CALL: a closed table. Queries may be asked on either socket, orders on the admin socket only.
-
-No verb takes a command, a path or a module.
-"""
+"""Answer the verbs of CALL, which ``protocol.verbs`` lists. A method of ``Calls`` answers the verb of its name."""
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from protocol import limits
+from protocol.codec import check_size, encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.messages import QUESTION_VERBS
+from protocol.messages import Ask, Call
 from protocol.process.masking import masked_values
+from protocol.values import Flaw, Unfit, Wanted, hints_of, read, required_of
+from protocol.verbs import SEES_ALL, VERBS, Right, Verb
 from supervisor.config_report import describe_config, describe_settings
-from supervisor.event_history import KEPT, EventHistory
+from supervisor.event_history import EventHistory
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.rollout import Change, How
-from supervisor.key_orders import DONE, MOST_KEYS, KeyOrders
-from supervisor.keys.rights import SEES_ALL, Identity, Right
+from supervisor.key_orders import KeyOrders
+from supervisor.keys.rights import OWNER, Identity
 from supervisor.log_control import LogControl
-from supervisor.log_reading import MOST_LINES, read_log
+from supervisor.log_reading import read_log
 from supervisor.model_names import ModelNames
+from supervisor.ports.request_authorizer import RequestAuthorizer
 from supervisor.reactor import Reactor
-from supervisor.requests import request_list
 from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.in_flight import ToWorker
+from supervisor.requests.pending_queries import Asker, PendingQueries
 from supervisor.requests.request_figures import HISTOGRAMS
 from supervisor.requests.scheduler import Scheduler
-from supervisor.requests.stories import MOST_LISTED
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
 from supervisor.supervisor_status import SupervisorDescription
@@ -39,10 +40,6 @@ from supervisor.workers.launcher import local_pid
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 from supervisor.workers.worker_life import Desired
 
-USAGE: Final = "usage"
-"""The verb that the usage writer answers."""
-LATER: Final = frozenset({USAGE, *DONE})
-"""The verbs that processes of the supervisor answer."""
 _OPEN_TROUBLES: Final = ("gpus", "gateway", "cluster", "listen")
 """Troubles whose words name no model. A key for some models sees these only."""
 _FOR_PEOPLE: Final = ("message", "reason", "unloaded", "error_message")
@@ -67,44 +64,394 @@ class AdminContext:
     reactor: Reactor
     logs: LogControl
     keys: KeyOrders
+    queries: PendingQueries
+    authorizer: RequestAuthorizer
 
 
-def answer(context: AdminContext, verb: str, params: Params, identity: Identity, *, admin: bool) -> Result:
-    """Return the result of one CALL. Raises WireError that names the verb or the parameter.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One CALL. The rights of its caller to use the verb, and the model that it names, have been checked.
 
-    params    without ``on_behalf_of``
-    identity  who asks: the owner of the connection, or the key for which it asks. Its right to use the verb, and to use
-              the model that ``params`` names, have been checked
-    admin     whether the client may give orders on this socket
+    caller     the owner of the connection, or the key for which it asks
+    channel    the number of the connection
+    params     the parameters, without ``on_behalf_of``. Another name of a model was replaced by the model's own
+    variables  variables of the chat template of the model or variant that was named
     """
-    entry = _VERBS.get(verb)
-    if entry is None:
-        known = ", ".join(sorted(QUESTION_VERBS.union(_VERBS, LATER)))
-        raise WireError(ErrorCode.UNSUPPORTED, f"unknown verb {verb!r}: known are {known}", field="verb")
-    handler, is_order = entry
-    if is_order:
-        check_takes_order(verb, admin=admin)
-    return handler(context, params, identity)
+
+    message: Call
+    caller: Identity
+    channel: int
+    params: Params
+    variables: Mapping[str, Any]
+
+    def asker(self, party: int) -> Asker:
+        """Return the client, as the one that waits for an answer. ``party``: its party, as in ``InFlight``."""
+        return Asker(self.channel, self.message.call, party)
 
 
-def check_takes_order(verb: str, *, admin: bool) -> None:
-    """Raise WireError if an order came to a socket that takes none. ``admin``: whether this socket takes orders."""
-    if not admin:
-        raise WireError(ErrorCode.UNSUPPORTED, f"{verb!r} is an order: send it to the admin socket", field="verb")
+class Calls:
+    """Answers calls. Each public method but ``answer`` answers the verb that has its name. Its parameters are those of
+    ``protocol.verbs``, which ``answer`` has checked. It returns None if a worker or a process answers later."""
+
+    def __init__(self, context: AdminContext) -> None:
+        self._parts = context
+
+    def answer(self, asked: Asked, *, admin: bool) -> Result | None:
+        """Return the result of a call; None if it comes later. Raises WireError that names the verb or the parameter.
+
+        admin  whether the client may give orders on this socket
+        """
+        name = asked.message.verb
+        if (verb := VERBS.get(name)) is None:
+            message = f"unknown verb {name!r}: known are {', '.join(sorted(VERBS))}"
+            raise WireError(ErrorCode.UNSUPPORTED, message, field="verb")
+        if verb.order and not admin:
+            message = f"{name!r} is an order: send it to the admin socket"
+            raise WireError(ErrorCode.UNSUPPORTED, message, field="verb")
+        try:
+            params: Params = {} if verb.by_worker else read(verb.params, asked.params)
+        except Unfit as e:
+            raise _refusal(verb, e.flaws[0]) from None
+        result: Result | None = getattr(self, name)(asked, **params)
+        return result
+
+    # --- what there is, and what happens --------------------------------------------------------------------------
+
+    def models(self, asked: Asked) -> Result:
+        return {"models": models_of(self._parts, asked.caller), "listen": self._parts.status.listen_problem}
+
+    def status(self, asked: Asked, model: str | None = None, history: bool = False) -> Result:
+        parts, caller = self._parts, asked.caller
+        replicas = list(parts.fleet.registry.replicas.values()) if model is None else self._replicas(model, caller)
+        supervisor = parts.status.describe()
+        if caller.models is not None:
+            replicas = [replica for replica in replicas if caller.may_use(replica.model)]
+            supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in _OPEN_TROUBLES}
+            supervisor["turnovers"] = [*_turnovers_for(caller, supervisor["turnovers"])]
+            for keys in filter(None, (supervisor["http_keys"], supervisor["tcp"])):
+                keys["keys"] = [key for key in keys["keys"] if key["name"] == caller.name]  # others name their models
+        return {
+            "rights": [right for right in Right if right in caller.rights],
+            "supervisor": supervisor,
+            "gpus": parts.fleet.vram.describe_gpus(parts.fleet.registry.config.supervisor.vram_limit),
+            "gpus_unknown": parts.fleet.vram.trouble,
+            "models": self._without_others(
+                caller,
+                [
+                    self._described(replica) | ({"speeds": list(replica.speeds)} if history else {})
+                    for replica in replicas
+                ],
+            ),
+        }
+
+    def requests(self, asked: Asked, limit: int = 100) -> Result:
+        workers = self._parts.fleet.registry.replicas
+
+        def shown(worker: str) -> str | None:
+            return workers[worker].shown if worker in workers else None
+
+        return self._parts.scheduler.unfinished.describe(asked.caller, limit, shown, time.monotonic())
+
+    def ended_requests(self, asked: Asked, after: int | None = None, limit: int = 100) -> Result:
+        unix = time.time() - time.monotonic()
+        ended = self._parts.scheduler.unfinished.ended(asked.caller, after, limit, unix)
+        return {"session": self._parts.status.session, **self._without_others(asked.caller, ended)}
+
+    def story(self, asked: Asked, id: str) -> Result:
+        told = self._parts.scheduler.unfinished.story(id, asked.caller, time.time() - time.monotonic())
+        during = self._parts.history.during if asked.caller.rights & SEES_ALL else lambda *_: []
+        for story in told:
+            story["events"] = during(story["model"], story["accepted"], story["total_ms"])
+        return {"requests": self._without_others(asked.caller, told)}
+
+    def events(self, asked: Asked, model: str | None = None, after: int | None = None, limit: int = 100) -> Result:
+        caller, history = asked.caller, self._parts.history
+        # models.yaml may have lost a model since
+        if model is not None and model not in self._parts.fleet.registry.config.models and not history.knows(model):
+            raise self._unknown(model, caller)
+
+        def visible(about: str | None) -> bool:
+            if model is not None and about != model:
+                return False
+            # an event of no model may name any model
+            return caller.models is None or (about is not None and caller.may_use(about))
+
+        found = history.since(after, limit, visible)
+        return {"session": self._parts.status.session, **self._without_others(caller, found)}
+
+    def metrics(self, asked: Asked, model: str | None = None) -> Result:
+        parts, caller = self._parts, asked.caller
+        replicas = parts.fleet.registry.replicas.values() if model is None else self._replicas(model, caller)
+        models = {replica.model for replica in replicas if caller.may_use(replica.model)}
+        return {
+            "session": parts.status.session,
+            "cpu_s": time.process_time(),
+            "waited_s": parts.reactor.waited_s,
+            "bounds": {name: [float(bound) for bound in bounds] for name, bounds in HISTOGRAMS.items()},
+            "events": parts.history.counts,
+            "models": {name: parts.scheduler.figures(name, time.monotonic()) for name in sorted(models)},
+        }
+
+    def usage(self, asked: Asked, **question: str) -> None:
+        if (usage := self._parts.usage) is None:
+            message = "supervisor.usage.record in models.yaml is false: nothing is counted"
+            raise WireError(ErrorCode.UNSUPPORTED, message)
+        usage.ask(question, asked.caller, asked.asker(asked.channel))
+
+    def logs(
+        self,
+        asked: Asked,
+        model: str = limits.SUPERVISOR_NAME,
+        lines: int = 200,
+        after: str | None = None,
+        since: float | None = None,
+    ) -> Result:
+        if after is not None and since is not None:
+            raise RequestError("after and since are two places to begin at: give one of them", field="since")
+        own = self._parts.status.own_logs.get(model)
+        if own is not None and asked.caller.models is not None:
+            key = asked.caller.name
+            message = f"the log of the {model} names all models, and key {key!r} may not know them all"
+            raise WireError(ErrorCode.FORBIDDEN, message, field="model")
+        # The name is looked up in tables, and never becomes part of a path.
+        path = self._replicas(model, asked.caller)[0].log_path if own is None else own
+        return read_log(path, lines, after, since)
+
+    def config(self, asked: Asked, all: bool = False) -> Result:
+        return describe_config(self._parts.fleet.registry.config.file, self._parts.reloads, every=all)
+
+    def settings(self, asked: Asked, model: str) -> Result:
+        replica = self._replicas(model, asked.caller)[0]
+        config = self._parts.fleet.registry.config  # which has no model that a reload is about to remove
+        return describe_settings(config.models.get(replica.model, replica.spec), config.file)
+
+    # --- questions for workers ------------------------------------------------------------------------------------
+
+    def _ask_worker(self, asked: Asked) -> None:
+        """Hand a question to a worker of its model. Raises WireError if there is none."""
+        parts, caller, message = self._parts, asked.caller, asked.message
+        replica = self._ready_worker(message.verb, asked.params.get("model"), caller)
+        party = asked.channel if caller is OWNER else parts.authorizer.party(caller)
+        number = parts.queries.begin(replica.name, asked.asker(party))
+        replica.last_active = time.monotonic()
+        # The body is passed on as it came. If it were packed again, its floats could take twice as many bytes, and
+        # exceed the limit. Only the template's variables of models.yaml have to be added.
+        body = message.body
+        given = asked.params.get("template_kwargs")
+        if asked.variables and asked.params.get("messages") is not None and isinstance(given, dict | None):
+            body = pack_body(asked.params | {"template_kwargs": {**asked.variables, **(given or {})}})
+        ask = encode(Ask(number, message.verb, body))
+        check_size(ask, Ask.kind)
+        parts.effects.add([ToWorker(replica.name, replica.generation, ask)])
+
+    tokenize = detokenize = chat_template = _ask_worker
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    def start(self, asked: Asked, model: str) -> Result:
+        replicas = self._current(model, asked.caller)
+        self._parts.shutdown.check_not_begun()
+        for replica in replicas:
+            self._parts.fleet.start(replica.name, f"start {_by(asked.caller)}")
+        return _ordered(replicas)
+
+    def stop(self, asked: Asked, model: str, now: bool = False) -> Result:
+        replicas = self._replicas(model, asked.caller)
+        for replica in replicas:
+            self._parts.fleet.stop(replica.name, f"stop {_by(asked.caller)}", now=now)
+        return _ordered(replicas)
+
+    def unload(self, asked: Asked, model: str) -> Result:
+        replicas = self._replicas(model, asked.caller)
+        cause = f"unload {_by(asked.caller)}"
+        for replica in replicas:
+            if replica.current:
+                self._parts.fleet.let_go_of(replica.name, cause)
+            else:  # a reload brings it, or lets it leave: no request shall start it beside the other one
+                self._parts.fleet.stop(replica.name, cause)
+        return _ordered(replicas)
+
+    def sleep(self, asked: Asked, model: str) -> Result:
+        replicas = self._current(model, asked.caller)
+        for replica in replicas:
+            self._parts.on_demand.sleep(replica, f"sleep {_by(asked.caller)}")
+        return _ordered(replicas)
+
+    def wake(self, asked: Asked, model: str) -> Result:
+        replicas = self._current(model, asked.caller)
+        self._parts.shutdown.check_not_begun()
+        for replica in replicas:
+            self._parts.on_demand.wake_up(replica, f"wake {_by(asked.caller)}")
+        return _ordered(replicas)
+
+    def restart(self, asked: Asked, model: str) -> Result:
+        replicas = self._current(model, asked.caller)
+        self._parts.shutdown.check_not_begun()
+        wanted = {replica.shown: replica.generation + 1 for replica in replicas}
+        rollout, cause = None, f"restart {_by(asked.caller)}"
+        up = [replica for replica in replicas if replica.desired is Desired.UP and replica.state not in AT_REST]
+        for replica in replicas:
+            if len(replicas) == 1 or replica not in up:  # a worker that is down is just started
+                self._parts.fleet.restart(replica.name, cause)
+        if up and len(replicas) > 1:
+            rollout = self._parts.reloads.restart_in_turns(up, cause)
+        workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}
+        return {**workers[replicas[0].shown], "workers": workers, "turnover": rollout}
+
+    def reload(self, asked: Asked, model: str | None = None, how: str = How.AUTO) -> Result:
+        self._parts.shutdown.check_not_begun()
+        try:
+            wanted = How(how)
+        except ValueError:
+            message = f"how is {how[:64]!r}: must be one of {', '.join(How)}"
+            raise RequestError(message, field="how") from None
+        caller = asked.caller
+        cause = f"reload {_by(caller)}" if model is None else f"reload of {model[:64]} {_by(caller)}"
+        try:
+            return {"turnover": self._parts.reloads.read_again(cause, wanted, model)}
+        except WireError as e:
+            if caller.models is None:
+                raise
+            if e.code is ErrorCode.MODEL_NOT_FOUND:
+                raise self._unknown(model or "", caller) from None
+            # What is wrong with models.yaml may name any model.
+            message = "nothing is changed: models.yaml cannot be used, and the supervisor's log says why"
+            raise WireError(e.code, message) from None
+
+    def shutdown(self, asked: Asked, now: bool = False) -> Result:
+        self._parts.shutdown.begin(f"shutdown {_by(asked.caller)}", now=now)
+        return {}
+
+    def cancel_request(self, asked: Asked, id: str) -> Result:
+        scheduler = self._parts.scheduler
+        for request in scheduler.unfinished.find(asked.caller, id):
+            self._parts.effects.add(scheduler.cancel(*request.key, time.monotonic()))
+        return {}
+
+    def log_level(self, asked: Asked, model: str | None = None, level: str | None = None) -> Result:
+        if model is not None and model not in self._parts.status.own_logs:
+            model = self._replicas(model, asked.caller)[0].model
+        return {"levels": self._parts.logs.levels(model, level)}
+
+    def keys(self, asked: Asked, after: str = "", limit: int = 100) -> Result:
+        return self._parts.keys.listed(after, limit, asked.caller)
+
+    def _change_keys(self, asked: Asked, name: str, **fields: Any) -> None:
+        config, asker = self._parts.fleet.registry.config, asked.asker(asked.channel)
+        self._parts.keys.begin(asked.message.verb, name, fields, asked.caller, asker, config)
+
+    new_key = set_key = revoke_key = _change_keys
+
+    # --- parts of answers -----------------------------------------------------------------------------------------
+
+    def _without_others(self, caller: Identity, value: Any) -> Any:
+        """Return a part of an answer whose texts for people name no model that a key may not use.
+
+        Such a text can say which other models hold a GPU's memory, or for which one a model was evicted.
+        """
+        if caller.models is None:
+            return value
+        registry = self._parts.fleet.registry
+        models = {*registry.config.models, *(replica.model for replica in registry.replicas.values())}
+        hidden = sorted((model for model in models if not caller.may_use(model)), key=len, reverse=True)
+        if not hidden:
+            return value
+        names = "|".join(map(re.escape, hidden))
+        return _replaced(value, re.compile(rf"(?<![a-z0-9._-])(?:{names})(?::[0-9]+)?(?![a-z0-9_-]|\.[a-z0-9])"))
+
+    def _described(self, replica: Replica) -> Result:
+        fleet = self._parts.fleet
+        pid = local_pid(replica.process) if replica.process else None
+        placed = {**replica.memory.describe(), **fleet.vram.describe(replica.name, pid)}
+        if replica.process is not None:
+            placed |= replica.process.gpu_memory() or {}
+        names = fleet.registry.config.names.describe(replica.model)
+        return {**masked_values(replica.describe(self._parts.scheduler, time.monotonic())), **names, **placed}
+
+    # --- the workers of a name ------------------------------------------------------------------------------------
+
+    def _replicas(self, name: str, caller: Identity) -> list[Replica]:
+        """Return the workers of the model of this name, or the one worker of this name.
+
+        Raises WireError, which names only models that ``caller`` may use.
+        """
+        registry = self._parts.fleet.registry
+        if replicas := registry.of_model(name):
+            return replicas
+        if replica := registry.shown(name):
+            return [replica]
+        raise self._unknown(name, caller)
+
+    def _unknown(self, name: str, caller: Identity) -> WireError:
+        """Return the error for a name that no model has, with the models that ``caller`` may use."""
+        return self._parts.fleet.registry.config.names.unknown(name, caller.may_use)
+
+    def _current(self, name: str, caller: Identity) -> list[Replica]:
+        """Return the workers of a model that take orders. Raises WireError if there is none.
+
+        During a rollout by surge, the worker that is to leave and the one that takes its place later take no orders.
+        """
+        replicas = [replica for replica in self._replicas(name, caller) if replica.current]
+        if not replicas:
+            message = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"
+            raise WireError(ErrorCode.UNSUPPORTED, message, field="model")
+        return replicas
+
+    def _ready_worker(self, verb: str, name: object, caller: Identity) -> Replica:
+        """Return a worker that can answer a question about this model. Raises WireError if there is none.
+
+        A worker that sleeps can answer, since it keeps its tokenizer. One that is unloaded is started, so that the
+        client may ask again. But a look at its template starts nothing.
+        """
+        if not isinstance(name, str):
+            raise RequestError("model is missing: name a model", field="model")
+        replicas = self._replicas(name, caller)
+        if ready := [replica for replica in replicas if replica.state in _TOKENIZES]:
+            return min(ready, key=lambda replica: self._parts.scheduler.work(replica.name)[0])
+        self._parts.shutdown.check_not_begun()
+        if any(replica.state is WorkerState.UNLOADED for replica in replicas):
+            if verb == "chat_template":
+                message = f"model {name!r} is not loaded, so its chat template is not known: a request loads it"
+                raise WireError(ErrorCode.MODEL_NOT_RUNNING, message)
+            self._parts.on_demand.wake(replicas[0].model)
+        if any(replica.state in _COMING for replica in replicas):
+            message = f"model {name!r} is being loaded: try later"
+            raise WireError(ErrorCode.MODEL_NOT_RUNNING, message, retry_after_ms=1000)
+        failed = [replica for replica in replicas if replica.state is WorkerState.FAILED]  # its error says most
+        raise (failed or replicas)[0].refusal()
 
 
-def models(context: AdminContext, identity: Identity) -> list[Result]:
+def _refusal(verb: Verb, flaw: Flaw) -> RequestError:
+    """Return the error for parameters that do not fit the verb."""
+    key, value, problem = flaw.path[-1], flaw.value, flaw.problem
+    field = key[:64] if isinstance(key, str) else None
+    if problem is None:
+        return RequestError(f"{key} is missing: {_REMEDIES[str(key)]}", field=field)
+    if not isinstance(problem, Wanted):
+        known = ", ".join(sorted(hints_of(verb.params), key=lambda name: name not in required_of(verb.params)))
+        hint = f"known are {known}" if known else "this verb takes none"
+        return RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=field)
+    if type(value) is problem.kind:
+        return RequestError(f"{key} is {value}: must be {problem.bounds}", field=field)
+    return RequestError(f"{key} must be {_TYPE_NAMES[problem.kind]}", field=field)
+
+
+_TYPE_NAMES: Final = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
+_REMEDIES: Final = {
+    "model": "name a model",
+    "id": "name a request as `requests` shows it, or by a trace id",
+    "name": "name the key",
+}
+"""What to do if a parameter is missing."""
+
+
+def models_of(parts: AdminContext, caller: Identity) -> list[Result]:
     """Return the models that a key may use, as clients see them."""
     models: dict[str, list[Replica]] = {}
-    for replica in context.fleet.registry.replicas.values():
+    for replica in parts.fleet.registry.replicas.values():
         models.setdefault(replica.model, []).append(replica)
-    names = context.fleet.registry.config.names
-    return [_as_one(name, replicas, names) for name, replicas in models.items() if identity.may_use(name)]
-
-
-def _models(context: AdminContext, params: Params, identity: Identity) -> Result:
-    _take(params)
-    return {"models": models(context, identity), "listen": context.status.listen_problem}
+    names = parts.fleet.registry.config.names
+    return [_as_one(name, replicas, names) for name, replicas in models.items() if caller.may_use(name)]
 
 
 def _as_one(name: str, replicas: list[Replica], names: ModelNames) -> Result:
@@ -136,79 +483,10 @@ _READINESS = (
     WorkerState.STOPPED,
     WorkerState.FAILED,
 )
-
-
 _TOKENIZES = (WorkerState.READY, WorkerState.WAKING, WorkerState.FALLING_ASLEEP, WorkerState.ASLEEP)
 """States in which a worker's tokenizer answers."""
 _COMING = (WorkerState.LOADING, WorkerState.STARTING, WorkerState.BACKOFF, WorkerState.UNLOADED)
 """States of a worker that will be ready. One that was just woken is still unloaded while it waits for room."""
-
-
-def ready_worker(context: AdminContext, verb: str, name: object, identity: Identity) -> Replica:
-    """Return a worker that can answer a question about this model. Raises WireError if there is none.
-
-    A worker that sleeps can answer, since it keeps its tokenizer. One that is unloaded is started, so that the client
-    may ask again. But a look at its template starts nothing.
-    """
-    if not isinstance(name, str):
-        raise RequestError("model is missing: name a model", field="model")
-    replicas = _replicas(context, name, identity)
-    if ready := [replica for replica in replicas if replica.state in _TOKENIZES]:
-        return min(ready, key=lambda replica: context.scheduler.work(replica.name)[0])
-    context.shutdown.check_not_begun()
-    if any(replica.state is WorkerState.UNLOADED for replica in replicas):
-        if verb == "chat_template":
-            message = f"model {name!r} is not loaded, so its chat template is not known: a request loads it"
-            raise WireError(ErrorCode.MODEL_NOT_RUNNING, message)
-        context.on_demand.wake(replicas[0].model)
-    if any(replica.state in _COMING for replica in replicas):
-        message = f"model {name!r} is being loaded: try later"
-        raise WireError(ErrorCode.MODEL_NOT_RUNNING, message, retry_after_ms=1000)
-    failed = [replica for replica in replicas if replica.state is WorkerState.FAILED]  # its error says most
-    raise (failed or replicas)[0].refusal()
-
-
-def _status(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, model=str, history=bool)
-    name = given.get("model")
-    replicas = list(context.fleet.registry.replicas.values()) if name is None else _replicas(context, name, identity)
-    supervisor = context.status.describe()
-    if identity.models is not None:
-        replicas = [replica for replica in replicas if identity.may_use(replica.model)]
-        supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in _OPEN_TROUBLES}
-        supervisor["turnovers"] = [*_turnovers_for(identity, supervisor["turnovers"])]
-        for keys in filter(None, (supervisor["http_keys"], supervisor["tcp"])):
-            keys["keys"] = [key for key in keys["keys"] if key["name"] == identity.name]  # others name their models
-    return {
-        "rights": [right for right in Right if right in identity.rights],
-        "supervisor": supervisor,
-        "gpus": context.fleet.vram.describe_gpus(context.fleet.registry.config.supervisor.vram_limit),
-        "gpus_unknown": context.fleet.vram.trouble,
-        "models": _without_others(
-            context,
-            identity,
-            [
-                _described(context, replica) | ({"speeds": list(replica.speeds)} if given.get("history") else {})
-                for replica in replicas
-            ],
-        ),
-    }
-
-
-def _without_others(context: AdminContext, identity: Identity, value: Any) -> Any:
-    """Return a part of an answer whose texts for people name no model that a key may not use.
-
-    Such a text can say which other models hold a GPU's memory, or for which one a model was evicted.
-    """
-    if identity.models is None:
-        return value
-    registry = context.fleet.registry
-    models = {*registry.config.models, *(replica.model for replica in registry.replicas.values())}
-    hidden = sorted((model for model in models if not identity.may_use(model)), key=len, reverse=True)
-    if not hidden:
-        return value
-    names = "|".join(map(re.escape, hidden))
-    return _replaced(value, re.compile(rf"(?<![a-z0-9._-])(?:{names})(?::[0-9]+)?(?![a-z0-9_-]|\.[a-z0-9])"))
 
 
 def _replaced(value: Any, names: re.Pattern[str]) -> Any:
@@ -232,57 +510,6 @@ def _turnovers_for(identity: Identity, turnovers: Iterable[Result]) -> Iterator[
             yield {**turnover, "models": models}
 
 
-def _described(context: AdminContext, replica: Replica) -> Result:
-    pid = local_pid(replica.process) if replica.process else None
-    placed = {**replica.memory.describe(), **context.fleet.vram.describe(replica.name, pid)}
-    if replica.process is not None:
-        placed |= replica.process.gpu_memory() or {}
-    names = context.fleet.registry.config.names.describe(replica.model)
-    return {**masked_values(replica.describe(context.scheduler, time.monotonic())), **names, **placed}
-
-
-def _start(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replicas = _current(context, _take(params, model=str).get("model"), identity)
-    context.shutdown.check_not_begun()
-    for replica in replicas:
-        context.fleet.start(replica.name, f"start {_by(identity)}")
-    return _ordered(replicas)
-
-
-def _stop(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, model=str, now=bool)
-    replicas = _replicas(context, given.get("model"), identity)
-    for replica in replicas:
-        context.fleet.stop(replica.name, f"stop {_by(identity)}", now=given.get("now", False))
-    return _ordered(replicas)
-
-
-def _unload(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replicas = _replicas(context, _take(params, model=str).get("model"), identity)
-    cause = f"unload {_by(identity)}"
-    for replica in replicas:
-        if replica.current:
-            context.fleet.let_go_of(replica.name, cause)
-        else:  # a reload brings it, or lets it leave: no request shall start it beside the other one
-            context.fleet.stop(replica.name, cause)
-    return _ordered(replicas)
-
-
-def _sleep(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replicas = _current(context, _take(params, model=str).get("model"), identity)
-    for replica in replicas:
-        context.on_demand.sleep(replica, f"sleep {_by(identity)}")
-    return _ordered(replicas)
-
-
-def _wake(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replicas = _current(context, _take(params, model=str).get("model"), identity)
-    context.shutdown.check_not_begun()
-    for replica in replicas:
-        context.on_demand.wake_up(replica, f"wake {_by(identity)}")
-    return _ordered(replicas)
-
-
 def _by(identity: Identity) -> str:
     """Return who gave an order, as the reason of what follows says it."""
     return "ordered" if identity.name is None else f"ordered by key {identity.name}"
@@ -292,232 +519,3 @@ def _ordered(replicas: list[Replica]) -> Result:
     """Return the states of a model's workers after an order. The first worker's state also stands at the top level."""
     workers = {r.shown: {"state": str(r.state), "generation": r.generation} for r in replicas}
     return {**workers[replicas[0].shown], "workers": workers}
-
-
-def _restart(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replicas = _current(context, _take(params, model=str).get("model"), identity)
-    context.shutdown.check_not_begun()
-    wanted = {replica.shown: replica.generation + 1 for replica in replicas}
-    rollout = None
-    up = [replica for replica in replicas if replica.desired is Desired.UP and replica.state not in AT_REST]
-    for replica in replicas:
-        if len(replicas) == 1 or replica not in up:  # a worker that is down is just started
-            context.fleet.restart(replica.name, f"restart {_by(identity)}")
-    if up and len(replicas) > 1:
-        rollout = context.reloads.restart_in_turns(up, f"restart {_by(identity)}")
-    workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}
-    return {**workers[replicas[0].shown], "workers": workers, "turnover": rollout}
-
-
-def _reload(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, model=str, how=str)
-    context.shutdown.check_not_begun()
-    try:
-        how = How(given.get("how", How.AUTO))
-    except ValueError:
-        message = f"how is {given['how'][:64]!r}: must be one of {', '.join(How)}"
-        raise RequestError(message, field="how") from None
-    model = given.get("model")
-    cause = f"reload {_by(identity)}" if model is None else f"reload of {model[:64]} {_by(identity)}"
-    try:
-        return {"turnover": context.reloads.read_again(cause, how, model)}
-    except WireError as e:
-        if identity.models is None:
-            raise
-        if e.code is ErrorCode.MODEL_NOT_FOUND:
-            raise _unknown(context, model or "", identity) from None
-        # What is wrong with models.yaml may name any model.
-        message = "nothing is changed: models.yaml cannot be used, and the supervisor's log says why"
-        raise WireError(e.code, message) from None
-
-
-def _config(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, all=bool)
-    return describe_config(context.fleet.registry.config.file, context.reloads, every=given.get("all", False))
-
-
-def _settings(context: AdminContext, params: Params, identity: Identity) -> Result:
-    replica = _replicas(context, _take(params, model=str).get("model"), identity)[0]
-    config = context.fleet.registry.config  # which has no model that a reload is about to remove
-    return describe_settings(config.models.get(replica.model, replica.spec), config.file)
-
-
-def _shutdown(context: AdminContext, params: Params, identity: Identity) -> Result:
-    context.shutdown.begin(f"shutdown {_by(identity)}", now=_take(params, now=bool).get("now", False))
-    return {}
-
-
-def _requests(context: AdminContext, params: Params, identity: Identity) -> Result:
-    limit = _whole(_take(params, limit=int), "limit", 100, 1, request_list.MOST)
-    workers = context.fleet.registry.replicas
-
-    def shown(worker: str) -> str | None:
-        return workers[worker].shown if worker in workers else None
-
-    return context.scheduler.unfinished.describe(identity, limit, shown, time.monotonic())
-
-
-def _ended_requests(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, after=int, limit=int)
-    limit = _whole(given, "limit", 100, 1, MOST_LISTED)
-    after = None if "after" not in given else _whole(given, "after", 0, 0, limits.MAX_U64)
-    unix = time.time() - time.monotonic()
-    ended = context.scheduler.unfinished.ended(identity, after, limit, unix)
-    return {"session": context.status.session, **_without_others(context, identity, ended)}
-
-
-def _cancel_request(context: AdminContext, params: Params, identity: Identity) -> Result:
-    name = _take(params, id=str).get("id")
-    if name is None:
-        raise RequestError("id is missing: name a request as `requests` shows it, or by a trace id", field="id")
-    for request in context.scheduler.unfinished.find(identity, name):
-        context.effects.add(context.scheduler.cancel(*request.key, time.monotonic()))
-    return {}
-
-
-def _story(context: AdminContext, params: Params, identity: Identity) -> Result:
-    name = _take(params, id=str).get("id")
-    if name is None:
-        raise RequestError("id is missing: name a request as `requests` shows it, or by a trace id", field="id")
-    told = context.scheduler.unfinished.story(name, identity, time.time() - time.monotonic())
-    for story in told:
-        sees = bool(identity.rights & SEES_ALL)
-        story["events"] = context.history.during(story["model"], story["accepted"], story["total_ms"]) if sees else []
-    return {"requests": _without_others(context, identity, told)}
-
-
-def _events(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, model=str, after=int, limit=int)
-    limit, name = _whole(given, "limit", 100, 1, KEPT), given.get("model")
-    # models.yaml may have lost a model since
-    if name is not None and name not in context.fleet.registry.config.models and not context.history.knows(name):
-        raise _unknown(context, name, identity)
-
-    def visible(model: str | None) -> bool:
-        if name is not None and model != name:
-            return False
-        # an event of no model may name any model
-        return identity.models is None or (model is not None and identity.may_use(model))
-
-    after = None if "after" not in given else _whole(given, "after", 0, 0, limits.MAX_U64)
-    found = context.history.since(after, limit, visible)
-    return {"session": context.status.session, **_without_others(context, identity, found)}
-
-
-def _metrics(context: AdminContext, params: Params, identity: Identity) -> Result:
-    name = _take(params, model=str).get("model")
-    replicas = context.fleet.registry.replicas.values() if name is None else _replicas(context, name, identity)
-    models = {replica.model for replica in replicas if identity.may_use(replica.model)}
-    return {
-        "session": context.status.session,
-        "cpu_s": time.process_time(),
-        "waited_s": context.reactor.waited_s,
-        "bounds": {name: [float(bound) for bound in bounds] for name, bounds in HISTOGRAMS.items()},
-        "events": context.history.counts,
-        "models": {name: context.scheduler.figures(name, time.monotonic()) for name in sorted(models)},
-    }
-
-
-def _logs(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, model=str, lines=int, after=str, since=float)
-    after, since = given.get("after"), given.get("since")
-    if after is not None and since is not None:
-        raise RequestError("after and since are two places to begin at: give one of them", field="since")
-    lines, name = _whole(given, "lines", 200, 1, MOST_LINES), given.get("model", limits.SUPERVISOR_NAME)
-    own = context.status.own_logs.get(name)
-    if own is not None and identity.models is not None:
-        message = f"the log of the {name} names all models, and key {identity.name!r} may not know them all"
-        raise WireError(ErrorCode.FORBIDDEN, message, field="model")
-    # The name is looked up in tables, and never becomes part of a path.
-    return read_log(_replicas(context, name, identity)[0].log_path if own is None else own, lines, after, since)
-
-
-def _log_level(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, model=str, level=str)
-    if (name := given.get("model")) not in (None, *context.status.own_logs):
-        name = _replicas(context, name, identity)[0].model
-    return {"levels": context.logs.levels(name, given.get("level"))}
-
-
-def _keys(context: AdminContext, params: Params, identity: Identity) -> Result:
-    given = _take(params, after=str, limit=int)
-    return context.keys.listed(given.get("after", ""), _whole(given, "limit", 100, 1, MOST_KEYS), identity)
-
-
-_VERBS: dict[str, tuple[Callable[[AdminContext, Params, Identity], Result], bool]] = {
-    "models": (_models, False),
-    "status": (_status, False),
-    "requests": (_requests, False),
-    "ended_requests": (_ended_requests, False),
-    "story": (_story, False),
-    "events": (_events, False),
-    "start": (_start, True),
-    "stop": (_stop, True),
-    "unload": (_unload, True),
-    "sleep": (_sleep, True),
-    "wake": (_wake, True),
-    "restart": (_restart, True),
-    "reload": (_reload, True),
-    "config": (_config, False),
-    "settings": (_settings, False),
-    "shutdown": (_shutdown, True),
-    "metrics": (_metrics, False),
-    "cancel_request": (_cancel_request, True),
-    "logs": (_logs, False),
-    "log_level": (_log_level, True),
-    "keys": (_keys, False),
-}
-
-
-_TYPE_NAMES = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
-
-
-def _take(params: Params, **known: type) -> Params:
-    """Return the parameters. Raises RequestError for an unknown name, or a value of another type."""
-    for key, value in params.items():
-        if key not in known:
-            hint = f"known are {', '.join(known)}" if known else "this verb takes none"
-            field = key[:64] if isinstance(key, str) else None
-            raise RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=field)
-        if type(value) is not known[key] and (type(value), known[key]) != (int, float):
-            raise RequestError(f"{key} must be {_TYPE_NAMES[known[key]]}", field=key)
-    return params
-
-
-def _whole(params: Params, name: str, default: int, least: int, most: int) -> int:
-    """Return an integer parameter. Raises RequestError for one that is out of range."""
-    value: int = params.get(name, default)
-    if not least <= value <= most:
-        raise RequestError(f"{name} is {value}: must be from {least} to {most}", field=name)
-    return value
-
-
-def _replicas(context: AdminContext, name: str | None, identity: Identity) -> list[Replica]:
-    """Return the workers of the model of this name, or the one worker of this name.
-
-    Raises WireError, which names only models that ``identity`` may use.
-    """
-    if name is None:
-        raise RequestError("model is missing: name a model", field="model")
-    if replicas := context.fleet.registry.of_model(name):
-        return replicas
-    if replica := context.fleet.registry.shown(name):
-        return [replica]
-    raise _unknown(context, name, identity)
-
-
-def _unknown(context: AdminContext, name: str, identity: Identity) -> WireError:
-    """Return the error for a name that no model has, with the models that ``identity`` may use."""
-    return context.fleet.registry.config.names.unknown(name, identity.may_use)
-
-
-def _current(context: AdminContext, name: str | None, identity: Identity) -> list[Replica]:
-    """Return the workers of a model that take orders. Raises WireError if there is none.
-
-    During a rollout by surge, the worker that is to leave and the one that takes its place later take no orders.
-    """
-    replicas = [replica for replica in _replicas(context, name, identity) if replica.current]
-    if not replicas:
-        message = f"{name!r} is there for as long as a reload takes: order that of its model, or `modelctl stop` it"
-        raise WireError(ErrorCode.UNSUPPORTED, message, field="model")
-    return replicas

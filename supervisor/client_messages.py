@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from protocol import __version__, limits
-from protocol.codec import check_size, encode, pack_body, pack_reply, unpack_body
+from protocol.codec import encode, pack_body, pack_reply, unpack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import (
     ON_BEHALF_OF,
-    QUESTION_VERBS,
-    Ask,
     Call,
     Cancel,
     Credit,
@@ -24,8 +22,8 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.process.masking import masked_values
-from supervisor import calls
-from supervisor.key_orders import DONE
+from protocol.verbs import QUESTION_VERBS
+from supervisor.calls import AdminContext, Asked, Calls, models_of
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.model_names import ModelNames
 from supervisor.ports.client_port import ClientPort
@@ -33,8 +31,7 @@ from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.connections import ClientConnection
 from supervisor.ports.request_authorizer import RequestAuthorizer
 from supervisor.requests.effect_queue import EffectQueue
-from supervisor.requests.in_flight import ToClient, ToWorker
-from supervisor.requests.pending_queries import Asker, PendingQueries
+from supervisor.requests.in_flight import ToClient
 from supervisor.requests.refusals import number_of, refusal
 from supervisor.requests.route import stay_of
 from supervisor.requests.scheduler import Scheduler
@@ -51,16 +48,15 @@ class ClientMessages:
         self,
         clients: ClientPorts,
         scheduler: Scheduler,
-        queries: PendingQueries,
         authorizer: RequestAuthorizer,
-        context: calls.AdminContext,
+        context: AdminContext,
         effects: EffectQueue,
     ) -> None:
         self._clients = clients
         self._scheduler = scheduler
-        self._queries = queries
         self._authorizer = authorizer
         self._context = context
+        self._calls = Calls(context)
         self._effects = effects
 
     def handle(self, port: ClientPort, connection: ClientConnection, message: Message) -> None:
@@ -128,7 +124,7 @@ class ClientMessages:
             self._authorizer.note(caller, channel, message, now)
 
     def _call(self, port: ClientPort, connection: ClientConnection, message: Call) -> None:
-        """Answer a call, or hand it to a worker that answers it later."""
+        """Answer a call, if no worker and no process answers it later."""
         try:
             params, caller = unpack_body(message.body), connection.identity
             if ON_BEHALF_OF in params:
@@ -136,19 +132,11 @@ class ClientMessages:
             variables = self._resolve(message.verb, params, caller)
             if caller is not OWNER:
                 self._authorizer.check_call(caller, message, params, self._names.nearest)
-            if message.verb == calls.USAGE:
-                self._ask_usage(connection.channel, message, params, caller)
+            asked = Asked(message, caller, connection.channel, params, variables)
+            result = self._calls.answer(asked, admin=self._takes_orders(port))
+            if result is None:
                 return
-            if message.verb in QUESTION_VERBS:
-                self._ask(connection.channel, message, params, caller, variables)
-                return
-            admin = self._takes_orders(port)
-            if message.verb in DONE:
-                calls.check_takes_order(message.verb, admin=admin)
-                asker = Asker(connection.channel, message.call, connection.channel)
-                self._context.keys.begin(message.verb, params, caller, asker, self._context.fleet.registry.config)
-                return
-            reply = {"result": calls.answer(self._context, message.verb, params, caller, admin=admin)}
+            reply = {"result": result}
         except WireError as e:
             reply = {"error": masked_values(e.to_wire())}
         self._answer(connection.channel, Reply(message.call, pack_reply(reply)))
@@ -174,40 +162,6 @@ class ClientMessages:
         """Return whether orders may come to this port. Over TCP the rights of the key have been checked."""
         return port is not self._clients.front
 
-    def _ask(
-        self,
-        channel: int,
-        message: Call,
-        params: dict[str, Any],
-        caller: Identity,
-        variables: Mapping[str, Any],
-    ) -> None:
-        """Hand a question to a worker of its model. Raises WireError if there is none.
-
-        variables  variables of the chat template, for a conversation that does not set them
-        """
-        replica = calls.ready_worker(self._context, message.verb, params.get("model"), caller)
-        party = channel if caller is OWNER else self._authorizer.party(caller)
-        number = self._queries.begin(replica.name, Asker(channel, message.call, party))
-        replica.last_active = time.monotonic()
-        # The body is passed on as it came. If it were packed again, its floats could take twice as many bytes, and
-        # exceed the limit. Only the template's variables of models.yaml have to be added.
-        body = message.body
-        given = params.get("template_kwargs")
-        if variables and params.get("messages") is not None and isinstance(given, dict | None):
-            body = pack_body(params | {"template_kwargs": {**variables, **(given or {})}})
-        ask = encode(Ask(number, message.verb, body))
-        check_size(ask, Ask.kind)
-        self._effects.add([ToWorker(replica.name, replica.generation, ask)])
-
-    def _ask_usage(self, channel: int, message: Call, params: dict[str, Any], caller: Identity) -> None:
-        """Hand a question about the usage to the writer, which reads the disk. Raises WireError."""
-        if (usage := self._context.usage) is None:
-            raise WireError(
-                ErrorCode.UNSUPPORTED, "supervisor.usage.record in models.yaml is false: nothing is counted"
-            )
-        usage.ask(params, caller, Asker(channel, message.call, channel))
-
     def _answer(self, channel: int, message: Message) -> None:
         self._effects.add([ToClient(channel, encode(message))])
 
@@ -222,5 +176,5 @@ class ClientMessages:
             "session": self._context.status.session,
             "window": limits.STREAM_WINDOW,
             "max_frame": limits.SOCKET_MAX_FRAME,
-            "models": calls.models(self._context, identity),
+            "models": models_of(self._context, identity),
         }

@@ -27,7 +27,6 @@ from supervisor.keys.ring import KeyRing
 from supervisor.keys.rules import FIELDS, as_refusal, check_models, read_fields
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.pending_queries import Asker
-from supervisor.spelling import spelled_name
 from supervisor.timers import Timer, Timers
 from supervisor.usage_keeper import writer_environment
 
@@ -36,8 +35,6 @@ DONE: Final = {"new_key": "made", "set_key": "changed", "revoke_key": "revoked"}
 """The verbs that change the list → the word for it in the log."""
 MOST: Final = 8
 """Most changes that may be under way."""
-MOST_KEYS: Final = 1000
-"""Most keys of one answer, which stays below the limits of a body."""
 
 
 @dataclass(slots=True)
@@ -78,9 +75,15 @@ class KeyOrders:
             raise as_refusal(e) from None
         return {"keys": keys, "more": more}
 
-    def begin(self, verb: str, params: Mapping[str, Any], caller: Identity, asker: Asker, config: Config) -> None:
-        """Begin an order. The asker hears of its end. Raises WireError if it cannot be carried out as it is."""
-        name, fields = _checked(verb, params)
+    def begin(
+        self, verb: str, name: str, given: Mapping[str, Any], caller: Identity, asker: Asker, config: Config
+    ) -> None:
+        """Begin an order. The asker hears of its end. Raises WireError if it cannot be carried out as it is.
+
+        name   the name of the key
+        given  the further parameters of the verb
+        """
+        fields = _fields(verb, name, given)
         notes: list[str] = []
         try:
             directory = self._ring.store.directory
@@ -153,23 +156,16 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return result
 
 
-def _checked(verb: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the key, and its rights and limits as ``Identity`` has them. Raises WireError."""
-    known = ("name",) if verb == "revoke_key" else ("name", *FIELDS)
-    for key in params:
-        if key not in known:
-            hint = f"known are {', '.join(known)}"
-            raise RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=str(key)[:64])
-    name = params.get("name")
-    if not isinstance(name, str):
-        raise RequestError("name is missing: name the key", field="name")
-    given = {key: value for key, value in params.items() if key != "name" and (key, value) != ("rights", None)}
+def _fields(verb: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rights and limits of a key as ``Identity`` has them. Raises WireError."""
+    given = {key: value for key, value in given.items() if (key, value) != ("rights", None)}
     if verb == "set_key" and not given:
         raise RequestError(f"nothing to change: give one of {', '.join(FIELDS)}")
     if verb == "new_key":
         given.setdefault("rights", ["infer"])
     try:
-        return check_name(name), read_fields(given, time.time())
+        check_name(name)
+        return read_fields(given, time.time())
     except KeysProblem as e:
         raise as_refusal(e) from None
 

@@ -208,11 +208,9 @@ class Supervisor:
         log.addHandler(history)
         context = AdminContext(
             self._on_demand, self._fleet, self._reloads, self._scheduler, self._shutdown, status, history,
-            self._effects, self._usage, self._reactor, self._logs, self._key_orders,
+            self._effects, self._usage, self._reactor, self._logs, self._key_orders, self._queries, self._authorizer,
         )  # fmt: skip
-        self._messages = ClientMessages(
-            self._clients, self._scheduler, self._queries, self._authorizer, context, self._effects
-        )
+        self._messages = ClientMessages(self._clients, self._scheduler, self._authorizer, context, self._effects)
         self._runner = EffectRunner(
             self._effects, self._clients, self._workers, self._scheduler, self._fleet, self._on_demand, self._reloads
         )

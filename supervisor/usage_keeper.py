@@ -23,8 +23,9 @@ import msgpack
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.helper_environment import helper_environment
+from protocol.verbs import SEES_ALL
 from supervisor.event_history import EventKind, noted
-from supervisor.keys.rights import Identity, Right
+from supervisor.keys.rights import Identity
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.pending_queries import Asker
 from supervisor.usage.counters import CounterTable, make_table
@@ -43,7 +44,6 @@ AGAIN_S: Final = 5.0
 LEAVE_S: Final = 5.0
 """Seconds that a supervisor that ends waits for the last write."""
 _MOST_BYTES: Final = 1 << 18
-_PARAMETERS: Final = {"key": str, "model": str, "since": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,13 @@ class UsageKeeper:
         late = f"the usage writer has not answered within {ANSWER_S:g} s: the disk of {self.file} may be slow"
         self._fail([number for number, question in self._questions.items() if now >= question.due], late)
 
-    def ask(self, params: dict[str, Any], caller: Identity, asker: Asker) -> None:
+    def ask(self, params: dict[str, str], caller: Identity, asker: Asker) -> None:
         """Have the writer answer a question about the usage. Raises WireError if it may not be asked.
 
-        params  the parameters of the verb ``usage``
+        params  the checked parameters of the verb ``usage``
         caller  who asks: a key without the rights status and admin sees its own usage only
         """
-        self._ask(_checked(params, caller), asker)
+        self._ask(_question(params, caller), asker)
 
     def find_last_days(self, tell: Callable[[dict[str, str]], None]) -> None:
         """Have the writer find the last day of each key's usage, and call ``tell`` once with the days by key id."""
@@ -258,17 +258,12 @@ class UsageKeeper:
             yield msgpack.unpackb(packed)
 
 
-def _checked(params: dict[str, Any], caller: Identity) -> dict[str, Any]:
+def _question(params: dict[str, str], caller: Identity) -> dict[str, Any]:
     """Return the writer's question for the parameters of the verb. Raises WireError."""
-    for name, value in params.items():
-        if name not in _PARAMETERS:
-            raise RequestError(f"unknown parameter {name[:64]!r}: known are {', '.join(_PARAMETERS)}", field=name[:64])
-        if type(value) is not _PARAMETERS[name]:
-            raise RequestError(f"{name} must be a string", field=name)
     key, since = params.get("key"), params.get("since")
     if since is not None and not _is_day(since):
         raise RequestError(f"since is {since[:32]!r}: must be a day such as 2026-01-31", field="since")
-    sees_all = bool(caller.rights & {Right.STATUS, Right.ADMIN})
+    sees_all = bool(caller.rights & SEES_ALL)
     if not sees_all and key not in (None, caller.name):
         message = f"key {caller.name!r} sees its own usage only: leave out key, or use a key with the right status"
         raise WireError(ErrorCode.FORBIDDEN, message, field="key")

@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from protocol.errors import WireError
 from protocol.process.process_title import set_title
+from protocol.verbs import Right
 from supervisor.keys.records import KeysProblem
-from supervisor.keys.rights import Identity, Right
+from supervisor.keys.rights import Identity
 from supervisor.keys.rules import as_refusal, check_order
 from supervisor.keys.store import Check, KeyStore
 

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Any, TypedDict
 
 from protocol.client.client_key import KEY_NAME, is_key
-from supervisor.keys.rights import TOKEN_ID, Identity, Right
+from protocol.verbs import Right
+from supervisor.keys.rights import TOKEN_ID, Identity
 
 MAX_KEYS = 10_000
 MAX_IN_FLIGHT = 100_000

@@ -1,4 +1,4 @@
-"""The rights of a key. This module alone decides what a client may do. Pure.
+"""Decide what a client may do. ``protocol.verbs`` has the rights that each verb takes. Pure.
 
 A client over ipc belongs to the supervisor's own user (see ``supervisor.ports.zap``) and may do everything.
 
@@ -9,91 +9,31 @@ A connection may send a request or a call for an HTTP key (``on_behalf_of``), if
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
 from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong
+from protocol.verbs import ADMIN, ANY, INFER, SEES_ALL, VERBS, Right, Scope
 
 TOKEN_ID: Final = re.compile(r"[0-9a-f]{64}")
 """The form of the id of an HTTP key: SHA-256 of its token, in hex. A public key in Z85 never has this form."""
 _TOKEN_ID_LENGTH: Final = 64
 """A public key in Z85 has 40 characters."""
 TOKEN_ID_RULE: Final = "the id of an HTTP key: the SHA-256 of its token, as 64 digits of lower-case hex"
-
-
-class Right(StrEnum):
-    """A right of a key. No right includes another one. But a key that may give orders may also see their results."""
-
-    INFER = "infer"
-    """Send requests, and ask a model's tokenizer."""
-    STATUS = "status"
-    """See the supervisor, its models and its GPUs."""
-    ADMIN = "admin"
-    """Start and stop models, reload, shut down, and make, change and revoke keys."""
-    GATEWAY = "gateway"
-    """Send requests and calls for HTTP keys, with ``on_behalf_of``."""
-
-
-EVERYTHING = frozenset(Right)
-_ANY = EVERYTHING
-_INFER = frozenset({Right.INFER})
 _STREAMS = frozenset({Right.INFER, Right.GATEWAY})
 """Rights to steer requests. A connection can name its own requests only, and a gateway's may be those of other keys."""
-_ADMIN = frozenset({Right.ADMIN})
-SEES_ALL: Final = frozenset({Right.STATUS, Right.ADMIN})
-"""Rights to see what concerns other keys, too. One of them is enough."""
-
-_OF_VERB = {
-    "models": _ANY,
-    "status": SEES_ALL,
-    "requests": _ANY,
-    "ended_requests": _ANY,
-    "story": _ANY,
-    "events": SEES_ALL,
-    "usage": _ANY,
-    "metrics": SEES_ALL,
-    "settings": SEES_ALL,
-    "tokenize": _INFER,
-    "detokenize": _INFER,
-    "chat_template": _INFER,
-    "start": _ADMIN,
-    "stop": _ADMIN,
-    "unload": _ADMIN,
-    "sleep": _ADMIN,
-    "wake": _ADMIN,
-    "restart": _ADMIN,
-    "reload": _ADMIN,
-    "config": _ADMIN,
-    "logs": _ADMIN,
-    "log_level": _ADMIN,
-    "shutdown": _ADMIN,
-    "keys": _ADMIN,
-    "new_key": _ADMIN,
-    "set_key": _ADMIN,
-    "revoke_key": _ADMIN,
-    "cancel_request": frozenset({Right.INFER, Right.ADMIN}),
-}
-"""Verb of CALL → the rights, one of which is enough. Any other verb needs admin.
-
-For ``requests``, ``ended_requests``, ``story`` and ``cancel_request``, ``may_see`` and ``may_cancel`` decide about each
-request. The answer to ``usage`` has only what the key may see."""
 _OF_KIND = {
-    Hello.kind: _ANY,
-    Ping.kind: _ANY,
-    Pong.kind: _ANY,
-    Generate.kind: _INFER,
+    Hello.kind: ANY,
+    Ping.kind: ANY,
+    Pong.kind: ANY,
+    Generate.kind: INFER,
     Cancel.kind: _STREAMS,
     Credit.kind: _STREAMS,
 }
 """Kind of any other message → the rights, one of which is enough."""
 Nearest = Callable[[str, Callable[[str], bool]], str | None]
-_OF_ALL_MODELS = frozenset(
-    {"reload", "config", "shutdown", "logs", "log_level", "keys", "new_key", "set_key", "revoke_key"}
-)
-"""Verbs that concern all models if they name none, or if they name the supervisor or the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +55,7 @@ class Identity:
 
     name: str | None
     key_id: str = ""
-    rights: frozenset[Right] = EVERYTHING
+    rights: frozenset[Right] = ANY
     max_in_flight: int | None = None
     tokens_per_minute: int | None = None
     models: tuple[str, ...] | None = None
@@ -153,9 +93,10 @@ OWNER = Identity(None)
 def check_right(identity: Identity, message: Message) -> None:
     """Raise WireError (FORBIDDEN), which names the missing right, unless this identity may send this message."""
     if isinstance(message, Call):
-        what, enough = f"verb {message.verb!r}", _OF_VERB.get(message.verb, _ADMIN)
+        verb = VERBS.get(message.verb)
+        what, enough = f"verb {message.verb!r}", ADMIN if verb is None else verb.rights
     else:
-        what, enough = message.kind.name, _OF_KIND.get(message.kind, _ADMIN)
+        what, enough = message.kind.name, _OF_KIND.get(message.kind, ADMIN)
     if not identity.rights & enough:
         raise _forbidden(identity, what, enough)
 
@@ -192,7 +133,7 @@ def check_models_of_call(identity: Identity, verb: str, params: Mapping[str, Any
     if identity.models is None:
         return
     model = params.get("model")
-    is_of_all = verb in _OF_ALL_MODELS and model in (None, SUPERVISOR_NAME, GATEWAY_NAME)
+    is_of_all = verb in VERBS and VERBS[verb].scope is Scope.ALL and model in (None, SUPERVISOR_NAME, GATEWAY_NAME)
     if isinstance(model, str) and not is_of_all:
         check_model(identity, model.partition(":")[0], nearest)  # "letters:2" is a worker of the model "letters"
     elif is_of_all:

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.unknown_models import nearest
+from protocol.verbs import Right
 from supervisor.keys.records import (
     LIMITS,
     MAX_LIFETIME_S,
@@ -16,7 +17,7 @@ from supervisor.keys.records import (
     parse_models,
     parse_rights,
 )
-from supervisor.keys.rights import TOKEN_ID, Identity, Right
+from supervisor.keys.rights import TOKEN_ID, Identity
 
 FIELDS: Final = ("rights", "models", "expires", *LIMITS)
 """What a key has besides its name, and what can be changed."""

@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 from protocol.client.client_key import ClientKey, is_key, read_private
 from protocol.process.private_paths import NotPrivate, check_place, check_private, make_private
+from protocol.verbs import Right
 from supervisor.keys.records import (
     MAX_KEYS,
     KeysProblem,
@@ -30,7 +31,7 @@ from supervisor.keys.records import (
     format_time,
     parse_clients,
 )
-from supervisor.keys.rights import Identity, Right
+from supervisor.keys.rights import Identity
 
 SERVER, CLIENTS = "server.json", "clients.json"
 MAX_LIST = 8 << 20

@@ -13,7 +13,6 @@ from protocol.bodies import APPEARS, Place
 from protocol.codec import pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ErrorCode
 from protocol.messages import (
-    QUESTION_VERBS,
     Call,
     Cancel,
     Error,
@@ -26,7 +25,8 @@ from protocol.messages import (
     Pong,
     Reply,
 )
-from protocol.verbs import VERBS
+from protocol.results import result_of
+from protocol.verbs import QUESTION_VERBS, VERBS
 from tests.deterministic_engine import answer
 from tests.docs.typed_maps import differences
 from tests.keyed import Keyed
@@ -182,14 +182,14 @@ def test_every_verb(serving: Serving) -> None:
                 continue
             reply = client.ask(number, verb, **params)
             assert not list(differences(params, VERBS[verb].params, verb))
-            assert not list(differences(reply["result"], VERBS[verb].result, verb))
+            assert not list(differences(reply["result"], result_of(VERBS[verb]), verb))
             if verb == "requests":
                 asked["story"]["id"] = asked["cancel_request"]["id"] = reply["result"]["requests"][0]["id"]
         user.read_until_ended(1)
         assert user.heard[1].ends == ["cancelled"]
         client.ask(30, "stop", model="stopped", now=True)
         # again, since the reload has added entries
-        assert not list(differences(client.ask(31, "status")["result"], VERBS["status"].result))
+        assert not list(differences(client.ask(31, "status")["result"], result_of(VERBS["status"])))
         for number, verb in enumerate(VERBS.keys() - QUESTION_VERBS, 40):
             message = client.ask(number, verb, zzz=1)["error"]["message"]
             known = message.partition("known are ")[2]
@@ -204,7 +204,7 @@ def test_the_status_of_a_port_over_tcp() -> None:
     ):
         result = client.ask(1, "status")["result"]
         assert result["supervisor"]["tcp"] is not None
-        assert not list(differences(result, VERBS["status"].result))
+        assert not list(differences(result, result_of(VERBS["status"])))
         client.generate(2, "a", "p")
         client.send(Cancel(2))
         client.send(Ping(1))

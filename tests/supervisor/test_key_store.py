@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from protocol.client.client_key import ClientKey
+from protocol.verbs import Right
 from supervisor.config import load_config
 from supervisor.keys.opening import check_opening
 from supervisor.keys.records import MAX_KEYS, KeysProblem, format_clients
-from supervisor.keys.rights import Identity, Right
+from supervisor.keys.rights import Identity
 from supervisor.keys.ring import HandshakeDecision, KeyRing
 from supervisor.keys.store import CLIENTS, MAX_LIST, SERVER, KeyStore, token_id
 from supervisor.yaml_source import ConfigError

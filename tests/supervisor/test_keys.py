@@ -8,6 +8,7 @@ import pytest
 
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import MESSAGE_CLASSES, Call
+from protocol.verbs import Right
 from supervisor.keys.allowance import Allowance
 from supervisor.keys.endpoint import parse_listen
 from supervisor.keys.records import (
@@ -21,7 +22,7 @@ from supervisor.keys.records import (
     parse_models,
     parse_rights,
 )
-from supervisor.keys.rights import OWNER, Identity, Right, check_models_of_call, check_right
+from supervisor.keys.rights import OWNER, Identity, check_models_of_call, check_right
 from supervisor.keys.store import KeyStore
 from supervisor.keys.unfinished import CLEAR_AT, Unfinished
 from supervisor.model_names import ModelNames

@@ -6,7 +6,8 @@ import pytest
 
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import CancelJob, Events, Generate
-from supervisor.keys.rights import NOBODY, OWNER, Identity, Right
+from protocol.verbs import Right
+from supervisor.keys.rights import NOBODY, OWNER, Identity
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.request_list import MOST
 from supervisor.requests.scheduler import Scheduler

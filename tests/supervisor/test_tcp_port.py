@@ -22,8 +22,8 @@ from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Hello, Ping, Pong, Welcome
 from protocol.process.socket_calls import send_to
+from protocol.verbs import Right
 from supervisor.attempts import RETRY_MAX_S, ListenAttempts, ListenError
-from supervisor.keys.rights import Right
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
 from supervisor.ports.arrivals import ArrivalLimits

@@ -9,7 +9,8 @@ import pytest
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Generate
-from supervisor.keys.rights import OWNER, Identity, Right
+from protocol.verbs import Right
+from supervisor.keys.rights import OWNER, Identity
 from supervisor.placement import turns
 from supervisor.placement.eviction import EvictionCandidate, NoRoom, choose, who_yields
 from supervisor.placement.gpus import Gpu

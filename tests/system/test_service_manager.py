@@ -11,7 +11,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from supervisor.keys.rights import Right
+from protocol.verbs import Right
 from supervisor.keys.store import KeyStore
 from tests.serving import WITHIN, Serving, engine, marked_processes, wait_until
 

@@ -1,4 +1,4 @@
-"""Describe the maps of ``protocol.bodies`` and ``protocol.verbs`` as tables."""
+"""Describe the maps of ``protocol.bodies``, ``protocol.verbs`` and ``protocol.results`` as tables."""
 
 import inspect
 import re

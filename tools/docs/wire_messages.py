@@ -19,11 +19,9 @@ from protocol.messages import (
     Generate,
     Kind,
 )
-from protocol.verbs import VERBS, Verb
-from supervisor import calls
+from protocol.results import result_of
+from protocol.verbs import VERBS, Right, Verb
 from supervisor.event_history import EventKind
-from supervisor.key_orders import DONE
-from supervisor.keys.rights import _OF_VERB, Right
 from supervisor.workers.lifecycle import WorkerState
 from tools.docs.markdown import GENERATED, table, text
 from tools.docs.wire_maps import KEY_HEADER, described, inner_maps, map_section, type_name
@@ -57,20 +55,19 @@ def verbs() -> str:
     """Return the table of verbs, and a section about each."""
     rows, parts = [], []
     for name, verb in VERBS.items():
-        order = name in DONE or (name in calls._VERBS and calls._VERBS[name][1])
-        rights = [right for right in Right if right in _OF_VERB[name]]
+        rights = [right for right in Right if right in verb.rights]
         needed = "any" if len(rights) == len(Right) else " or ".join(f"`{right}`" for right in rights)
-        rows.append((f"[`{name}`](#verb-{name})", "`admin`" if order else "`front` or `admin`", needed, verb.purpose))
+        rows.append(
+            (f"[`{name}`](#verb-{name})", "`admin`" if verb.order else "`front` or `admin`", needed, verb.purpose)
+        )
         parts += [f"#### Verb `{name}`", verb.purpose, _parameters(verb), _result(verb)]
     known = (bodies.Model, bodies.Failure)
-    maps = inner_maps(*(verb.result for verb in VERBS.values()))
+    maps = inner_maps(*map(result_of, VERBS.values()))
     parts += [map_section(map_type, "####") for map_type in maps if map_type not in known]
     kinds = attribute_docs(EventKind)
     parts += ["Kinds of events:", table(("kind", "meaning"), [(f"`{k}`", text(kinds[k.name])) for k in EventKind])]
     header = ("verb", "socket over ipc", "right over TCP", "purpose")
-    note = GENERATED.format(
-        source="protocol/verbs.py, supervisor/calls.py, supervisor/keys/rights.py, supervisor/event_history.py"
-    )
+    note = GENERATED.format(source="protocol/verbs.py, protocol/results.py, supervisor/event_history.py")
     return "\n\n".join([note, table(header, rows), *parts]) + "\n"
 
 
@@ -150,5 +147,5 @@ def _parameters(verb: Verb) -> str:
 
 
 def _result(verb: Verb) -> str:
-    result = described(verb.result)
+    result = described(result_of(verb))
     return ("Result:\n\n" if result.startswith("|") else "Result: ") + result
