@@ -82,9 +82,9 @@ class GenerateRequest(SamplingParams, ChatFields):
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Least tokens of the answer. Until then no end token is drawn, and stop strings do not end the answer."""
     stop_on_loop: Annotated[int, Field(ge=0, le=MOST_LOOP)] = 0
-    """End an answer that repeats itself, with finish_reason "loop": as soon as its last tokens, as many as this number,
-    are one block of at most a third as many, written again and again. 0 is off, else at least 12. Reasoning and calls
-    of tools count, too. Until min_tokens, nothing ends the answer."""
+    """End the answer with finish_reason "loop" when its last tokens, as many as this number, are a block that repeats
+    three times or more. 0 is off, else at least 12. Reasoning and calls of tools count, too. Until min_tokens, nothing
+    ends the answer."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=64, fail_fast=True)] = ()
     """Token ids that end the answer, besides the model's own. Their text is not part of it."""
     banned_strings: Annotated[

@@ -297,8 +297,8 @@ class ModelConfig:
     sampling: dict[str, Any] | None = None
     """Defaults for options that a request leaves out, by name.
 
-    [Options of a request](request-options.md) marks the options that may stand here. ``preset: steady`` keeps small
-    models from repeating themselves.
+    [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here. ``preset: steady``
+    keeps small models from repeating themselves.
 
     Default: the neutral defaults of the options
     Example: {preset: steady, temperature: 0.7, max_tokens: 512}
@@ -308,7 +308,7 @@ class ModelConfig:
 
     A request with another value is served with the forced one. The header ``x-modelctl-changed`` of its answer and
     `modelctl story` say so. A request without the option gets the forced value, too. It wins over ``sampling``.
-    [Options of a request](request-options.md) marks the options that may stand here.
+    [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here.
 
     Default: requests choose
     Example: {temperature: 0.7, repetition_penalty: 1.0}
@@ -317,8 +317,8 @@ class ModelConfig:
     """Limits that a request may not exceed, by the option's name. ``prompt_tokens`` limits the length of the prompt.
 
     A request beyond a limit is refused with an error that names the option. Its value is never reduced silently. A
-    request without max_tokens gets the limit of max_tokens. [Options of a request](request-options.md) marks the
-    options that may stand here.
+    request without max_tokens gets the limit of max_tokens. [Options of a request](http-api.md#options-of-a-request)
+    marks the options that may stand here.
 
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}

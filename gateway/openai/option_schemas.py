@@ -1,8 +1,8 @@
 """What the OpenAPI document says about the options of OpenAI's chats and completions. Pure.
 
 The options of this project come from the model that the worker validates requests with. Their descriptions are the
-texts below its fields, of which docs/request-options.md is made, too. The descriptions of the other options stand here,
-and docs/http-api.md is made of them (``tools.docs.http_options``). So neither a limit nor a description stands twice.
+texts below its fields. The descriptions of the other options stand here. docs/http-api.md is made of both
+(``tools.docs.request_options``, ``tools.docs.http_options``). So neither a limit nor a description stands twice.
 """
 
 from functools import cache

@@ -42,7 +42,7 @@ class RequestOptions(TypedDict, total=False):
     affinity         text of up to 256 characters: requests with the same text go to the same worker, where their
                      prefix is in the cache. Unset: the beginning of the prompt is used instead
 
-    The page of options (docs/request-options.md) describes every other option. An option that is None is unset.
+    docs/http-api.md describes every other option. An option that is None is unset.
     """
 
     messages: Sequence[dict[str, Any]] | None

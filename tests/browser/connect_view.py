@@ -1,4 +1,4 @@
-"""The view Connect has snippets for programs. They are those of docs/clients.md, and what they say works."""
+"""The view Connect has snippets for programs. They are those of docs/http-api.md, and what they say works."""
 
 import re
 import subprocess
@@ -42,7 +42,7 @@ def snippet(page: Page, program: str) -> Locator:
 
 
 def test_the_snippets_are_those_of_the_documentation(connect: Page, tab: Tab) -> None:
-    section = (ROOT / "docs/clients.md").read_text().partition("## Snippets\n")[2]
+    section = (ROOT / "docs/http-api.md").read_text().partition("\n### Snippets\n")[2].partition("\n## ")[0]
     documented = re.findall(r"^```\w+\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)
     shown = [snippet(connect, program).inner_text() for program in PROGRAMS]
     assert connect.locator("article h4").all_inner_texts() == PROGRAMS

@@ -1,7 +1,8 @@
 """What holds for every view of the page, and for /docs.
 
 axe-core finds nothing, nothing is cut off, the keyboard reaches every control, and the console stays empty. With
-SCREENSHOTS=DIRECTORY each view is written into that directory as NAME-SIZE-COLOURS.png: the pictures of docs/page.md.
+SCREENSHOTS=DIRECTORY each view is written into that directory as NAME-SIZE-COLOURS.png. docs/http-api.md shows the wide
+ones in light colours, which docs/images/page has.
 """
 
 import os

@@ -7,7 +7,7 @@ import pytest
 from protocol.errors import RETRYABLE, ErrorCode
 from tools.docs import pages
 from tools.docs.errors import error_table
-from tools.docs.request_options import engines_of, request_options_page, value_of
+from tools.docs.request_options import engines_of, request_options, value_of
 
 
 def test_committed_pages_are_up_to_date() -> None:
@@ -67,7 +67,7 @@ def test_each_error_code_has_a_row_with_a_remedy(code: ErrorCode) -> None:
 
 
 def test_options_of_a_request_name_engine_bounds_and_other_names() -> None:
-    rows = {line.split("`")[1]: line for line in request_options_page().splitlines() if line.startswith("| <span")}
+    rows = {line.split("`")[1]: line for line in request_options().splitlines() if line.startswith("| <span")}
     assert "exllamav2" in rows["mirostat_tau"]
     assert "number from 0 to 10 " in rows["temperature"]
     assert "`rep_pen`" in rows["repetition_penalty"]

@@ -74,7 +74,7 @@ def test_every_answer_is_described_with_its_errors() -> None:
 
 
 def test_descriptions_are_those_of_the_page_of_options() -> None:
-    """Options of this project are described at one place, from which docs/request-options.md is made, too."""
+    """Options of this project are described at one place, from which docs/http-api.md is made, too."""
     shown = body_of("/v1/completions")["properties"]
     assert shown["min_p"]["description"] == "Drop tokens less likely than this share of the likeliest; 0 is off."
     assert (shown["min_p"]["default"], shown["priority"]["default"]) == (0.0, "normal")
@@ -83,7 +83,15 @@ def test_descriptions_are_those_of_the_page_of_options() -> None:
     assert shown["cache_prompt"]["description"] == "An option of llama-server. It changes nothing here."
     assert body_of("/v1/responses")["properties"]["top_logprobs"]["description"].startswith("Not offered: ")
     page = (ROOT / "docs" / "http-api.md").read_text()
-    for name in ("http-endpoints", "http-orders", "http-options", "responses-options", "anthropic-options"):
+    parts = (
+        "http-endpoints",
+        "http-orders",
+        "http-options",
+        "request-options",
+        "responses-options",
+        "anthropic-options",
+    )
+    for name in parts:
         assert f"<!-- part: {name} -->" in page
 
 

@@ -141,7 +141,8 @@ def test_a_loop_of_streams_calls_tools_until_the_answer(client: openai.OpenAI) -
     assert message.content == "The result of locate is Lima. The result of get_weather is fog."
 
 
-def test_the_examples_of_the_page_answer_as_they_show(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_the_page_answer_as_they_show(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = url.split(":")[2].removesuffix("/v1")
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8").replace("localhost:8000", f"127.0.0.1:{port}")
     tools, reasoning = page[page.index("\n## Tools\n") :].split("\n## Reasoning\n")
     (code,) = re.findall(r"```python\n(.+?)```", tools, re.DOTALL)

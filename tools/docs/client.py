@@ -56,9 +56,9 @@ async def main():
 asyncio.run(main())
 ```
 
-Everything on this page is imported from `modelctl`. Other modules of the distribution are internal.
-[Options of a request](request-options.md) lists all options of `generate`. The [error codes](wire-protocol.md#errors)
-say what to do about each error. A client in another language speaks the [wire protocol](wire-protocol.md)."""
+Everything on this page is imported from `modelctl`. Other modules of the distribution are internal. See also
+[options of a request](http-api.md#options-of-a-request), [error codes](wire-protocol.md#errors), and for clients in
+other languages the [wire protocol](wire-protocol.md)."""
 
 
 def client_page() -> str:

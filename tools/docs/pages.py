@@ -28,13 +28,12 @@ from tools.docs.http_options import anthropic_options, http_endpoints, http_opti
 from tools.docs.manpage import man_page
 from tools.docs.models_schema import models_schema
 from tools.docs.performance import performance_page, pictures, result_files
-from tools.docs.request_options import request_options_page
+from tools.docs.request_options import request_options
 from tools.docs.wire import WIRE_PARTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FILES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
-    "request-options.md": request_options_page,
     "commands.md": commands_page,
     "python-client.md": client_page,
     "performance.md": lambda: performance_page(result_files()),
@@ -49,6 +48,7 @@ the command line."""
 PARTS: dict[str, Callable[[], str]] = {
     "figures": readme_figures,
     "errors": error_table,
+    "request-options": request_options,
     "http-errors": http_error_table,
     "http-endpoints": http_endpoints,
     "http-orders": http_orders,

@@ -1,4 +1,4 @@
-"""Make the page of a request's options from ``GenerateRequest``, ``RouteKeys``, and what the engines offer."""
+"""Make the tables of a request's options from ``GenerateRequest``, ``RouteKeys`` and what the engines offer."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,51 +15,35 @@ from protocol.request import ALIASES, GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
 from protocol.sampling_params import SamplingParams
 from supervisor.requests.route import CHECKS, Route
-from tools.docs.markdown import page, table, text
+from tools.docs.markdown import table, text
 
 OFFERED: dict[str, frozenset[str]] = {"exllamav2": exllamav2.OFFERED, "transformers": embedded.OFFERED}
 """The options that each engine offers, among the options that depend on the engine."""
-INTRODUCTION = """\
-These are the options of `Client.generate`, of `modelctl run --set NAME=VALUE`, and of the message GENERATE. An option
-that is unknown, out of range, given twice, or not offered by the model's engine is an error that names the option.
-
-Defaults leave the model's own distribution as it is. A model's entry in models.yaml may hold other defaults
-([`sampling`](configuration.md#sampling)), values that no request can change ([`forced`](configuration.md#forced)) and
-limits ([`limits`](configuration.md#limits)). The column *models.yaml* says in which of these an option may stand. What
-counts is, in this order: the model's forced value, the option of the request, the request's preset, the model's own
-defaults, the model's preset."""
-HEADER = ("option", "value", "default", "engines", "models.yaml", "meaning")
+HEADER = ("option", "value", "default", "models.yaml", "meaning")
 _OTHER_NAMES = {name: [alias for alias, target in ALIASES.items() if target == name] for name in ALIASES.values()}
 
 
-def request_options_page() -> str:
-    """Return the page."""
+def request_options() -> str:
+    """Return the tables of the options, each below its heading."""
     asked = [*("prompt", "token_ids"), *ChatFields.model_fields]
     drawn = list(SamplingParams.model_fields)
     answer = [name for name in GenerateRequest.model_fields if name not in asked + drawn]
     presets = [(f"`{name}`", ", ".join(f"`{k}: {v}`" for k, v in given.items())) for name, given in PRESETS.items()]
-    limited = ", ".join(f"`{name}`" for name in LIMITS if name != "prompt_tokens")
-    return page(
-        "Options of a request",
-        "protocol/request.py, protocol/sampling_params.py and protocol/bodies.py",
-        INTRODUCTION,
-        "## What is asked",
-        "Give exactly one of `prompt`, `messages` and `token_ids`.",
-        _table(asked),
-        "## The answer",
-        _table(answer),
-        "## How tokens are drawn",
-        _table(drawn),
-        "## How the request is served",
-        "In the message GENERATE these keys stand in the map `route`, before the body. The Python client sets"
-        " `progress` if it is given `on_progress`.",
-        table(("option", "value", "default", "meaning"), _route_rows()),
-        "## Presets",
-        table(("preset", "sets"), presets),
-        "## Limits of a model",
-        "Under [`limits`](configuration.md#limits) in models.yaml, `prompt_tokens` is the longest prompt, in tokens."
-        f" Each other key is the most that the option may be: {limited}.",
-    )  # fmt: skip
+    return "\n\n".join(
+        [
+            "### What is asked",
+            "Give exactly one of `prompt`, `messages` and `token_ids`.",
+            _table(asked),
+            "### The answer",
+            _table(answer),
+            "### How tokens are drawn",
+            _table(drawn),
+            "### How the request is served",
+            table(("option", "value", "default", "meaning"), _route_rows()),
+            "### Presets",
+            table(("preset", "sets"), presets),
+        ]
+    )
 
 
 def engines_of(option: str) -> str:
@@ -80,15 +64,19 @@ def _table(names: Iterable[str]) -> str:
         may = [key for key, names in (("sampling", DEFAULTS), ("forced", FORCED), ("limits", LIMITS)) if name in names]
         rows.append(
             (
-                f'<span id="{name}"></span>`{name}`',
+                f'<span id="option-{name}"></span>`{name}`',
                 value_of(schemas[name]),
                 _default(schemas[name]["default"]),
-                engines_of(name),
                 ", ".join(may),
-                text(docs[name]) + (f" Other names: {others}." if others else ""),
+                text(docs[name]) + (f" Other names: {others}." if others else "") + _only(name),
             )
         )
     return table(HEADER, rows)
+
+
+def _only(option: str) -> str:
+    engines = engines_of(option)
+    return "" if engines == "all" else f" Engine {engines}."
 
 
 def value_of(schema: Mapping[str, Any]) -> str:
@@ -128,6 +116,11 @@ def _default(value: Any) -> str:
 def _route_rows() -> list[tuple[str, str, str, str]]:
     docs = attribute_docs(RouteKeys)
     return [
-        (f'<span id="{key.name}"></span>`{key.name}`', CHECKS[key.name][1], _default(key.default), text(docs[key.name]))
+        (
+            f'<span id="option-{key.name}"></span>`{key.name}`',
+            CHECKS[key.name][1],
+            _default(key.default),
+            text(docs[key.name]),
+        )
         for key in fields(Route)
     ]

@@ -98,9 +98,9 @@ def _generate() -> list[str]:
         for name, field in ChatMessage.model_fields.items()
     ]
     return [
-        "The keys of the route and of the body are in [Options of a request](request-options.md). What is called text "
-        "there is a string, a list an array, a map a map, bytes a bin, and a whole number an integer. Where that page "
-        "allows a number, an integer and a float are both right. The keys of `logit_bias` are strings of digits.",
+        "[Options of a request](http-api.md#options-of-a-request) has the keys of the body and, under *How the request "
+        "is served*, those of the route. There, a text is a string, a list an array, bytes a bin, a whole number an "
+        "integer. A number is an integer or a float. The keys of `logit_bias` are strings of digits.",
         "A message in `messages`:",
         table(KEY_HEADER, rows),
     ]

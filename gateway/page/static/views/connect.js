@@ -1,7 +1,7 @@
 import { Copy, Empty, html, Section, useState } from "../ui.js";
 import { choices, ModelChoice } from "../model_choice.js";
 
-// The text of each snippet for a gateway's address, the name of a model, and its context if that is known. docs/clients.md has
+// The text of each snippet for a gateway's address, the name of a model, and its context if that is known. docs/http-api.md has
 // the same texts. A token is never filled in: it stands as TOKEN.
 const SNIPPETS = [
   ["curl", "", (root, name) => `curl ${root}/v1/chat/completions \\
