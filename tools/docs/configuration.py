@@ -95,6 +95,7 @@ $ MODELCTL_SUPERVISOR__STALL=2m modelctl config
 KEY                            VALUE                           FROM
 --config                       /home/ann/modelctl/models.yaml  default
 models.letters.model_dir       demo:letters                    models.yaml:7
+...
 supervisor.stall               2m                              MODELCTL_SUPERVISOR__STALL
 ```
 

@@ -37,7 +37,7 @@ class Headline:
 
 HEADLINES = (
     Headline(
-        "first token of an 8B, beyond that of ExLlamaV2's own generator", "serving-exllamav2",
+        "how much later an 8B's first token comes than from ExLlamaV2's own generator", "serving-exllamav2",
         "8b, 1 streams: first token later than bare", " ms",
     ),
     Headline(
