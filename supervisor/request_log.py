@@ -18,7 +18,7 @@ from select import PIPE_BUF
 from typing import Any, Final
 
 from supervisor.event_history import EventKind, noted
-from supervisor.requests.stories import Story
+from supervisor.requests.stories import RequestRecord
 from supervisor.usage_keeper import writer_environment
 
 _WRITER: Final = (sys.executable, "-P", "-m", "supervisor.request_log_writer")
@@ -32,13 +32,13 @@ PIPE_BYTES: Final = 1 << 20
 """What the pipe holds while the disk is slow: some 3,000 lines. The kernel may allow less."""
 
 
-def line_of(story: Story, unix: float) -> dict[str, Any]:
+def line_of(record: RequestRecord, unix: float) -> dict[str, Any]:
     """Return the line of a request that has ended. It holds no text of the request.
 
     unix  what has to be added to monotonic seconds to get seconds since 1970
     """
-    ended = round((story.accepted if story.ended is None else story.ended) + unix, 3)
-    return {"time": ended, **story.summary(unix)}
+    ended = round((record.accepted if record.ended is None else record.ended) + unix, 3)
+    return {"time": ended, **record.summary(unix)}
 
 
 class RequestLog:
@@ -68,13 +68,13 @@ class RequestLog:
         self._file, self.trouble, self._unsaid, self._started_at = file, None, 0, -AGAIN_S
         self.check()
 
-    def add(self, story: Story) -> None:
+    def add(self, record: RequestRecord) -> None:
         """Write the line of a request that has ended. If the pipe is full, the line is lost."""
         if self._log.isEnabledFor(logging.DEBUG):
-            self._say(story)
+            self._say(record)
         if self._file is None:
             return
-        line = line_of(story, time.time() - time.monotonic())
+        line = line_of(record, time.time() - time.monotonic())
         data = _packed(line)
         if len(data) > PIPE_BUF // 2:
             data = _packed(line | {"trace_ids": []})
@@ -87,14 +87,14 @@ class RequestLog:
             self._unsaid += 1
             self.lost += 1
 
-    def _say(self, story: Story) -> None:
+    def _say(self, record: RequestRecord) -> None:
         """Say the end of a request in the log, as the worker's log does, which gives the request the same name."""
-        line = line_of(story, time.time() - time.monotonic())
+        line = line_of(record, time.time() - time.monotonic())
         how = line["finish_reason"] or line["error"]
         self._log.debug(
             "request %s: model %s, ended (%s), %s tokens after %.0f ms",
-            story.id, story.model, how, line["tokens"], line["total_ms"] or 0.0,
-            extra={"fields": {"request": story.id}},
+            record.id, record.model, how, line["tokens"], line["total_ms"] or 0.0,
+            extra={"fields": {"request": record.id}},
         )  # fmt: skip
 
     def check(self) -> None:

@@ -124,22 +124,23 @@ class CreditControl:
             self._holding.setdefault(request, now)
         return frames, index[-1].flags
 
-    def end_with_error(self, request: InFlight, error: WireError) -> ToClient:
+    def end(self, request: InFlight, error: WireError | None) -> ToClient:
         """Return the terminal event of a request whose worker cannot make it. Held events are dropped.
 
-        The event's field ``delivered_tokens`` has the number of tokens that the client got.
+        error  None for a request that was cancelled
         """
         self.drop(request)
-        return self._terminal(
-            request, EventFlag.ERROR, {"error": error.to_wire(), "delivered_tokens": request.delivered_tokens}
-        )
-
-    def end_cancelled(self, request: InFlight) -> ToClient:
-        """Return the terminal event of a cancelled request whose worker cannot make it."""
-        self.drop(request)
-        usage = {"prompt_tokens": request.prompt_tokens or 0, "completion_tokens": request.delivered_tokens}
-        fields: dict[str, object] = {"text": "", "finish_reason": FinishReason.CANCELLED, "usage": usage, "timings": {}}
-        return self._terminal(request, EventFlag.FINISHED, fields)
+        sent = request.delivered_tokens
+        if error is not None:
+            flag, fields = EventFlag.ERROR, {"error": error.to_wire(), "delivered_tokens": sent}
+        else:
+            usage = {"prompt_tokens": request.prompt_tokens or 0, "completion_tokens": sent}
+            flag = EventFlag.FINISHED
+            fields = {"text": "", "finish_reason": FinishReason.CANCELLED, "usage": usage, "timings": {}}
+        event = pack_event((), fields)
+        entry = EventEntry(request.request, request.sent, int(flag), 0, len(event))
+        request.sent += 1
+        return ToClient(request.channel, encode(Events(request.channel, 0, [entry], event)))
 
     def drop(self, request: InFlight) -> None:
         """Drop the held events of a request. No client will read them."""
@@ -188,12 +189,6 @@ class CreditControl:
     def held_bytes(self) -> int:
         """Return the bytes of all held events."""
         return self._total
-
-    def _terminal(self, request: InFlight, flag: EventFlag, fields: dict[str, object]) -> ToClient:
-        event = pack_event((), fields)
-        entry = EventEntry(request.request, request.sent, int(flag), 0, len(event))
-        request.sent += 1
-        return ToClient(request.channel, encode(Events(request.channel, 0, [entry], event)))
 
     def _charge(self, request: InFlight, cost: int) -> None:
         self._total += cost

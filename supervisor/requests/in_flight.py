@@ -8,7 +8,7 @@ from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_progress import RequestProgress
 from supervisor.requests.route import Route
 from supervisor.requests.send_buffer import SendBuffer
-from supervisor.requests.stories import MOST_STEPS, Outcome, Step, Story
+from supervisor.requests.stories import MOST_STEPS, NOT_ENDED, RequestEnd, RequestRecord, Step
 
 PROBATION = 4
 """Events after which a request has shown that it did not kill its worker. The supervisor may have seen fewer events
@@ -78,7 +78,7 @@ class InFlight(RequestProgress):
     paid               tokens of the answer that its account has paid for
     advance            credit beyond the window, see ``advance.py``
     steps              what has happened to it, see ``stories.py``
-    outcome            how its worker has ended it; None until then
+    end                how its worker has ended it, once that is so
     """
 
     channel: int
@@ -108,7 +108,7 @@ class InFlight(RequestProgress):
     defaults: bytes = field(default=b"", repr=False)
     usage_place: int = 0
     prompt_tokens: int | None = None
-    outcome: Outcome | None = None
+    end: RequestEnd = NOT_ENDED
     steps: list[Step] = field(default_factory=list, repr=False)
     reported: int = -1
     """The queue position last reported."""
@@ -132,12 +132,17 @@ class InFlight(RequestProgress):
         if len(self.steps) < MOST_STEPS:
             self.steps.append(Step(now, step, facts))
 
-    def story(self, outcome: Outcome | None = None, ended: float | None = None) -> Story:
-        """Return the request's story: so far, or the whole one if it has ended."""
-        return Story(
+    def record(self, end: RequestEnd = NOT_ENDED, ended: float | None = None) -> RequestRecord:
+        """Return the facts of the request: those so far, or all of them if it has ended.
+
+        end    how it ended. That need not be how its worker has ended it
+        ended  when it ended, in monotonic seconds; None if it has not
+        """
+        tokens = self.delivered_tokens if end.completion_tokens is None else end.completion_tokens
+        return RequestRecord(
             self.id, self.route.trace_ids, self.model, self.owner, self.route.priority, self.prompt_tokens, self.cost,
-            self.delivered_tokens, self.resumes, self.accepted, self.started, self.first_token, tuple(self.steps),
-            outcome, ended, self.route.notes,
+            tokens, self.resumes, self.accepted, self.started, self.first_token, tuple(self.steps), self.route.notes,
+            end, ended,
         )  # fmt: skip
 
     def settle(self) -> None:

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from supervisor.requests.stories import OTHER, RequestRecord
+
 FIRST_TOKEN_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
@@ -31,9 +33,6 @@ HISTOGRAMS: Final[Mapping[str, tuple[float, ...]]] = {
 }
 MOST_ENDS: Final = 64
 """Most reasons for an end, and most keys, that are counted apart. Others are counted together as OTHER."""
-OTHER: Final = "other"
-DISCONNECTED: Final = "disconnected"
-"""The end of a request whose client has gone."""
 LOCAL: Final = ""
 """Stands for the supervisor's own user where others have the name of their key."""
 
@@ -67,52 +66,31 @@ class RequestFigures:
         self._tokens = {"prompt": 0, "cached": 0, "draft_accepted": 0, "draft_rejected": 0}
         self._keys: dict[str, list[int]] = {}
 
-    def finished(self, key: str | None, body: Mapping[str, Any], age_s: float, *, resumed: bool) -> None:
-        """Count a request that a worker has finished.
-
-        key      the name of the key that asked; None for the supervisor's own user
-        body     the map of its last event, see protocol.bodies.FinishedEvent. Values that cannot be are left out
-        age_s    the time since it was accepted
-        resumed  whether its answer was begun by another worker: then the times of this worker are not those of the
-                 answer
-        """
-        reason = body.get("finish_reason")
-        _count(self._ends, reason if isinstance(reason, str) else OTHER)
-        usage, timings = (_map(body.get(name)) for name in ("usage", "timings"))
-        prompt, answer = _whole(usage.get("prompt_tokens")), _whole(usage.get("completion_tokens"))
+    def add(self, record: RequestRecord) -> None:
+        """Count a request that has ended. Only those that a worker has finished are in the histograms."""
+        end, prompt, answer = record.end, record.prompt_tokens or 0, record.tokens
+        _count(self._errors if end.error else self._ends, end.error or end.finish_reason or OTHER)
         self._tokens["prompt"] += prompt
-        for name in ("cached", "draft_accepted", "draft_rejected"):
-            self._tokens[name] += _whole(usage.get("cached_tokens" if name == "cached" else name))
+        self._count_key(record.owner.name, prompt, answer)
+        if not end.computed or record.ended is None:
+            return
+        self._tokens["cached"] += end.cached_tokens or 0
+        self._tokens["draft_accepted"] += end.draft_accepted or 0
+        self._tokens["draft_rejected"] += end.draft_rejected or 0
+        age_s = record.ended - record.accepted
         self._add("request_prompt_tokens", prompt)
         self._add("request_generation_tokens", answer)
         self._add("e2e_request_latency_seconds", age_s)
-        self._count_key(key, prompt, answer)
-        queue_s, prefill_s, decode_s = (_seconds(timings.get(f"{part}_ms")) for part in ("queue", "prefill", "decode"))
-        self._add("request_queue_time_seconds", queue_s)
-        if resumed:
+        self._add("request_queue_time_seconds", _seconds(end.queue_ms))
+        if record.resumes:  # another worker has begun the answer: the times of this one are not those of the answer
             return
-        self._add("request_prefill_time_seconds", prefill_s)
+        decode_s = _seconds(end.decode_ms)
+        self._add("request_prefill_time_seconds", _seconds(end.prefill_ms))
         self._add("request_decode_time_seconds", decode_s)
         if decode_s is not None and answer:
             self._add("time_to_first_token_seconds", max(0.0, age_s - decode_s))
             if answer > 1:
                 self._histograms["inter_token_latency_seconds"].add(decode_s / (answer - 1), answer - 1)
-
-    def failed(self, key: str | None, error: str, prompt: int, answer: int) -> None:
-        """Count a request that ended with an error.
-
-        error           the name of the error
-        prompt, answer  tokens of its prompt, as far as a worker has reported them, and tokens that its client got
-        """
-        _count(self._errors, error)
-        self._tokens["prompt"] += prompt
-        self._count_key(key, prompt, answer)
-
-    def ended(self, key: str | None, reason: str, prompt: int, answer: int) -> None:
-        """Count a request that ended without an event of a worker: cancelled, or left by its client. As ``failed``."""
-        _count(self._ends, reason)
-        self._tokens["prompt"] += prompt
-        self._count_key(key, prompt, answer)
 
     def describe(self) -> dict[str, Any]:
         """Return the figures, see protocol.figures.ModelFigures."""
@@ -148,14 +126,5 @@ def _count(counts: dict[str, int], name: str) -> None:
     counts[name] = counts.get(name, 0) + 1
 
 
-def _map(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _whole(value: object) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 31 else 0
-
-
-def _seconds(value: object) -> float | None:
-    """Return the seconds of a time in milliseconds; None for what is no time."""
-    return value / 1000 if isinstance(value, (int, float)) and 0 <= value < 1e12 else None
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -47,7 +47,7 @@ class RequestList:
         Raises RequestError if there is none that ``identity`` may see.
         """
         live = {request.id: request for request in self._unfinished()}
-        told = self._table.stories.find(name, identity, (request.story() for request in live.values()))
+        told = self._table.stories.find(name, identity, (request.record() for request in live.values()))
         return [
             story.describe("ended" if story.ended is not None else self._state(live[story.id])[0], unix)
             for story in told

@@ -9,15 +9,14 @@ from collections.abc import Callable
 
 from protocol.codec import encode
 from protocol.errors import WireError
-from protocol.messages import TERMINAL, CancelJob, EventFlag, FinishReason, JobMessage
+from protocol.messages import TERMINAL, CancelJob, FinishReason, JobMessage
 from supervisor.requests.credit_control import CreditControl
 from supervisor.requests.deadlines import Deadlines
 from supervisor.requests.in_flight import Effect, InFlight, ToWorker, Wake
 from supervisor.requests.model_queue import ModelQueue
 from supervisor.requests.poison import PoisonTracker
-from supervisor.requests.request_figures import DISCONNECTED, RequestFigures
 from supervisor.requests.request_phase import RequestPhase
-from supervisor.requests.stories import Outcome, Stories
+from supervisor.requests.stories import DISCONNECTED, RequestEnd, Stories
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.usage.counters import REQUESTS
 from supervisor.usage.ledger import UsageLedger
@@ -132,72 +131,53 @@ class RequestTable:
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
-    def finish(self, worker_slot: WorkerSlot, request: InFlight, flags: int, now: float) -> None:
-        """Take note that the worker has ended a request, and that the terminal event is on its way to the client.
-
-        flags  of the terminal event
-        """
-        self.note_served(request, flags, now)
-        self._count_end(request, flags)
-        self.tell(request, now, request.outcome)
-        self.leave_slot(worker_slot, request)
+    def finish(self, worker_slot: WorkerSlot, request: InFlight, now: float) -> None:
+        """Take note that the worker has ended a request, and that the terminal event is on its way to the client."""
+        self._served(worker_slot, request, now)
+        self._ended(request, request.end, now)
         self.leave(request)
 
-    def note_served(self, request: InFlight, flags: int, now: float) -> None:
-        """Take note that the worker has ended a request. The client may still have to grant credit for the end."""
-        if flags & EventFlag.ERROR or request.cancelled or request.started is None:
-            return
-        self.queues[request.model].totals.served(now - request.started)
-        self.poison.clear(request.model, request.body)
+    def finish_held(self, worker_slot: WorkerSlot, request: InFlight, now: float) -> None:
+        """Take note that the worker has ended a request, whose client still has to grant credit for the end."""
+        self._served(worker_slot, request, now)
+        request.phase = RequestPhase.HELD
+        self.queues[request.model].totals.figures.add(request.record(request.end, now))
+
+    def _served(self, worker_slot: WorkerSlot, request: InFlight, now: float) -> None:
+        if not (request.end.error or request.cancelled or request.started is None):
+            self.queues[request.model].totals.served(now - request.started)
+            self.poison.clear(request.model, request.body)
+        self.leave_slot(worker_slot, request)
 
     def give_up(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
         """End a request with an error, whether it waits, runs, or holds its last events."""
-        if request.phase is RequestPhase.RUNNING:
-            return self.abandon(request) + self.end_running(request, error, now)
-        withdrawn: list[Effect] = []
-        if request.phase is RequestPhase.WAITING:
-            withdrawn = self.withdraw(self.queues[request.model], request)
-        return withdrawn + self.end(request, error, now)
+        told: list[Effect] = []
+        if runs := request.phase is RequestPhase.RUNNING:
+            told = self.abandon(request)
+        elif request.phase is RequestPhase.WAITING:
+            told = self.withdraw(self.queues[request.model], request)
+        return told + self.end(request, error, now, runs=runs)
 
-    def end_running(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
-        """Send the terminal event of a request whose worker still has its job."""
-        self.count_failed(request, error.code.wire_name)
-        self.tell(request, now, Outcome.of_error(error))
-        self.queues[request.model].totals.errors += 1
-        request.phase = RequestPhase.ENDED
-        return [self.credit.end_with_error(request, error)]
+    def end(self, request: InFlight, error: WireError | None, now: float, *, runs: bool = False) -> list[Effect]:
+        """Send the terminal event of a request that its worker does not end.
 
-    def end_unconfirmed(self, request: InFlight, now: float) -> list[Effect]:
-        """Send the terminal event of a cancelled request whose worker has not confirmed the cancel in time."""
-        self.count_ended(request, FinishReason.CANCELLED, now)
-        self.queues[request.model].totals.finished += 1
-        request.phase = RequestPhase.ENDED
-        return [self.credit.end_cancelled(request)]
-
-    def end(self, request: InFlight, error: WireError, now: float) -> list[Effect]:
-        """Send the terminal event of a request that is in no queue, and that no worker has."""
-        if not request.held_terminal:  # the worker had finished that one
-            self.count_failed(request, error.code.wire_name)
-        self.tell(request, now, Outcome.of_error(error))
-        self.queues[request.model].totals.errors += 1
-        end = self.credit.end_with_error(request, error)
-        self.leave(request)
-        return [end]
-
-    def end_cancelled(self, request: InFlight, now: float) -> list[Effect]:
-        """Send the terminal event of a cancelled request that is in no queue, and that no worker has."""
-        self.count_ended(request, FinishReason.CANCELLED, now)
-        self.queues[request.model].totals.finished += 1
-        end = self.credit.end_cancelled(request)
-        self.leave(request)
-        return [end]
+        error  None for a request that was cancelled
+        runs   whether a worker still has its job. Then it stays in the table. Else it must be in no queue
+        """
+        how = RequestEnd(FinishReason.CANCELLED) if error is None else RequestEnd.of_error(error)
+        self._ended(request, how, now)
+        terminal = self.credit.end(request, error)
+        if runs:
+            request.phase = RequestPhase.ENDED
+        else:
+            self.leave(request)
+        return [terminal]
 
     def release(self, request: InFlight, now: float, *, all_of_it: bool = False) -> list[Effect]:
         """Send held events in order, as far as credit goes. If the terminal event is among them, the request leaves."""
         effects, last = self.credit.release(request, now, all_of_it=all_of_it)
         if last & TERMINAL:
-            self._count_end(request, last)
-            self.tell(request, now, request.outcome)
+            self._ended(request, request.end, now)
             self.leave(request)
         return list(effects)
 
@@ -209,38 +189,24 @@ class RequestTable:
             self.credit.drop(request)
         self.live.pop(request.key, None)
 
-    def figures_of(self, request: InFlight) -> RequestFigures:
-        """Return the figures of the request's model."""
-        return self.queues[request.model].totals.figures
-
-    def count_failed(self, request: InFlight, error: str) -> None:
-        """Count the end of a request by an error."""
-        prompt = request.prompt_tokens or 0
-        self.figures_of(request).failed(request.owner.name, error, prompt, request.delivered_tokens)
-
-    def count_ended(self, request: InFlight, reason: str, now: float) -> None:
-        """Count the end of a request that no worker has ended, and tell its story."""
-        self.tell(request, now, Outcome(reason, None))
-        prompt = request.prompt_tokens or 0
-        self.figures_of(request).ended(request.owner.name, reason, prompt, request.delivered_tokens)
-
     def left(self, request: InFlight, now: float) -> None:
         """Take note that the client of a request has gone."""
-        if request.phase in (RequestPhase.WAITING, RequestPhase.RUNNING):
-            self.count_ended(request, DISCONNECTED, now)
-        elif request.phase is RequestPhase.HELD:  # it was counted when the worker finished it
-            self.tell(request, now, Outcome(DISCONNECTED, None))
+        if request.phase is not RequestPhase.ENDED:
+            self._ended(request, RequestEnd(DISCONNECTED), now)
 
-    def tell(self, request: InFlight, now: float, outcome: Outcome | None) -> None:
-        """Remember a request that has ended, when its client has been sent its terminal event, or is gone."""
-        self.stories.add(request.story(outcome or Outcome(None, None), now))
+    def _ended(self, request: InFlight, end: RequestEnd, now: float) -> None:
+        """Count and remember a request that has ended: its client is sent its terminal event now, or is gone.
 
-    def _count_end(self, request: InFlight, flags: int) -> None:
-        totals = self.queues[request.model].totals
-        if flags & EventFlag.ERROR:
+        Call this once for each request, before its phase says that it has ended.
+        """
+        record, totals = request.record(end, now), self.queues[request.model].totals
+        if request.phase is not RequestPhase.HELD:  # else the metrics have counted the end that its worker has made
+            totals.figures.add(record)
+        if end.error is not None:
             totals.errors += 1
-        else:
+        elif end.finish_reason != DISCONNECTED:
             totals.finished += 1
+        self.stories.add(record)
 
 
 def _carry(request: InFlight) -> dict[str, object]:

@@ -346,7 +346,7 @@ class Scheduler:
             queue = self._table.queues[request.model]
             withdrawn = self._table.withdraw(queue, request)
             # Other requests may have waited for this one, which had to be tried alone.
-            return withdrawn + self._table.end_cancelled(request, now) + self._table.dispatch(queue, now)
+            return withdrawn + self._table.end(request, None, now) + self._table.dispatch(queue, now)
         # A client that cancels need not grant more credit. Held events and the terminal event are sent all the same.
         request.cancelled = True
         request.note(now, "cancelled")
@@ -423,7 +423,7 @@ class Scheduler:
             if request.phase not in (RequestPhase.WAITING, RequestPhase.RUNNING):
                 continue
             if request.cancelled:
-                effects += self._table.end_unconfirmed(request, now)
+                effects += self._table.end(request, None, now, runs=True)
             elif not is_met(limit, request) or (limit == "queue_ms" and self._is_ahead(request)):
                 effects += self._give_up(request, too_late(limit, request), now)
         return effects

@@ -4,12 +4,15 @@ A request notes a step when it is accepted, given to a worker, taken back from a
 handful of steps for each request, and none for a token. No step holds a text of a prompt or of an answer.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, NamedTuple, Self
 
-from protocol.errors import RequestError, WireError
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.presets import changed_option
 from supervisor.keys.rights import Identity, may_see
 
 KEPT: Final = 2000
@@ -22,6 +25,22 @@ MOST_LISTED: Final = 1000
 """The most ended requests in one list."""
 MOST_CHARACTERS: Final = 256
 """Characters of an error's message that are kept."""
+MOST_TOKENS: Final = 1 << 31
+"""The longest prompt or answer that the supervisor believes a worker."""
+MOST_MS: Final = 1e12
+"""The longest time that the supervisor believes a worker."""
+LONGEST_REASON: Final = 64
+"""Characters of a finish reason, and of an option's name, that are kept."""
+MOST_LEFT_OUT, MOST_FORCED = 8, 64
+"""Options of each kind that are kept. There are fewer."""
+DISCONNECTED: Final = "disconnected"
+"""The finish reason of a request whose client has gone."""
+OTHER: Final = "other"
+"""The finish reason, or the name of the error, of an end that a worker has named in another way than it may."""
+_ERROR_NAMES: Final = frozenset(code.wire_name for code in ErrorCode)
+_WITHOUT_VALUES: Final = frozenset({ErrorCode.CONTEXT_OVERFLOW.wire_name, ErrorCode.HELPER_FAILED.wire_name})
+"""Errors of workers whose messages hold numbers, but no value of the request."""
+_OPTION: Final = re.compile("[a-z_]{1,32}")
 
 
 class Step(NamedTuple):
@@ -37,43 +56,94 @@ class Step(NamedTuple):
     facts: Mapping[str, Any]
 
 
-class Outcome(NamedTuple):
-    """How an answer ended. One of ``finish_reason`` and ``error`` is None.
+class RequestEnd(NamedTuple):
+    """How a request ended. It holds no text of the request.
 
-    finish_reason      why the answer ended without an error
-    error              the name of the error
-    cached_tokens      tokens of the prompt that the engine had in its cache; None if no worker has said so
+    finish_reason      why the answer ended without an error; None if it ended with one, or has not ended
+    error              the name of the error; None if there is none
+    error_message      the error in words, see ``_kept_words``
+    computed           whether a worker has finished the answer. Only then anything below is known
+    cached_tokens      tokens of the prompt that the engine had in its cache
     completion_tokens  tokens of the answer; None for those that its client got
+    draft_accepted, draft_rejected  speculated tokens that were right, and wrong
+    queue_ms           milliseconds until the worker began to compute the request
+    prefill_ms, decode_ms  milliseconds until the first token, and from there to the end, in the last worker
     max_tokens         the most tokens that the answer could have, if the context has cut the request's own max_tokens
     left_out           the options that the worker did without
-    queue_ms           milliseconds until the worker began to compute the request, if the worker has said so
-    error_message      the error in words. It never holds a text of the request, see ``worker_events._kept_words``
     forced             the options that the worker replaced, each with its new value if that is a number or a switch
     """
 
-    finish_reason: str | None
-    error: str | None
+    finish_reason: str | None = None
+    error: str | None = None
+    error_message: str | None = None
+    computed: bool = False
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    draft_accepted: int | None = None
+    draft_rejected: int | None = None
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
     max_tokens: int | None = None
     left_out: tuple[str, ...] = ()
-    queue_ms: float | None = None
-    error_message: str | None = None
     forced: tuple[str, ...] = ()
 
     @classmethod
     def of_error(cls, error: WireError) -> Self:
-        """Return the outcome of a request that the supervisor itself ends with an error."""
-        return cls(None, error.code.wire_name, error_message=error.message[:MOST_CHARACTERS])
+        """Return the end of a request that the supervisor itself ends with an error."""
+        return cls(error=error.code.wire_name, error_message=error.message[:MOST_CHARACTERS])
+
+    @classmethod
+    def of_worker(cls, body: Mapping[str, Any], *, failed: bool) -> Self:
+        """Return the end of a request that a worker has ended. What cannot be is left out.
+
+        body    the map of the last event, see protocol.bodies.FinishedEvent and ErrorEvent
+        failed  whether the event is an error
+        """
+        if failed:
+            error = _map(body.get("error"))
+            name: str = error["name"] if error.get("name") in _ERROR_NAMES else OTHER
+            return cls(error=name, error_message=_kept_words(name, error))
+        usage, timings, reason = _map(body.get("usage")), _map(body.get("timings")), body.get("finish_reason")
+        left_out, forced = body.get("left_out"), body.get("forced")
+        return cls(
+            finish_reason=reason[:LONGEST_REASON] if isinstance(reason, str) else OTHER,
+            computed=True,
+            cached_tokens=_whole(usage.get("cached_tokens", 0)),
+            completion_tokens=_whole(usage.get("completion_tokens")),
+            draft_accepted=_whole(usage.get("draft_accepted")),
+            draft_rejected=_whole(usage.get("draft_rejected")),
+            queue_ms=_milliseconds(timings.get("queue_ms")),
+            prefill_ms=_milliseconds(timings.get("prefill_ms")),
+            decode_ms=_milliseconds(timings.get("decode_ms")),
+            max_tokens=_whole(body.get("max_tokens")),
+            left_out=tuple(
+                name[:LONGEST_REASON]
+                for name in (left_out[:MOST_LEFT_OUT] if isinstance(left_out, list) else ())
+                if isinstance(name, str)
+            ),
+            forced=tuple(
+                changed_option(name[:LONGEST_REASON], value)
+                for name, value in islice(_map(forced).items(), MOST_FORCED)
+                if isinstance(name, str)
+            ),
+        )
+
+
+NOT_ENDED: Final = RequestEnd()
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
-    """What is known of one request. Times are monotonic seconds.
+class RequestRecord:
+    """The facts of one request. ``InFlight.record`` makes it, when a request has ended and while it has not.
+
+    The metrics, the totals of the model, the request log, and the verbs ``story`` and ``ended_requests`` take what they
+    say of a request from its record. Times are monotonic seconds.
 
     id           CONNECTION-REQUEST, as the verb ``requests`` names it
     trace_ids    the names that its client gave it
     notes        what became of the options of its sender, in words
+    tokens       tokens of the answer
     first_token  when its first token came; 0 if none did
     ended        when it ended; None if it has not
     """
@@ -91,9 +161,9 @@ class Story:
     started: float | None
     first_token: float
     steps: tuple[Step, ...]
-    outcome: Outcome | None = None
-    ended: float | None = None
     notes: tuple[str, ...] = ()
+    end: RequestEnd = NOT_ENDED
+    ended: float | None = None
 
     def is_named(self, name: str) -> bool:
         """Return whether the id, or one of the names, is ``name``."""
@@ -104,8 +174,7 @@ class Story:
 
         unix  what has to be added to monotonic seconds to get seconds since 1970
         """
-        outcome = self.outcome or _NO_OUTCOME
-        tokens = self.tokens if outcome.completion_tokens is None else outcome.completion_tokens
+        end = self.end
         answer_s = (self.ended or 0.0) - self.first_token if self.first_token else 0.0
         return {
             "id": self.id,
@@ -113,18 +182,18 @@ class Story:
             "model": self.model,
             "key": self.owner.name,
             "priority": self.priority,
-            "finish_reason": outcome.finish_reason,
-            "error": outcome.error,
-            "error_message": outcome.error_message,
+            "finish_reason": end.finish_reason,
+            "error": end.error,
+            "error_message": end.error_message,
             "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": outcome.cached_tokens,
-            "tokens": tokens,
+            "cached_tokens": end.cached_tokens,
+            "tokens": self.tokens,
             "resumes": self.resumes,
             "accepted": round(self.accepted + unix, 3),
-            "queue_ms": self._since(self.started) if outcome.queue_ms is None else round(outcome.queue_ms, 1),
+            "queue_ms": self._since(self.started) if end.queue_ms is None else round(end.queue_ms, 1),
             "first_token_ms": self._since(self.first_token or None),
             "total_ms": self._since(self.ended),
-            "tokens_per_s": round((tokens - 1) / answer_s, 1) if tokens > 1 and answer_s > 0 else None,
+            "tokens_per_s": round((self.tokens - 1) / answer_s, 1) if self.tokens > 1 and answer_s > 0 else None,
             "worker": next((step.facts["worker"] for step in reversed(self.steps) if step.step == "placed"), None),
         }
 
@@ -138,12 +207,11 @@ class Story:
         if self.first_token:
             steps.append(Step(self.first_token, "first_token", {}))
         steps.sort(key=lambda step: step.at)
-        if self.ended is not None and self.outcome is not None:
+        if self.ended is not None:
             steps.append(Step(self.ended, "ended", {}))
-        outcome = self.outcome or _NO_OUTCOME
-        ignored = [f"ignored {name}" for name in outcome.left_out]
-        cut = [] if outcome.max_tokens is None else [f"changed max_tokens={outcome.max_tokens}"]
-        cut += [f"changed {what}" for what in outcome.forced]
+        ignored = [f"ignored {name}" for name in self.end.left_out]
+        cut = [] if self.end.max_tokens is None else [f"changed max_tokens={self.end.max_tokens}"]
+        cut += [f"changed {what}" for what in self.end.forced]
         return {
             **self.summary(unix),
             "notes": [*self.notes, *ignored, *cut],
@@ -156,22 +224,19 @@ class Story:
         return None if at is None else round(1000 * max(0.0, at - self.accepted), 1)
 
 
-_NO_OUTCOME: Final = Outcome(None, None)
-
-
 class Stories:
     """The last requests that have ended. ``listener``, if it is set, is called with each one that ends.
 
     newest  the number of the last request that has ended. The first one has number 1, and there are no gaps
     """
 
-    def __init__(self, listener: Callable[[Story], None] | None = None) -> None:
+    def __init__(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
         """listener  told of each request that has ended"""
-        self._ended: deque[Story] = deque(maxlen=KEPT)
+        self._ended: deque[RequestRecord] = deque(maxlen=KEPT)
         self._listener = listener
         self.newest = 0
 
-    def add(self, story: Story) -> None:
+    def add(self, story: RequestRecord) -> None:
         """Remember a request that has ended."""
         self._ended.append(story)
         self.newest += 1
@@ -183,7 +248,7 @@ class Stories:
 
         after  the number of the last request that the caller knows; None if it knows none
         limit  the most requests
-        unix   as for ``Story.summary``
+        unix   as for ``RequestRecord.summary``
         """
         found: list[dict[str, Any]] = []
         number, known, full = self.newest, after or 0, False
@@ -198,7 +263,7 @@ class Stories:
         lost = full or known < self.newest - len(self._ended)
         return {"requests": found[::-1], "last": self.newest, "dropped": after is not None and lost}
 
-    def find(self, name: str, identity: Identity, unfinished: Iterable[Story]) -> list[Story]:
+    def find(self, name: str, identity: Identity, unfinished: Iterable[RequestRecord]) -> list[RequestRecord]:
         """Return the requests that a name means, the oldest first, as far as ``identity`` may know of them.
 
         Raises RequestError if there is none.
@@ -209,3 +274,24 @@ class Stories:
             why = f"it was refused, or it is older than the last {KEPT} that have ended, or it never was"
             raise RequestError(f"no request {name[:128]!r} is known: {why}", field="id")
         return seen[-MOST_FOUND:]
+
+
+def _kept_words(name: str, error: Mapping[str, Any]) -> str | None:
+    """Return what is kept of the message of a worker's error. A message may quote the request, such as its schema."""
+    message, field = error.get("message"), error.get("field")
+    if name in _WITHOUT_VALUES and isinstance(message, str):
+        return message[:MOST_CHARACTERS]
+    option = _OPTION.match(field) if isinstance(field, str) else None
+    return None if option is None else f"{option[0]} was refused: the client was told why"
+
+
+def _map(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
+
+
+def _milliseconds(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and 0 <= value <= MOST_MS else None

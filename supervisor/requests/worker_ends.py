@@ -47,7 +47,7 @@ class WorkerEnds:
         """Put a request of a dead worker back into the queue, or end it."""
         table, queue = self._table, self._table.queues[request.model]
         if request.cancelled:  # the worker had yet to confirm the cancel, which makes no difference to the client
-            return table.end_cancelled(request, now)
+            return table.end(request, None, now)
         if struck:
             suspicion = table.poison.find(request.model, request.body, now)
             if table.poison.poisons(suspicion):

@@ -7,20 +7,16 @@ time. The time that a compilation takes is charged as tokens to the client that 
 in the queue, and to the budget of its key (``RequestAuthorizer.charge_party``).
 """
 
-import re
-from itertools import islice
 from typing import Any
 
 from protocol.codec import encode, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import TERMINAL, EventEntry, EventFlag, Events
-from protocol.presets import changed_option
 from supervisor.requests.in_flight import Effect, InFlight, ToClient
 from supervisor.requests.reports import report
-from supervisor.requests.request_figures import OTHER
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_table import RequestTable
-from supervisor.requests.stories import MOST_CHARACTERS, Outcome
+from supervisor.requests.stories import MOST_TOKENS, RequestEnd
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.usage.counters import CACHED, COMPLETION, PROMPT
 
@@ -31,18 +27,6 @@ LONGEST_MS = 3_600_000
 """The longest time of a compilation that the supervisor believes. A compilation takes a second or two."""
 
 
-_ERROR_NAMES = frozenset(code.wire_name for code in ErrorCode)
-MOST_TOKENS = 1 << 31
-"""The longest prompt that the supervisor believes."""
-MOST_QUEUE_MS = 1e12
-"""The longest wait that the supervisor believes."""
-LONGEST_REASON = 64
-"""Characters of a finish reason, and of an option's name, that are kept."""
-MOST_LEFT_OUT, MOST_FORCED = 8, 64
-"""Options of each kind that a story names. There are fewer."""
-_WITHOUT_VALUES = frozenset({ErrorCode.CONTEXT_OVERFLOW.wire_name, ErrorCode.HELPER_FAILED.wire_name})
-"""Errors of workers whose messages hold numbers, but no value of the request."""
-_OPTION = re.compile("[a-z_]{1,32}")
 _USAGE = ("prompt_tokens", "cached_tokens")
 
 
@@ -86,7 +70,7 @@ class WorkerEvents:
         if request.phase is RequestPhase.ENDED:
             table.leave(request)
         elif request.cancelled:
-            effects += table.end_cancelled(request, now)
+            effects += table.end(request, None, now)
         else:
             request.phase, request.started = RequestPhase.WAITING, None
             request.parkings += 1
@@ -136,7 +120,7 @@ class WorkerEvents:
         last = _ends_in(worker_slot, message)
         requests = requests_of_whole_frame(worker_slot, message)
         for request, flags, body in last:
-            self._note_end(request, flags, body, now)
+            _note_end(request, flags, body)
         if requests:
             effects: list[Effect] = [ToClient(message.channel, frame)]
             ended = self._note_whole(worker_slot, requests, message, now)
@@ -169,7 +153,7 @@ class WorkerEvents:
             request.credit -= 1
             if flags & TERMINAL:
                 ended = True
-                self._table.finish(worker_slot, request, flags, now)
+                self._table.finish(worker_slot, request, now)
         worker_slot.tokens += tokens_in_all
         return ended
 
@@ -208,7 +192,7 @@ class WorkerEvents:
             index.append(entry)
             chunks.append(event)
             if entry.flags & TERMINAL:
-                self._table.finish(worker_slot, request, entry.flags, now)
+                self._table.finish(worker_slot, request, now)
         if index:
             frame = encode(Events(message.channel, message.generation, index, b"".join(chunks)))
             effects.insert(0, ToClient(message.channel, frame))
@@ -220,67 +204,20 @@ class WorkerEvents:
         """Hold an event until its client grants credit. If the held events then exceed a limit, end one stream."""
         self._table.credit.hold(request, entry, event, now)
         if entry.flags & TERMINAL:
-            request.phase = RequestPhase.HELD
-            self._table.leave_slot(worker_slot, request)
-            self._table.note_served(request, entry.flags, now)
+            self._table.finish_held(worker_slot, request, now)
         if excess := self._table.credit.excess(request):
             ended, error = excess
             return self._table.give_up(ended, error, now) + self._table.dispatch(self._table.queues[ended.model], now)
         return []
 
-    def _note_end(self, request: InFlight, flags: int, body: dict[str, Any], now: float) -> None:
-        """Count the tokens of an answer's prompt in the ledger, and its end in the metrics."""
-        if flags & EventFlag.ERROR:
-            error = body.get("error")
-            name = error.get("name") if isinstance(error, dict) else None
-            known: str = name if name in _ERROR_NAMES else OTHER
-            request.outcome = Outcome(None, known, error_message=_kept_words(known, error))
-            self._table.count_failed(request, known)
-            return
-        usage, reason = body.get("usage", {}), body.get("finish_reason")
-        tokens, cut = usage.get("completion_tokens"), body.get("max_tokens")
-        request.outcome = Outcome(
-            reason[:LONGEST_REASON] if isinstance(reason, str) else OTHER,
-            None,
-            usage.get("cached_tokens", 0),
-            tokens if type(tokens) is int and 0 <= tokens <= MOST_TOKENS else None,
-            cut if type(cut) is int and 0 <= cut <= MOST_TOKENS else None,
-            _left_out(body.get("left_out")),
-            _milliseconds(body.get("timings")),
-            forced=_forced(body.get("forced")),
-        )
-        _count_prompt(request, usage.get("prompt_tokens", 0))
+
+def _note_end(request: InFlight, flags: int, body: dict[str, Any]) -> None:
+    """Note how a worker has ended a request, and count the tokens of its prompt in the ledger."""
+    request.end = RequestEnd.of_worker(body, failed=bool(flags & EventFlag.ERROR))
+    if request.end.computed:
+        _count_prompt(request, body.get("usage", {}).get("prompt_tokens", 0))
         if request.counters is not None:
-            request.counters[CACHED] += usage.get("cached_tokens", 0)
-        age_s, resumed = now - request.accepted, request.resumes > 0
-        self._table.figures_of(request).finished(request.owner.name, body, age_s, resumed=resumed)
-
-
-def _kept_words(name: str, error: Any) -> str | None:
-    """Return what is kept of the message of a worker's error. A message may quote the request, such as its schema."""
-    message, field = (error.get(part) if isinstance(error, dict) else None for part in ("message", "field"))
-    if name in _WITHOUT_VALUES and isinstance(message, str):
-        return message[:MOST_CHARACTERS]
-    option = _OPTION.match(field) if isinstance(field, str) else None
-    return None if option is None else f"{option[0]} was refused: the client was told why"
-
-
-def _milliseconds(timings: Any) -> float | None:
-    """Return the time until the worker began to compute the request, if the worker tells one that can be."""
-    value = timings.get("queue_ms") if isinstance(timings, dict) else None
-    return float(value) if isinstance(value, (int, float)) and 0 <= value <= MOST_QUEUE_MS else None
-
-
-def _left_out(given: Any) -> tuple[str, ...]:
-    """Return the names of options that a worker did without."""
-    names = given[:MOST_LEFT_OUT] if isinstance(given, list) else []
-    return tuple(name[:LONGEST_REASON] for name in names if isinstance(name, str))
-
-
-def _forced(given: Any) -> tuple[str, ...]:
-    """Return the options that a worker replaced, each with its new value if that is a number or a switch."""
-    known = islice(given.items(), MOST_FORCED) if isinstance(given, dict) else ()
-    return tuple(changed_option(name[:LONGEST_REASON], value) for name, value in known if isinstance(name, str))
+            request.counters[CACHED] += request.end.cached_tokens or 0
 
 
 def _count_prompt(request: InFlight, tokens: int) -> None:

@@ -17,7 +17,9 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from exporter.families import PREFIX
 from exporter.naming import counter, gauge
 from exporter.text import compressed, pieces
-from supervisor.requests.request_figures import HISTOGRAMS, MOST_ENDS, OTHER, Histogram, RequestFigures
+from supervisor.keys.rights import OWNER, Identity
+from supervisor.requests.request_figures import HISTOGRAMS, MOST_ENDS, Histogram, RequestFigures
+from supervisor.requests.stories import OTHER, RequestEnd, RequestRecord
 from tests.cli.programs import MODELCTL
 from tests.exporter.scraping import Scraped, counted, mixed_requests, parsed, total
 from tests.gateway.running import Gateway
@@ -215,6 +217,10 @@ def test_a_value_lies_in_the_first_bucket_whose_bound_it_does_not_exceed() -> No
     assert (histogram.counts, histogram.sum) == ([2, 2, 4, 1], pytest.approx(25.5001))
 
 
+def a_record(end: RequestEnd, owner: Identity = OWNER, resumes: int = 0) -> RequestRecord:
+    return RequestRecord("1-1", (), "m", owner, "normal", 7, 8, 5, resumes, 10.0, 10.0, 10.1, (), end=end, ended=10.5)
+
+
 def test_times_of_an_answer_that_another_worker_began_are_left_out() -> None:
     figures = RequestFigures()
     body = {
@@ -222,8 +228,9 @@ def test_times_of_an_answer_that_another_worker_began_are_left_out() -> None:
         "usage": {"prompt_tokens": 7, "completion_tokens": 5, "cached_tokens": 3},
         "timings": {"queue_ms": 10.0, "prefill_ms": 20.0, "decode_ms": 400.0},
     }
-    figures.finished("web", body, 0.5, resumed=False)
-    figures.finished(None, body, 0.5, resumed=True)
+    end = RequestEnd.of_worker(body, failed=False)
+    figures.add(a_record(end, Identity("web", "id of web")))
+    figures.add(a_record(end, resumes=1))
     found = figures.describe()
     counts = {name: sum(each["counts"]) for name, each in found["histograms"].items()}
     assert counts == {
@@ -239,10 +246,11 @@ def test_times_of_an_answer_that_another_worker_began_are_left_out() -> None:
 def test_what_a_worker_may_say_is_bounded() -> None:
     figures = RequestFigures()
     wrong = {"finish_reason": 5, "usage": "x", "timings": {"queue_ms": "x", "decode_ms": -1, "prefill_ms": 1e300}}
-    figures.finished(None, wrong, 0.1, resumed=False)
+    figures.add(a_record(RequestEnd.of_worker(wrong, failed=False)))
     for number in range(3 * MOST_ENDS):
-        figures.finished(f"key {number}", {"finish_reason": f"reason {number}"}, 0.1, resumed=False)
-        figures.failed(f"key {number}", f"error {number}", 1, 2)
+        key = Identity(f"key {number}", f"id {number}")
+        figures.add(a_record(RequestEnd.of_worker({"finish_reason": f"reason {number}"}, failed=False), key))
+        figures.add(a_record(RequestEnd(error=f"error {number}"), key))
     found = figures.describe()
     assert max(len(found[name]) for name in ("ends", "errors", "keys")) <= MOST_ENDS + 1
     assert sum(found["ends"].values()) == 3 * MOST_ENDS + 1

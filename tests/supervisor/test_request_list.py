@@ -8,10 +8,11 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import CancelJob, Events, Generate
 from protocol.verbs import Right
 from supervisor.keys.rights import NOBODY, OWNER, Identity
+from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.model_queue import QueueLimits
 from supervisor.requests.request_list import MOST
 from supervisor.requests.scheduler import Scheduler
-from supervisor.requests.stories import KEPT
+from supervisor.requests.stories import KEPT, RequestRecord, Stories
 from tests.supervisor.test_scheduler import DOWN, FINISHED, NOW, deliver, frame, messages
 from tests.supervisor.test_turns import reports
 
@@ -233,6 +234,25 @@ def test_rights_and_models_decide_about_ended_requests_too(
         ask(scheduler, request, owner)
         deliver(scheduler, frame(5, (request, 0, FINISHED)))
     assert numbers(ended(scheduler, identity)) == sees
+
+
+def test_every_face_tells_the_same_of_a_request_that_has_ended() -> None:
+    """The end is under way to a client without credit, and comes in the frame with which it holds too much."""
+    records: list[RequestRecord] = []
+    scheduler = Scheduler(window=2, holds=SendBufferLimits(of_stream=100), stories=Stories(records.append))
+    scheduler.add_model("m", QueueLimits(1000, 1_000_000))
+    scheduler.add_worker("m", "m", DOWN)
+    scheduler.open("m", 1, 2, NOW)
+    scheduler.accept_new("m")
+    ask(scheduler, 1)
+    deliver(scheduler, frame(5, *((1, seq, FINISHED if seq == 9 else 0) for seq in range(10))))
+    (request,) = ended(scheduler)["requests"]
+    assert (request["error"], request["tokens"]) == ("slow_consumer", 2)
+    assert [record.end.error for record in records] == ["slow_consumer"]
+    figures = scheduler.figures("m", NOW)
+    assert (figures["errors"], figures["ends"]) == ({"slow_consumer": 1}, {})
+    assert figures["keys"] == [["user", 1, 0, 2]]
+    assert (scheduler.totals("m")["errors"], scheduler.totals("m")["finished"]) == (1, 0)
 
 
 def test_the_supervisors_own_error_is_kept_in_words(scheduler: Scheduler) -> None:

@@ -13,16 +13,16 @@ import pytest
 from supervisor.keys.rights import Identity
 from supervisor.request_log import RequestLog, line_of
 from supervisor.request_log_writer import RequestLogFile
-from supervisor.requests.stories import Outcome, Step, Story
+from supervisor.requests.stories import RequestEnd, RequestRecord, Step
 from tests.serving import wait_until
 
 
-def a_story(number: int, trace_ids: tuple[str, ...] = ("req_1",)) -> Story:
+def a_record(number: int, trace_ids: tuple[str, ...] = ("req_1",)) -> RequestRecord:
     steps = (Step(10.0, "accepted", {"queue_position": 0, "ready": True}), Step(11.0, "placed", {"worker": "m:2"}))
     key = Identity("ann", "x" * 40)
-    outcome = Outcome("stop", None, 4, 7)
-    return Story(
-        f"1-{number}", trace_ids, "m", key, "normal", 5, 6, 7, 0, 10.0, 11.0, 12.0, steps, outcome=outcome, ended=13.0
+    end = RequestEnd("stop", computed=True, cached_tokens=4, completion_tokens=7)
+    return RequestRecord(
+        f"1-{number}", trace_ids, "m", key, "normal", 5, 6, 7, 0, 10.0, 11.0, 12.0, steps, end=end, ended=13.0
     )
 
 
@@ -44,7 +44,7 @@ def writer(log: RequestLog) -> int:
 
 
 def test_a_line_says_who_asked_what_it_took_and_how_it_ended() -> None:
-    assert line_of(a_story(3), 1000.0) == {
+    assert line_of(a_record(3), 1000.0) == {
         "time": 1013.0, "id": "1-3", "trace_ids": ["req_1"], "model": "m", "key": "ann", "priority": "normal",
         "finish_reason": "stop", "error": None, "error_message": None,
         "prompt_tokens": 5, "cached_tokens": 4, "tokens": 7, "resumes": 0,
@@ -56,18 +56,18 @@ def test_a_line_says_who_asked_what_it_took_and_how_it_ended() -> None:
 def test_a_writer_that_hangs_costs_lines_and_no_time_and_the_log_says_how_many(log: RequestLog, tmp_path: Path) -> None:
     file = tmp_path / "new" / "requests.jsonl"
     log.adopt(file)
-    log.add(a_story(0))
+    log.add(a_record(0))
     wait_until(lambda: len(lines(file)) == 1)
     os.kill(writer(log), signal.SIGSTOP)
     added = 0
     while not log.lost:
         added += 1
-        log.add(a_story(added))
+        log.add(a_record(added))
     lost_first, log_pid = log.lost, writer(log)
     assert added > 100, "the pipe holds some"
     os.kill(log_pid, signal.SIGCONT)
     wait_until(lambda: len(lines(file)) == added)
-    log.add(a_story(added + 1))
+    log.add(a_record(added + 1))
     wait_until(lambda: len(lines(file)) == added + 2)
     assert lines(file)[-2]["lost"] == lost_first
     assert lines(file)[-1]["id"] == f"1-{added + 1}"
@@ -85,7 +85,7 @@ def test_a_writer_that_dies_is_started_again(log: RequestLog, tmp_path: Path, mo
         return log._process is not None and log._process.pid != first
 
     wait_until(replaced)
-    log.add(a_story(5))
+    log.add(a_record(5))
     wait_until(lambda: [line.get("id") for line in lines(tmp_path / "log")][-1:] == ["1-5"])
 
 
@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_written_is_said(log: RequestLog, tmp_path: Path) 
     log.adopt(tmp_path / "fifo")
 
     def said() -> bool:
-        log.add(a_story(1))
+        log.add(a_record(1))
         log.check()
         return log.trouble is not None and "cannot be written" in log.trouble
 
@@ -104,13 +104,13 @@ def test_a_file_that_cannot_be_written_is_said(log: RequestLog, tmp_path: Path) 
     assert told["file"] == str(tmp_path / "fifo")
     log.adopt(None)
     assert log.describe() is None
-    log.add(a_story(2))
+    log.add(a_record(2))
 
 
 def test_names_that_are_too_long_for_a_pipe_are_left_out(log: RequestLog, tmp_path: Path) -> None:
     log.adopt(tmp_path / "log")
-    log.add(a_story(1, ("\U0001f600" * 128,) * 4))
-    log.add(a_story(2))
+    log.add(a_record(1, ("\U0001f600" * 128,) * 4))
+    log.add(a_record(2))
     wait_until(lambda: len(lines(tmp_path / "log")) == 2)
     assert [(line["id"], line["trace_ids"]) for line in lines(tmp_path / "log")] == [("1-1", []), ("1-2", ["req_1"])]
 
