@@ -70,8 +70,9 @@ class RequestSummary(TypedDict):
     total_ms: Duration | None
     """The time until the end; null for an unfinished request."""
     tokens_per_s: Annotated[float, "tokens/s"] | None
-    """Tokens of the answer after the first one, by the time from the first one to the end. Null if there was one token
-    or none, and for an unfinished request."""
+    """Tokens of the answer after the first one, by the time from the first one to the end, which is the worker's own if
+    it is known. Null if there was one token or none, if they came within a millisecond, and for an unfinished
+    request."""
     worker: str | None
     """The worker that was given the request last; null if none was."""
 

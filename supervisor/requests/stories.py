@@ -33,6 +33,9 @@ LONGEST_REASON: Final = 64
 """Characters of a finish reason, and of an option's name, that are kept."""
 MOST_LEFT_OUT, MOST_FORCED = 8, 64
 """Options of each kind that are kept. There are fewer."""
+SHORTEST_S: Final = 0.001
+"""The shortest time from the first token to the end that gives a speed. Within a shorter one come the tokens of one
+step or one frame, however fast the model is."""
 DISCONNECTED: Final = "disconnected"
 """The finish reason of a request whose client has gone."""
 OTHER: Final = "other"
@@ -175,7 +178,6 @@ class RequestRecord:
         unix  what has to be added to monotonic seconds to get seconds since 1970
         """
         end = self.end
-        answer_s = (self.ended or 0.0) - self.first_token if self.first_token else 0.0
         return {
             "id": self.id,
             "trace_ids": list(self.trace_ids),
@@ -193,7 +195,7 @@ class RequestRecord:
             "queue_ms": self._since(self.started) if end.queue_ms is None else round(end.queue_ms, 1),
             "first_token_ms": self._since(self.first_token or None),
             "total_ms": self._since(self.ended),
-            "tokens_per_s": round((self.tokens - 1) / answer_s, 1) if self.tokens > 1 and answer_s > 0 else None,
+            "tokens_per_s": self._speed(),
             "worker": next((step.facts["worker"] for step in reversed(self.steps) if step.step == "placed"), None),
         }
 
@@ -219,6 +221,17 @@ class RequestRecord:
             "prompt_tokens_estimate": self.prompt_tokens_estimate,
             "steps": [{"ms": self._since(step.at), "step": step.step, **step.facts} for step in steps],
         }
+
+    def _speed(self) -> float | None:
+        """Return the tokens of the answer per second, without the first one; None if there was no time to measure.
+
+        The worker's own time counts if it is known. Frames may come to the supervisor late, and then all at once.
+        """
+        if not self.first_token or self.ended is None or self.tokens < 2:
+            return None
+        decode_ms = None if self.resumes else self.end.decode_ms
+        seconds = decode_ms / 1000 if decode_ms else self.ended - self.first_token
+        return round((self.tokens - 1) / seconds, 1) if seconds >= SHORTEST_S else None
 
     def _since(self, at: float | None) -> float | None:
         return None if at is None else round(1000 * max(0.0, at - self.accepted), 1)

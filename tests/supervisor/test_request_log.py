@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from supervisor.requests.stories import RequestEnd, RequestRecord, Step
 from tests.serving import wait_until
 
 
-def a_record(number: int, trace_ids: tuple[str, ...] = ("req_1",)) -> RequestRecord:
+def a_record(number: int, trace_ids: tuple[str, ...] = ("req_1",), **facts: Any) -> RequestRecord:
     steps = (Step(10.0, "accepted", {"queue_position": 0, "ready": True}), Step(11.0, "placed", {"worker": "m:2"}))
     key = Identity("ann", "x" * 40)
     end = RequestEnd("stop", computed=True, cached_tokens=4, completion_tokens=7)
-    return RequestRecord(
+    record = RequestRecord(
         f"1-{number}", trace_ids, "m", key, "normal", 5, 6, 7, 0, 10.0, 11.0, 12.0, steps, end=end, ended=13.0
     )
+    return replace(record, **facts)
 
 
 @pytest.fixture
@@ -51,6 +53,26 @@ def test_a_line_says_who_asked_what_it_took_and_how_it_ended() -> None:
         "accepted": 1010.0, "queue_ms": 1000.0, "first_token_ms": 2000.0, "total_ms": 3000.0,
         "tokens_per_s": 6.0, "worker": "m:2",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "speed"),
+    [
+        ({}, 6.0),
+        ({"tokens": 1}, None),
+        ({"first_token": 0.0}, None),
+        ({"ended": None}, None),
+        ({"first_token": 13.0}, None),  # the answer came in one frame,
+        ({"first_token": 12.9999}, None),  # or all its tokens, and the end at once after them
+        ({"end": RequestEnd("stop", decode_ms=0.004)}, None),  # all tokens in one step, and the frames came late
+        ({"end": RequestEnd("stop", decode_ms=2000.0)}, 3.0),
+        ({"end": RequestEnd("stop", decode_ms=2000.0), "resumes": 1}, 6.0),  # it is the time of the last worker only
+    ],
+)
+def test_the_speed_of_an_answer_is_told_if_there_was_time_to_measure_it(
+    facts: dict[str, Any], speed: float | None
+) -> None:
+    assert line_of(a_record(3, **facts), 1000.0)["tokens_per_s"] == speed
 
 
 def test_a_writer_that_hangs_costs_lines_and_no_time_and_the_log_says_how_many(log: RequestLog, tmp_path: Path) -> None:
