@@ -39,7 +39,8 @@ class AsyncClient:
 
     The parameters and the rules for connections are those of ``Client``. An AsyncClient belongs to one event loop. Any
     number of tasks may use it. It refuses other threads and other event loops, also a later ``asyncio.run`` of the same
-    thread, which may only close it.
+    thread, which may only close it. If it has to connect anew for ``generate``, it does so in the background. If that
+    fails, the stream raises the error.
     """
 
     def __init__(

@@ -15,12 +15,8 @@ T_co = TypeVar("T_co", covariant=True)
 class AsyncStream(StreamBase):
     """The answer to one request, while it is generated. Iterate over it with ``async for`` for ``Delta`` objects.
 
-    Leaving the loop cancels the request: by break, by an exception, by ``close()``, by cancelling the task that waits
-    for the next delta, or when the stream is garbage collected. ``cancel()`` asks for the end and lets you read up to
-    it; ``finish_reason`` is then "cancelled".
-
-    If the request ends with an error, the iteration raises it once: WireError with the code, or ConnectionLost. It
-    raises TimeoutError after the ``timeout`` of ``generate``. One task at a time reads a stream.
+    The rules are those of ``Stream``. Cancelling the task that waits for the next delta cancels the request, too. One
+    task at a time reads a stream.
     """
 
     _connection: LoopConnection

@@ -131,7 +131,7 @@ class Client:
         timeout      seconds without any event of this request, while the stream is read. Then the request is cancelled
                      and the stream raises TimeoutError. Unset: wait as long as the supervisor answers, because a model
                      may be loading
-        options      the prompt, and everything else that ``RequestOptions`` describes
+        options      the prompt, and every other option of a request
 
         Raises ConnectionLost if no connection could be made, and WireError: too_large, draining, or invalid_request for
         a value that cannot be sent. The stream raises every other error of the request, and names the field.

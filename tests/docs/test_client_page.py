@@ -1,10 +1,18 @@
 """The page of the Python client has every public name, with signatures and docstrings from the source."""
 
+import re
+from enum import Enum
+
 import pytest
 
 import modelctl
+from protocol.client.request_options import RequestOptions
+from protocol.verbs import VERBS
 from tools.docs import client
 from tools.docs.client import client_page
+from tools.docs.request_options import request_options
+
+OTHER_NAMES = re.compile(r"Other names: (.+?)\.")
 
 
 def part(page: str, heading: str) -> str:
@@ -22,24 +30,53 @@ def test_every_public_name_has_a_part_with_a_text() -> None:
 def test_a_signature_has_types_as_written_and_values_of_defaults() -> None:
     page = client_page()
     generate = part(page, "#### `Client.generate()`")
-    assert "    messages: Sequence[dict[str, Any]] | None = None,\n" in generate
-    assert "    top_k: int | None = None,\n" in generate
-    assert "    **options: Unpack[RequestOptions]" in part(page, "#### `AsyncClient.generate()`")
+    assert "    prompt: str | None = None,\n" in generate
+    assert "    **options: Unpack[RequestOptions],\n" in generate
     assert "self" not in generate.partition("```")[2].partition("```")[0]
-    assert "| `temperature` | 0 always takes the likeliest token |" in generate
     assert "    silence: float = 15.0,\n" in part(page, "### Client")
-    assert "async def complete(" in part(page, "#### `AsyncClient.complete()`")
-    assert "finish_reason: str | None" in part(page, "#### `Stream.finish_reason`")
+    assert "| `finish_reason: str \\| None` | The reason" in part(page, "### Stream")
     assert "secret_key: str)" in part(page, "### ClientKey")
     assert "def call(verb: str, /, *, reply_timeout: float" in part(page, "#### `Client.call()`")
+
+
+def test_every_keyword_of_generate_is_an_option_on_the_page_of_http() -> None:
+    options = request_options()
+    known = re.findall(r'id="option-(\w+)"', options) + re.findall(r"`(\w+)`", " ".join(OTHER_NAMES.findall(options)))
+    assert {*RequestOptions.__annotations__} <= {*known}
+
+
+def test_every_public_member_stands_on_the_page_once() -> None:
+    page = client_page()
+    for name in {*modelctl.__all__} - {"__version__"}:
+        text = part(page, f"### {name}")
+        kind = getattr(modelctl, client.TWINS.get(name, name))
+        for member in [] if issubclass(kind, Enum) else [member for member, _ in client._members(kind)]:
+            if name not in client.TWINS:
+                places = rf"^(?:#### `{name}\.{member}\(\)`$|\| `{member}[(:])"
+                assert len(re.findall(places, text, re.MULTILINE)) == 1, f"{name}.{member}"
+    assert "Await `complete`, `tokenize`," in part(page, "### AsyncClient")
+    assert "Do not await `generate`, `choices`." in part(page, "### AsyncClient")
+    assert "`connect() -> Self`" in part(page, "### AsyncClient"), "Client has no such method"
+
+
+def test_a_method_that_sends_a_verb_leads_to_it() -> None:
+    verbs = re.findall(r"^\| `(\w+)\(.*\(wire-protocol\.md#verb-(\w+)\) \|$", client_page(), re.MULTILINE)
+    assert ("status", "status") in verbs
+    assert {verb for _, verb in verbs} <= VERBS.keys()
+
+
+def test_a_method_of_asyncio_that_takes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modelctl.AsyncClient, "models", lambda self, more: None)
+    with pytest.raises(ValueError, match=r"AsyncClient\.models"):
+        client_page()
 
 
 def test_what_a_class_inherits_from_a_public_class_stands_there_only() -> None:
     page = client_page()
     assert "Base class: [WireError](#wireerror)." in part(page, "### ConnectionLost")
-    assert "#### `WireError.retryable`" in page
-    assert "#### `ConnectionLost.retryable`" not in page
-    assert "#### `AsyncStream.text`" in page, "its base class is not public"
+    assert "`retryable: bool`" in part(page, "### WireError")
+    assert "retryable" not in part(page, "### ConnectionLost")
+    assert "| `text: str` |" in part(page, "### Stream"), "its base class is not public"
 
 
 def test_a_name_that_the_page_does_not_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

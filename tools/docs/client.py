@@ -2,16 +2,17 @@
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from inspect import Parameter
-from typing import Any, Unpack, get_args, get_origin
+from typing import Any
 
 import modelctl
 from tools.docs.docstrings import render
-from tools.docs.markdown import page
+from tools.docs.markdown import page, table, text
 
 WIDTH = 100
 """Characters of a signature on one line. A longer one has a line for each parameter."""
@@ -25,8 +26,10 @@ SECTIONS = {
 """The public names, in the order in which a reader meets them."""
 MADE_BY_PROGRAMS = ("Client", "AsyncClient")
 """Classes whose constructor a program calls. The client makes objects of the other classes."""
-FIRST_CLIENT = "Client"
-"""The class whose first method with ``RequestOptions`` shows every option. The others refer to it by their types."""
+TWINS = {"AsyncClient": "Client", "AsyncStream": "Stream", "AsyncChoices": "Choices"}
+"""The classes for asyncio, and those for blocking code. A member that both have stands on the page once."""
+VERB = re.compile(r'verb "(\w+)"')
+"""What the docstring of a method says that only sends a verb. The wire protocol describes the verb."""
 INTRODUCTION = """\
 ```python
 from modelctl import Client
@@ -57,8 +60,11 @@ asyncio.run(main())
 ```
 
 Everything on this page is imported from `modelctl`. Other modules of the distribution are internal. See also
-[options of a request](http-api.md#options-of-a-request), [error codes](wire-protocol.md#errors), and for clients in
-other languages the [wire protocol](wire-protocol.md)."""
+[error codes](wire-protocol.md#errors), and for clients in other languages the [wire protocol](wire-protocol.md).
+
+The keywords of `generate` are the [options of a request](http-api.md#options-of-a-request). In Python, `token_ids` may
+be numbers or bytes, `json_schema` a dict or a text, `stop` one text or several, and the keys of `logit_bias` numbers.
+None stands for an option that is not given."""
 
 
 def client_page() -> str:
@@ -75,7 +81,8 @@ def client_page() -> str:
 
 def _class_part(name: str, kind: type) -> Iterator[str]:
     yield f"### {name}"
-    if is_dataclass(kind) or name in MADE_BY_PROGRAMS:
+    twin = getattr(modelctl, TWINS[name]) if name in TWINS else None
+    if is_dataclass(kind) or (name in MADE_BY_PROGRAMS and twin is None):
         yield _code(_constructor(name, kind))
     yield render(_docstring(kind, name))
     if shown := [base.__name__ for base in kind.__mro__[1:] if base in _public()]:
@@ -83,22 +90,57 @@ def _class_part(name: str, kind: type) -> Iterator[str]:
     if issubclass(kind, Enum):
         yield "Members: " + ", ".join(f"`{member.name}`" for member in kind) + "."
         return
-    described: set[type] = set()
-    for attribute, member in _members(kind):
-        path = f"{name}.{attribute}"
-        if isinstance(member, property):
-            yield f"#### `{path}`"
-            yield _code(f"{attribute}: {ast.unparse(_definition(member.fget).returns)}")
+    members = dict(_members(kind))
+    if twin is not None:
+        yield _as_the_twin(name, members, dict(_members(twin)))
+        members = {name: member for name, member in members.items() if name not in dict(_members(twin))}
+    short, verbs = [], []
+    for attribute, member in members.items():
+        docstring = _docstring(member, f"{name}.{attribute}")
+        shown_as = _property(attribute, member) if isinstance(member, property) else _signature(inspect.unwrap(member))
+        if verb := VERB.search(docstring):
+            meaning = docstring.partition(": the ")[0]
+            link = f"[`{verb[1]}`](wire-protocol.md#verb-{verb[1]})"
+            verbs.append((f"`{_one_line(shown_as).removesuffix(' -> dict[str, Any]')}`", f"{text(meaning)}: {link}"))
+        elif "\n|" in f"\n{(rendered := render(docstring))}":
+            yield f"#### `{name}.{attribute}()`"
+            yield _code(shown_as)
+            yield rendered
         else:
-            yield f"#### `{path}()`"
-            options = _keywords(inspect.unwrap(member))
-            first = options is not None and name == FIRST_CLIENT and options not in described
-            yield _code(_signature(inspect.unwrap(member), options if first else None))
-        yield render(_docstring(member, path))
-        if not isinstance(member, property) and first:
-            assert options is not None
-            described.add(options)
-            yield render(_docstring(options, options.__name__))
+            short.append((f"`{_one_line(shown_as)}`", rendered))
+    if verbs:
+        yield (
+            "These methods send one [verb of CALL](wire-protocol.md#verbs-of-call) and return the map of its result."
+            " Locally the verbs of the socket `admin` take a client with `admin=True`."
+        )
+        yield table(("method", "meaning"), verbs)
+    if short:
+        yield table(("member", "meaning"), short)
+
+
+def _as_the_twin(name: str, members: dict[str, Any], of_twin: dict[str, Any]) -> str:
+    """Return a sentence for the members that a class for asyncio has as its twin has them. They must take the same."""
+    awaited: list[str] = []
+    others: list[str] = []
+    for attribute in of_twin:
+        ours, theirs = members[attribute], of_twin[attribute]
+        if isinstance(ours, property):
+            continue
+        if inspect.signature(ours).parameters.keys() != inspect.signature(theirs).parameters.keys():
+            raise ValueError(f"{name}.{attribute} takes other parameters than that of {TWINS[name]}: describe it")
+        (awaited if inspect.iscoroutinefunction(ours) else others).append(f"`{attribute}`")
+    said = f"It has the members of [{TWINS[name]}](#{TWINS[name].lower()})."
+    said += f" Await {', '.join(awaited)}." if awaited else ""
+    return said + (f" Do not await {', '.join(others)}." if others else "")
+
+
+def _property(attribute: str, member: property) -> str:
+    return f"{attribute}: {ast.unparse(_definition(member.fget).returns)}"
+
+
+def _one_line(signature: str) -> str:
+    shown = re.sub(r"^(async )?def ", "", signature.replace(",\n)", ")")).replace("(\n    ", "(")
+    return re.sub(r"\s+", " ", shown)
 
 
 def _docstring(owner: Any, path: str) -> str:
@@ -133,18 +175,8 @@ def _constructor(name: str, kind: type) -> str:
     return _signature(kind.__init__).replace("def __init__(", f"{name}(").replace(") -> None", ")")  # type: ignore[misc]
 
 
-def _keywords(function: Any) -> type | None:
-    """Return the TypedDict that describes a function's further keywords. None if the function has none."""
-    kinds = {name: each.kind for name, each in inspect.signature(function).parameters.items()}
-    hint = next((inspect.get_annotations(function)[n] for n, k in kinds.items() if k is Parameter.VAR_KEYWORD), None)
-    return get_args(hint)[0] if get_origin(hint) is Unpack else None
-
-
-def _signature(function: Any, options: type | None = None) -> str:
-    """Return a function's signature: types as they are written in its source, and the values of the defaults.
-
-    options  a TypedDict whose keys stand in the place of the function's further keywords
-    """
+def _signature(function: Any) -> str:
+    """Return a function's signature: types as they are written in its source, and the values of the defaults."""
     node = _definition(function)
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     written = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs, node.args.kwarg]
@@ -157,10 +189,6 @@ def _signature(function: Any, options: type | None = None) -> str:
             parts.append("/")
         if parameter.kind is Parameter.KEYWORD_ONLY and kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_POSITIONAL):
             parts.append("*")
-        if options is not None and parameter.kind is Parameter.VAR_KEYWORD:
-            keys = (node for node in _definition(options).body if isinstance(node, ast.AnnAssign))
-            parts += [f"{ast.unparse(key.target)}: {ast.unparse(key.annotation)} = None" for key in keys]
-            continue
         stars = _STARS.get(parameter.kind, "")
         default = "" if parameter.default is Parameter.empty else f" = {parameter.default!r}"
         parts.append(f"{stars}{parameter.name}: {types[parameter.name]}{default}")
