@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway.activity import configuration, ended_requests, events, keys, logs, requests, usage
 from gateway.anthropic.answers import count_tokens, messages
 from gateway.http.body import BodyMemory
 from gateway.http.cors import Cors
@@ -21,7 +20,6 @@ from gateway.http.keep_alive import KeepAlive
 from gateway.http.refusals import HANDLERS
 from gateway.http.responses import Application
 from gateway.http.sessions import Sessions
-from gateway.keys import change_key, make_key, revoke_key
 from gateway.metrics import Scrapes, metrics
 from gateway.openai.answers import chat, completion
 from gateway.openai.models import adapters, current_model, model, models, templates
@@ -67,16 +65,6 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("GET", "/loras", adapters),
     ("GET", "/lora/list", adapters),
     ("GET", "/models", models),
-    ("GET", "/requests", requests),
-    ("GET", "/requests/ended", ended_requests),
-    ("GET", "/usage", usage),
-    ("GET", "/events", events),
-    ("GET", "/logs", logs),
-    ("GET", "/config", configuration),
-    ("GET", "/keys", keys),
-    ("POST", "/keys", make_key),
-    ("PATCH", "/keys/{name}", change_key),
-    ("DELETE", "/keys/{name}", revoke_key),
     ("GET", "/models/{name:path}", model),
 )
 """OpenAI's APIs and Anthropic's, and paths of vLLM, llama-server and TabbyAPI. Clients are told its base URL with /v1,

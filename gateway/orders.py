@@ -1,14 +1,17 @@
-"""Orders for models over HTTP, for scripts and for programs that know TabbyAPI or llama-swap.
+"""The verbs of CALL over HTTP, for scripts and for the page; and the names that TabbyAPI and llama-swap have for some.
 
-Whatever changes something takes POST only, because any web page can make a browser send a GET. A POST from a page of
-another origin is refused by ``http.cors``, and a foreign name of this host by ``http.host_check``. The supervisor
-checks that the key has the right ``admin``.
+``protocol.verbs`` has the endpoints of each verb. The supervisor checks the rights of the caller's key. Without keys
+every program of this machine would have the right ``admin``, and could make itself a key that lasts. So with
+``auth: none`` the verbs are off that an entry there names so.
+
+Whatever changes something takes no GET, because any web page can make a browser send a GET. A POST from a page of
+another origin is refused by ``http.cors``, and a foreign name of this host by ``http.host_check``.
 """
 
 import shlex
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import cache, partial
+from typing import Any, Final, get_type_hints
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -17,22 +20,26 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway.http.body import read_json
-from gateway.http.callers import Caller, caller_of_order
+from gateway.http.callers import Caller, caller_of, caller_of_order, check_keys
 from gateway.http.errors import ApiError
 from gateway.openai.models import default_model, listed
 from protocol.client.model_names import means, unknown_among
 from protocol.errors import ErrorCode, WireError
+from protocol.verbs import VERBS
 
-VERBS: Final = {
-    "load": "start", "unload": "unload", "reload": "reload", "sleep": "sleep", "wake": "wake", "stop": "stop",
-    "restart": "restart",
-}  # fmt: skip
-"""The end of the path → the verb of CALL."""
-OPTIONS: Final[dict[str, tuple[str, ...]]] = {"stop": ("now",)}
-"""The verbs that take options in the body, by their names there and in CALL."""
+_NO_OPTIONS: Final = ("reload",)
+"""Orders that take no options over HTTP."""
+_HINTS: Final = {"cancel_request": "a cancel takes none"}
+_NO_HINT: Final = "models.yaml says how a model is loaded"
+"""What an error says to do about an option of an order that takes none."""
+_ANSWERS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
+    "cancel_request": lambda path: {"id": path["id"], "cancelled": True},
+    "revoke_key": lambda path: {"revoked": path["name"]},
+}
+"""The answers to orders whose replies are empty. ``path``: the parameters in the path."""
 NAMES: Final = ("model_name", "name", "model")
 """The keys that name the model in a body: TabbyAPI's word, its older word, and OpenAI's."""
-MOST_BYTES: Final = 4096
+MOST_BYTES: Final = 16_384
 RUNNING: Final = {
     "ready": "ready", "starting": "starting", "loading": "starting", "waking": "starting", "backoff": "starting",
     "draining": "stopping", "stopping": "stopping", "falling_asleep": "sleeping", "asleep": "sleeping",
@@ -45,32 +52,46 @@ _CONFLICTS: Final = (ErrorCode.MODEL_NOT_RUNNING, ErrorCode.MODEL_FAILED)
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-async def order(verb: str, request: Request) -> Response:
-    """POST /v1/models/{name}/VERB."""
+async def ask(name: str, request: Request) -> Response:
+    """GET of a verb that changes nothing."""
+    verb = VERBS[name]
+    if verb.off:
+        check_keys(request, verb.off)
+    caller = caller_of(request)
+    reply = await request.app.state.link.call(caller, name, **_query(request, options_of(name)))
+    return answer_json({"object": name, **reply})
+
+
+async def order(name: str, request: Request) -> Response:
+    """POST, PATCH or DELETE of a verb. The path names what the order is for, and the body has the options."""
+    verb, path = VERBS[name], request.path_params
+    if verb.off:
+        check_keys(request, verb.off)
     caller = caller_of_order(request)
-    options = await _body(request, caller, OPTIONS.get(verb, ()))
-    return await _give(request, caller, verb, request.path_params["name"], options)
-
-
-async def reload_all(request: Request) -> Response:
-    """POST /v1/reload: read models.yaml again, and apply what it changes."""
-    caller = caller_of_order(request)
-    await _body(request, caller, ())
-    return answer_json(await request.app.state.link.call(caller, "reload"))
-
-
-async def cancel_request(request: Request) -> Response:
-    """POST /v1/requests/{id}/cancel: the client of the request gets what was computed until then."""
-    caller = caller_of_order(request)
-    await _body(request, caller, (), "a cancel takes none")
-    name = request.path_params["id"]
+    body = await _body(request, caller, options_of(name, path), _HINTS.get(name, _NO_HINT))
+    if "model" in path:
+        return await _give(request, caller, name, path["model"], body)
     try:
-        await request.app.state.link.call(caller, "cancel_request", id=name)
+        reply = await request.app.state.link.call(caller, name, **path, **body)
     except WireError as e:
-        if e.code is not ErrorCode.INVALID_REQUEST:
-            raise
-        raise ApiError(404, e.message, param="id", code="not_found") from None
-    return answer_json({"id": name, "cancelled": True})
+        if e.code is ErrorCode.INVALID_REQUEST and e.field in path:
+            raise ApiError(404, e.message, param=e.field, code="not_found") from None
+        raise
+    return answer_json(_ANSWERS[name](path) if name in _ANSWERS else reply)
+
+
+def options_of(name: str, path: Collection[str] = ()) -> dict[str, type]:
+    """Return the parameters of a verb that a query or a body may have, with their types.
+
+    path  the parameters in the path
+    """
+    known, hints = [] if name in _NO_OPTIONS else VERBS[name].known, _hints(VERBS[name].params)
+    return {key: hints[key] for key in known if key not in path and hints[key] is not float}
+
+
+@cache
+def _hints(params: type) -> dict[str, type]:
+    return get_type_hints(params)
 
 
 async def load_named(request: Request) -> Response:
@@ -110,28 +131,26 @@ async def use_post(request: Request) -> Response:
     raise HTTPException(405, f"curl -X POST{token} {address}", {"Allow": "POST"})
 
 
-def _orders() -> tuple[tuple[str, Endpoint], ...]:
-    return (
-        *((f"/models/{{name:path}}/{end}", partial(order, verb)) for end, verb in VERBS.items()),
-        ("/requests/{id:path}/cancel", cancel_request),
-        ("/reload", reload_all),
-        ("/model/load", load_named),
-        ("/model/unload", unload_named),
-        ("/unload", unload_named),
-    )
+def _routes() -> tuple[tuple[str, str, Endpoint], ...]:
+    """Return (method, path after /v1, endpoint). They go before the route for every name of a model."""
+    found: dict[tuple[str, str], Endpoint] = {}
+    for name, verb in VERBS.items():
+        for endpoint in filter(None, verb.http.split(", ")):
+            method, _, path = endpoint.partition(" ")
+            for part in ("model", "id"):  # may have a slash
+                path = path.replace(f"{{{part}}}", f"{{{part}:path}}")
+            found[method, path] = partial(ask if method == "GET" else order, name)
+    found |= {("POST", "/model/load"): load_named}
+    found |= {("POST", path): unload_named for path in ("/model/unload", "/unload")}
+    others = {("GET", path): use_post for method, path in found if method == "POST" and ("GET", path) not in found}
+    found |= others | {("GET", "/running"): running}
+    return tuple((method, path, endpoint) for (method, path), endpoint in found.items())
 
 
-ROUTES: Final[tuple[tuple[str, str, Endpoint], ...]] = (
-    *(("POST", path, endpoint) for path, endpoint in _orders()),
-    *(("GET", path, use_post) for path, _ in _orders()),
-    ("GET", "/running", running),
-)
-"""Method, path after /v1, and endpoint. They go before the route for every name of a model."""
+ROUTES: Final = _routes()
 
 
-async def _body(
-    request: Request, caller: Caller, known: tuple[str, ...], hint: str = "models.yaml says how a model is loaded"
-) -> dict[str, Any]:
+async def _body(request: Request, caller: Caller, known: Collection[str], hint: str = _NO_HINT) -> dict[str, Any]:
     """Return the body of an order, which may be empty. Raises ApiError for an unknown key.
 
     hint  says in the error what to do, if no key is known
@@ -140,10 +159,33 @@ async def _body(
         return {}
     body = await read_json(request, MOST_BYTES, caller)
     if unknown := sorted(set(body) - set(known)):
-        why = f"known is {', '.join(known)}" if known not in ((), NAMES) else hint
+        are = "is" if len(known) == 1 else "are"
+        why = f"known {are} {', '.join(known)}" if known and known is not NAMES else hint
         message = f"unknown parameter {unknown[0][:32]!r}: {why}"
         raise ApiError(400, message, param=unknown[0][:32])
     return body
+
+
+def _query(request: Request, known: Mapping[str, type]) -> dict[str, Any]:
+    """Return the parameters of the query. Raises ApiError for an unknown one, for one that occurs twice, and for text
+    in place of a number."""
+    given = request.query_params
+    params: dict[str, Any] = dict(given)
+    if unknown := sorted(set(params) - set(known)):
+        name = unknown[0][:64]
+        raise ApiError(400, f"unknown parameter {name!r}: known are {', '.join(known)}", param=name)
+    for name, value in params.items():
+        if len(given.getlist(name)) > 1:
+            raise ApiError(400, f"{name} occurs twice in the query: send it once", param=name)
+        if known[name] is int:
+            if not (value.isascii() and value.isdecimal() and len(value) < 20):
+                raise ApiError(400, f"{name} is {value[:64]!r}: must be a whole number, 0 or more", param=name)
+            params[name] = int(value)
+        elif known[name] is bool:
+            if value not in ("true", "false"):
+                raise ApiError(400, f"{name} is {value[:64]!r}: must be true or false", param=name)
+            params[name] = value == "true"
+    return params
 
 
 def _name_in(body: dict[str, Any]) -> str:

@@ -9,12 +9,8 @@ from gateway.http.errors import ApiError
 from protocol.client.async_client import AsyncClient
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.process.gateway_settings import GatewaySettings
+from protocol.verbs import VERBS
 
-ORDERS = frozenset(
-    {"start", "stop", "unload", "sleep", "wake", "restart", "reload", "cancel_request"}
-    | {"new_key", "set_key", "revoke_key"}
-)
-"""Verbs that a supervisor on this machine takes on its admin socket only."""
 _log = logging.getLogger(__name__)
 AGAIN_S: Final = 0.5
 """Seconds between two attempts to reach a supervisor that has not answered since the gateway's start."""
@@ -64,7 +60,7 @@ class SupervisorLink:
         Raises WireError, and ApiError if no reply comes in time.
         """
         client = self.client
-        if verb in ORDERS and self._settings.connect is None:
+        if VERBS[verb].order and self._settings.connect is None:
             client = await self._orders_client()
         try:
             return await client.call(verb, reply_timeout=client.timeout, **params, **caller.on_behalf_of())

@@ -11,7 +11,7 @@ from enum import Enum, StrEnum
 from typing import Annotated, Any, Final, NotRequired, TypedDict
 
 from protocol.limits import MAX_U64
-from protocol.values import Read, Within
+from protocol.values import Read, Within, hints_of, required_of
 
 
 class Right(StrEnum):
@@ -240,6 +240,8 @@ class Verb:
     purpose    one sentence for people
     order      True: the verb changes something, so of the sockets over ipc only the admin socket takes it
     by_worker  True: a worker of the model answers the verb, and checks its parameters
+    http       its endpoints in the gateway, after ``/v1``, with commas. What stands in braces is one of its parameters
+    off        plural of what its endpoints give, for people, if they are off in a gateway without keys
     """
 
     rights: frozenset[Right]
@@ -249,10 +251,18 @@ class Verb:
     purpose: str
     order: bool = False
     by_worker: bool = False
+    http: str = ""
+    off: str = ""
 
     def __post_init__(self) -> None:
         if not self.rights:
             raise ValueError(f"no key may call the verb {self.purpose!r}: name one right at least")
+
+    @property
+    def known(self) -> list[str]:
+        """The names of the parameters. Those that must be given come first."""
+        required = required_of(self.params)
+        return sorted(hints_of(self.params), key=lambda name: name not in required)
 
 
 VERBS: Final[dict[str, Verb]] = {
@@ -260,50 +270,62 @@ VERBS: Final[dict[str, Verb]] = {
     "status": Verb(SEES_ALL, Scope.OWN, StatusParams, "StatusResult",
         "Describe the supervisor, its models and its GPUs."),
     "requests": Verb(ANY, Scope.OWN, RequestsParams, "RequestsResult",
-        "List the unfinished requests, the oldest first."),
+        "List the unfinished requests, the oldest first.", http="GET /requests"),
     "ended_requests": Verb(ANY, Scope.OWN, EndedRequestsParams, "EndedRequestsResult",
-        "List the last requests that have ended."),
+        "List the last requests that have ended.", http="GET /requests/ended"),
     "story": Verb(ANY, Scope.OWN, StoryParams, "StoryResult", "Tell what became of a request."),
     "events": Verb(SEES_ALL, Scope.OWN, EventsParams, "EventsResult",
-        "Return the latest events of the supervisor and its workers."),
+        "Return the latest events of the supervisor and its workers.", http="GET /events"),
     "metrics": Verb(SEES_ALL, Scope.OWN, MetricsParams, "MetricsResult",
         "Return counts and histograms of the requests that have ended."),
-    "usage": Verb(ANY, Scope.OWN, UsageParams, "UsageResult", "Return the requests and tokens by key, model and day."),
+    "usage": Verb(ANY, Scope.OWN, UsageParams, "UsageResult",
+        "Return the requests and tokens by key, model and day.", http="GET /usage"),
     "tokenize": Verb(INFER, Scope.OWN, TokenizeParams, "TokenizeResult",
         "Return the ids that the model would read for a prompt or a conversation.", by_worker=True),
     "detokenize": Verb(INFER, Scope.OWN, DetokenizeParams, "DetokenizeResult",
         "Return the text of ids.", by_worker=True),
     "chat_template": Verb(INFER, Scope.OWN, ModelParams, "ChatTemplateResult",
         "Return the model's chat template.", by_worker=True),
-    "start": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult", "Start the workers of a model.", order=True),
-    "stop": Verb(ADMIN, Scope.OWN, StopParams, "OrderResult", "Stop the workers of a model.", order=True),
+    "start": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+        "Start the workers of a model.", order=True, http="POST /models/{model}/load"),
+    "stop": Verb(ADMIN, Scope.OWN, StopParams, "OrderResult",
+        "Stop the workers of a model.", order=True, http="POST /models/{model}/stop"),
     "unload": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
-        "Stop the workers of a model as `stop` does, but let its next request start them again.", order=True),
+        "Stop the workers of a model as `stop` does, but let its next request start them again.",
+        order=True, http="POST /models/{model}/unload"),
     "sleep": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
-        "Put the workers of a lazy model to sleep in host memory, as soon as they have no request.", order=True),
-    "wake": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult", "Wake the workers of a model.", order=True),
+        "Put the workers of a lazy model to sleep in host memory, as soon as they have no request.",
+        order=True, http="POST /models/{model}/sleep"),
+    "wake": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+        "Wake the workers of a model.", order=True, http="POST /models/{model}/wake"),
     "restart": Verb(ADMIN, Scope.OWN, ModelParams, "RestartResult",
-        "Stop and start the workers of a model, one after the other.", order=True),
+        "Stop and start the workers of a model, one after the other.", order=True, http="POST /models/{model}/restart"),
     "reload": Verb(ADMIN, Scope.ALL, ReloadParams, "ReloadResult",
-        "Read models.yaml again and apply what it changes, or replace the workers of one model.", order=True),
+        "Read models.yaml again and apply what it changes, or replace the workers of one model.",
+        order=True, http="POST /models/{model}/reload, POST /reload"),
     "config": Verb(ADMIN, Scope.ALL, ConfigParams, "ConfigResult",
-        "Return models.yaml as it is on the disk, its values and faults, and what a reload would change."),
+        "Return models.yaml as it is on the disk, its values and faults, and what a reload would change.",
+        http="GET /config", off="answers about models.yaml"),
     "settings": Verb(SEES_ALL, Scope.OWN, ModelParams, "SettingsResult",
         "Return the keys of a model, their values, and where each comes from."),
     "shutdown": Verb(ADMIN, Scope.ALL, ShutdownParams, "NoResult",
         "Stop every model, then end the supervisor.", order=True),
     "cancel_request": Verb(INFER | ADMIN, Scope.OWN, CancelRequestParams, "NoResult",
-        "Cancel a request. Its own client gets what was computed, and the finish reason `cancelled`.", order=True),
+        "Cancel a request. Its own client gets what was computed, and the finish reason `cancelled`.",
+        order=True, http="POST /requests/{id}/cancel"),
     "log_level": Verb(ADMIN, Scope.ALL, LogLevelParams, "LogLevelResult",
         "Return the least levels of the lines in logs, and set them until the supervisor ends.", order=True),
-    "keys": Verb(ADMIN, Scope.ALL, KeysParams, "KeysResult", "List the keys of clients, with their rights and limits."),
-    "new_key": Verb(ADMIN, Scope.ALL, NewKeyParams, "NewKeyResult", "Make a key for a client over HTTP.", order=True),
+    "keys": Verb(ADMIN, Scope.ALL, KeysParams, "KeysResult",
+        "List the keys of clients, with their rights and limits.", http="GET /keys", off="keys over HTTP"),
+    "new_key": Verb(ADMIN, Scope.ALL, NewKeyParams, "NewKeyResult",
+        "Make a key for a client over HTTP.", order=True, http="POST /keys", off="keys over HTTP"),
     "set_key": Verb(ADMIN, Scope.ALL, SetKeyParams, "SetKeyResult",
-        "Change the rights and limits of a key.", order=True),
+        "Change the rights and limits of a key.", order=True, http="PATCH /keys/{name}", off="keys over HTTP"),
     "revoke_key": Verb(ADMIN, Scope.ALL, RevokeKeyParams, "NoResult",
-        "Take a key off the list. Its requests and connections end.", order=True),
+        "Take a key off the list. Its requests and connections end.",
+        order=True, http="DELETE /keys/{name}", off="keys over HTTP"),
     "logs": Verb(ADMIN, Scope.ALL, LogsParams, "LogsResult",
-        "Return the last lines of a log, or the lines after a position."),
+        "Return the last lines of a log, or the lines after a position.", http="GET /logs", off="logs over HTTP"),
 }  # fmt: skip
 """All verbs of CALL. No verb takes a command, a path or a module.
 

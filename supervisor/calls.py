@@ -11,7 +11,7 @@ from protocol.codec import check_size, encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Ask, Call
 from protocol.process.masking import masked_values
-from protocol.values import Flaw, Unfit, Wanted, hints_of, read, required_of
+from protocol.values import Flaw, Unfit, Wanted, read
 from protocol.verbs import SEES_ALL, VERBS, Right, Verb
 from supervisor.config_report import describe_config, describe_settings
 from supervisor.event_history import EventHistory
@@ -428,8 +428,7 @@ def _refusal(verb: Verb, flaw: Flaw) -> RequestError:
     if problem is None:
         return RequestError(f"{key} is missing: {_REMEDIES[str(key)]}", field=field)
     if not isinstance(problem, Wanted):
-        known = ", ".join(sorted(hints_of(verb.params), key=lambda name: name not in required_of(verb.params)))
-        hint = f"known are {known}" if known else "this verb takes none"
+        hint = f"known are {', '.join(verb.known)}" if verb.known else "this verb takes none"
         return RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=field)
     if type(value) is problem.kind:
         return RequestError(f"{key} is {value}: must be {problem.bounds}", field=field)

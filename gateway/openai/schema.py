@@ -4,8 +4,11 @@ The page /docs shows it, and the endpoints in docs/http-api.md are made of it (`
 """
 
 import asyncio
+import re
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, NotRequired, Union, get_args, get_origin
 
 import orjson
 from starlette.requests import Request
@@ -28,9 +31,14 @@ from gateway.openai.option_schemas import (
     with_other_names,
 )
 from gateway.openai.option_schemas import MESSAGES as CONVERSATION
+from gateway.orders import options_of
 from gateway.responses.options import KNOWN, NOT_OFFERED
 from gateway.responses.schema import RESPONSES
 from protocol import __version__
+from protocol.attribute_docs import attribute_docs
+from protocol.results import result_of
+from protocol.values import Within, hints_of, required_of
+from protocol.verbs import ANY, VERBS, Right, Scope, Verb
 
 Schema = dict[str, Any]
 _ERROR: Final[Schema] = {
@@ -67,10 +75,10 @@ def document() -> Schema:
     groups = {
         "Answers": _answers(),
         "Models": _models(),
-        "Orders": _orders(),
+        "Orders": _verbs("Orders") | _other_names(),
         "Tokens": _tokens(),
-        "Operation": _operation(),
-        "Keys": _keys(),
+        "Operation": _verbs("Operation"),
+        "Keys": _verbs("Keys"),
         "Probes": _probes(),
     }
     for tag, paths in groups.items():
@@ -207,32 +215,10 @@ def _models() -> Schema:
     }
 
 
-def _orders() -> Schema:
-    now = {"now": said({"type": "boolean"}, "Do not wait for unfinished requests.", default=False)}
+def _other_names() -> Schema:
+    """Return the paths that other servers have for orders."""
     named = {"model_name": said(TEXT, "The name of the model. `name` and `model` are other names of this key.")}
-    of_model = {
-        "load": ("Load a model.", "As `modelctl start`.", {}),
-        "unload": ("End the process of a model until its next request starts it again.", "As `modelctl unload`.", {}),
-        "stop": ("Stop a model, so that no request starts it again.", "As `modelctl stop`.", now),
-        "restart": ("Stop and start the workers of a model, one after the other.", "As `modelctl restart`.", {}),
-        "reload": ("Replace the workers of a model, without losing a request.", "As `modelctl reload MODEL`.", {}),
-        "sleep": ("Put a model to sleep in host memory.", "As `modelctl sleep`.", {}),
-        "wake": ("Wake a model.", "As `modelctl wake`.", {}),
-    }
     return {
-        **{f"/v1/models/{{id}}/{end}": _order(*order, path={"id": MODEL}) for end, order in of_model.items()},
-        "/v1/reload": _order(
-            "Read models.yaml again, and apply what it changes.",
-            "As `modelctl reload`. The key must be one for all models. `GET /v1/config` shows what would change.",
-            {},
-        ),
-        "/v1/requests/{id}/cancel": _order(
-            "Cancel a request.",
-            "The client of the request gets what was computed, with the finish reason `cancelled`. A request of "
-            "another key takes the right `admin`.",
-            {},
-            path={"id": said(TEXT, "The id of the request: in the list, in `x-request-id`, or of its answer.")},
-        ),
         "/v1/model/load": _order(
             "Load the model that the body names.",
             "TabbyAPI's path. Without a name it loads the default model. Other options of a load are refused: they "
@@ -314,114 +300,62 @@ def _tokens() -> Schema:
     }
 
 
-def _operation() -> Schema:
-    name = said(TEXT, "The name of a model. Without it: all models.")
-    return {
-        "/v1/requests": _get(
-            "List the unfinished requests.",
-            "Those of the caller's key. With the right `status` or `admin`: all. No text of a prompt or answer.",
-            "`requests`, the oldest first, and `total`.",
-            query={"limit": said({"type": "integer", "minimum": 1, "maximum": 500}, "Most requests.", default=100)},
-        ),
-        "/v1/requests/ended": _get(
-            "List the last requests that have ended.",
-            "The same requests as above. The supervisor remembers the last 2000, in memory.",
-            "`requests`, the newest last, and `last`, which is the next `after`.",
-            query={
-                "after": said({"type": "integer", "minimum": 0}, "`last` of the answer before: only newer requests."),
-                "limit": said({"type": "integer", "minimum": 1, "maximum": 1000}, "Most requests.", default=100),
-            },
-        ),
-        "/v1/usage": _get(
-            "Return requests and tokens by day, key and model.",
-            "Those of the caller's key. With the right `status` or `admin`: those of all keys.",
-            "`rows`, and their `total`.",
-            query={
-                "key": said(TEXT, "The name of a key. Without it: all keys that the caller may see."),
-                "model": name,
-                "since": said({"type": "string", "format": "date"}, "The first day, such as `2026-01-31`."),
-            },
-        ),
-        "/v1/events": _get(
-            "Return what the supervisor and its workers did.",
-            "For keys with the right `status` or `admin`. The newest events, or those behind `after`.",
-            "`events`, the oldest first, and `last`, which is the next `after`.",
-            query={
-                "model": name,
-                "after": said({"type": "integer", "minimum": 0}, "`last` of the answer before: only newer events."),
-                "limit": said({"type": "integer", "minimum": 1, "maximum": 512}, "Most events.", default=100),
-            },
-        ),
-        "/v1/logs": _get(
-            "Return the lines of a log.",
-            "For keys with the right `admin`. The last lines, or those behind `after`. Off with `auth: none`.",
-            "`lines`, the oldest first, and `position`, which is the next `after`.",
-            query={
-                "model": said(TEXT, "A model, a worker such as `llama:2`, or `gateway`. Without it: the supervisor."),
-                "lines": said({"type": "integer", "minimum": 1, "maximum": 1000}, "Most lines.", default=200),
-                "after": said(TEXT, "`position` of the answer before: only newer lines."),
-            },
-        ),
-        "/v1/config": _get(
-            "Return models.yaml, its values and faults, and what a reload would change.",
-            "For keys for all models with the right `admin`. Off with `auth: none`.",
-            "`text`, `settings`, `problems` and `changes`.",
-            query={
-                "all": said({"type": "boolean"}, "True: `settings` has the keys with defaults, too.", default=False)
-            },
-        ),
-    }
+def _verbs(tag: str) -> Schema:
+    """Return the endpoints of verbs, as ``protocol.verbs`` describes them. ``tag``: the group of endpoints."""
+    made: Schema = {}
+    for name, verb in VERBS.items():
+        if tag == ("Keys" if "/keys" in verb.http else "Orders" if verb.order else "Operation"):
+            for endpoint in filter(None, verb.http.split(", ")):
+                method, _, path = endpoint.partition(" ")
+                shown = path.replace("{model}", "{id}")  # as in GET /v1/models/{id}
+                made.setdefault(f"/v1{shown}", {})[method.lower()] = _verb(name, verb, method, path)
+    return made
 
 
-def _keys() -> Schema:
-    who = "For keys for all models with the right `admin`. Off with `auth: none`."
-    limit = {"type": "integer", "minimum": 1}
-    tokens = "of prompts and answers together. Null: no limit."
-    fields = {
-        "rights": said(
-            {"type": "array", "minItems": 1, "items": {"enum": ["infer", "status", "admin", "gateway"]}},
-            "What the key may do. A key for HTTP cannot have `gateway`.",
-        ),
-        "models": said({"type": "array", "items": TEXT}, "Names of models, and patterns such as `qwen*`. Null: all."),
-        "expires": said(
-            TEXT, "A lifetime from now such as `30d`, or a time such as `2026-01-31T12:00:00Z`. Null: never."
-        ),
-        "max_in_flight": said(limit, "Most requests that may be unfinished. Null: no limit."),
-        "requests_per_minute": said(limit, "Most requests in a minute. Null: no limit."),
-        "tokens_per_minute": said(limit, f"Most tokens in a minute, {tokens}"),
-        "tokens_per_day": said(limit, f"Most tokens in a day, {tokens}"),
-        "keep_alive_s": said(
-            {"anyOf": [limit, TEXT]},
-            "Longest `keep_alive` of its requests: seconds, or a text such as `2h`. Null: none.",
-        ),
-    }
-    named = {"name": said(TEXT, "The name of the key.")}
-    made = fields | {"rights": said(fields["rights"], fields["rights"]["description"], default=["infer"])}
-    changed = "`key`, and `notes` about models that are not there yet."
-    make = _post(
-        "Make a key for a client over HTTP.",
-        who,
-        f"`token`, which no other answer has, {changed}",
-        named | made,
-        ["name"],
-    )
-    make["post"]["requestBody"]["content"]["application/json"]["schema"]["additionalProperties"] = False
-    return {
-        "/v1/keys": _get(
-            "List the keys.",
-            f"{who} No answer has a token or its hash.",
-            "`keys`, with their rights and limits, and `more`.",
-            query={
-                "after": said(TEXT, "The name of a key: only keys behind it in the alphabet."),
-                "limit": said({**limit, "maximum": 1000}, "Most keys.", default=100),
-            },
-        )
-        | make,
-        "/v1/keys/{name}": {
-            "patch": _order("Change the rights and limits of a key.", who, fields, changed, path=named)["post"],
-            "delete": _get("Revoke a key.", f"{who} Its requests end.", "`revoked`: its name.", path=named)["get"],
-        },
-    }
+def _verb(name: str, verb: Verb, method: str, path: str) -> Schema:
+    """Return the description of one endpoint of a verb."""
+    result, docs = result_of(verb), attribute_docs(verb.params)
+    options = {key: said(_schema_of(hint), docs[key]) for key, hint in hints_of(verb.params).items()}
+    places = {key: options[key] for key in options if f"{{{key}}}" in path}
+    if "model" in places:
+        places = {"id": MODEL}
+    known = {key: options[key] for key in options_of(name, re.findall(r"{(\w+)}", path))}
+    about = [*_who(verb, of_all="model" not in path and "model" not in known)]
+    answer = ", ".join(f"`{key}`" for key in hints_of(result)) or "The order was carried out"
+    if method == "GET":
+        about += (result.__dict__["__doc__"] or "").split()
+        return dict(_get(verb.purpose, " ".join(about), f"{answer}.", query=known)["get"])
+    answer = f"{answer}." if verb.off else _BEGUN
+    described: Schema = _order(verb.purpose, " ".join(about), known, answer, path=places)["post"]
+    required = sorted(known.keys() & required_of(verb.params))
+    described["requestBody"]["content"]["application/json"]["schema"]["required"] = required
+    described["requestBody"]["required"] = bool(required)
+    return described
+
+
+def _who(verb: Verb, *, of_all: bool) -> Iterator[str]:
+    """Yield the sentences that say which keys may use an endpoint. ``of_all``: whether a request names no model."""
+    rights = " or ".join(f"`{right}`" for right in Right if right in verb.rights)
+    if verb.rights != ANY:
+        yield f"For keys{' for all models' if of_all and verb.scope is Scope.ALL else ''} with the right {rights}."
+    if verb.off:
+        yield "Off with `auth: none`."
+
+
+def _schema_of(hint: Any) -> Schema:
+    """Return the schema of a parameter. That it may be left out, or be null, stands elsewhere."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is NotRequired:
+        return _schema_of(parts[0])
+    if origin is Annotated:
+        bounds = {"minimum": parts[1].least, "maximum": parts[1].most} if isinstance(parts[1], Within) else {}
+        return _schema_of(parts[0]) | bounds
+    if origin in (Union, UnionType):
+        some = [_schema_of(part) for part in parts if part is not NoneType]
+        return some[0] if len(some) == 1 else {"anyOf": some}
+    if origin is list:
+        return {"type": "array", "items": _schema_of(parts[0])}
+    return {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[hint]}
 
 
 def _probes() -> Schema:

@@ -10,10 +10,10 @@ import pytest
 
 from gateway.app import API
 from gateway.http.notes import Notes
-from gateway.keys import FIELDS
 from gateway.openai.foreign_options import ABOUT_THE_ACCOUNT
 from gateway.openai.options import OWN, read_chat
 from gateway.openai.schema import document
+from gateway.orders import options_of
 from tests.serving import ROOT, WITHIN
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -31,14 +31,18 @@ def test_a_gateway_starts_without_what_only_the_document_needs() -> None:
 
 
 def test_every_endpoint_of_the_api_is_described() -> None:
-    paths = {path.replace("{id}", end) for path in document()["paths"] for end in ("{name:path}", "{id:path}")}
+    paths = {
+        path.replace("{id}", end)
+        for path in document()["paths"]
+        for end in ("{name:path}", "{id:path}", "{model:path}")
+    }
     for _, path, _ in API:
         assert {path, f"/v1{path}"} & paths
     assert set(
         document()["paths"]["/v1/keys/{name}"]["patch"]["requestBody"]["content"]["application/json"]["schema"][
             "properties"
         ]
-    ) == set(FIELDS)
+    ) == set(options_of("set_key", ["name"]))
 
 
 def operations() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,12 +2,11 @@
 
 import inspect
 import re
-import sys
 import types
 from typing import Annotated, Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from protocol import bodies
-from protocol.attribute_docs import attribute_docs
+from protocol.attribute_docs import attribute_docs, base_of
 from tools.docs.markdown import table, text
 
 NAMES = {
@@ -37,7 +36,9 @@ def described(map_type: type, present: str = "always") -> str:
 
 def keys(map_type: type, present: str = "always") -> str:
     """Return the table of a map's keys; nothing for a map without keys."""
-    docs = attribute_docs(map_type) if base_of(map_type) is bodies.Failure else key_docs(map_type)
+    docs = dict(attribute_docs(map_type))
+    if base_of(map_type) is bodies.Failure:
+        docs = {name: words for name, words in docs.items() if name not in attribute_docs(bodies.Failure)}
     rows = []
     for name, hint in get_type_hints(map_type, include_extras=True).items():
         if name not in docs:
@@ -47,19 +48,6 @@ def keys(map_type: type, present: str = "always") -> str:
             presence, (hint,) = "optional", get_args(hint)
         rows.append((f"`{name}`", type_name(hint), presence, text(docs[name])))
     return table(KEY_HEADER, rows) if rows else ""
-
-
-def key_docs(map_type: type) -> dict[str, str]:
-    """Return {key: text below it}."""
-    base = base_of(map_type)
-    return {**(key_docs(base) if base is not None else {}), **attribute_docs(map_type)}
-
-
-def base_of(map_type: type) -> type | None:
-    """Return the TypedDict that this one extends. Before Python 3.12 only the source shows which one that is."""
-    found = re.match(r"class \w+\((\w+)\)", inspect.getsource(map_type))
-    base = getattr(sys.modules[map_type.__module__], found.group(1), None) if found else None
-    return base if is_typeddict(base) and base is not map_type else None
 
 
 def type_name(hint: Any) -> str:
