@@ -43,6 +43,10 @@ class Restarts:
         self._last = now
         return True
 
+    def forget(self) -> None:
+        """Have the next start be at once."""
+        self._last, self._pause_s = None, self._first_s
+
 
 class ListenError(Exception):
     """The port can never be opened. The message is one line that says why, and what to do."""

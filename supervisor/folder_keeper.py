@@ -18,8 +18,8 @@ from protocol.process.asked_process import question_file
 from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
 from supervisor.folder_scanner import unpacked
+from supervisor.helper import writer_environment
 from supervisor.model_folders import QUIET_S, SCAN_S
-from supervisor.usage_keeper import writer_environment
 
 _SCANNER: Final = (sys.executable, "-P", "-m", "supervisor.folder_scanner")
 CHECK_S: Final = 1.0

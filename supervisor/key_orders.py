@@ -20,6 +20,7 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.asked_process import start_asked
 from supervisor.config import Config
 from supervisor.event_history import EventKind, noted
+from supervisor.helper import writer_environment
 from supervisor.keys.change import CHANGE_S
 from supervisor.keys.records import KeysProblem, check_name
 from supervisor.keys.rights import OWNER, Identity
@@ -28,7 +29,6 @@ from supervisor.keys.rules import FIELDS, as_refusal, check_models, read_fields
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.pending_queries import Asker
 from supervisor.timers import Timer, Timers
-from supervisor.usage_keeper import writer_environment
 
 _CHANGING: Final = (sys.executable, "-P", "-m", "supervisor.keys.change")
 DONE: Final = {"new_key": "made", "set_key": "changed", "revoke_key": "revoked"}

@@ -42,6 +42,7 @@ from supervisor.folder_keeper import CHECK_S as FOLDERS_CHECK_S
 from supervisor.folder_keeper import FolderKeeper
 from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
 from supervisor.gateway_process import GatewayProcesses, supervisors_settings
+from supervisor.helper import HelperWatch
 from supervisor.how_to_ask import how_to_ask, is_settled
 from supervisor.key_orders import KeyOrders
 from supervisor.keys.opening import Opening
@@ -129,7 +130,8 @@ class Supervisor:
         self._reactor = Reactor()
         timers = self._reactor.timers
         self._effects = EffectQueue()
-        self._usage = _keeper(config, runtime.path, self._effects, log)
+        self._helpers = HelperWatch()
+        self._usage = _keeper(config, runtime.path, self._effects, log, self._helpers)
         ledger = None if self._usage is None else self._usage.ledger
         self._request_log = RequestLog(log)
         self._scheduler = Scheduler(
@@ -274,8 +276,7 @@ class Supervisor:
         watch(self._gateway.descriptor, self._gateway.hear)
         watch(self._key_orders.descriptor, self._key_orders.ended)
         watch(self._folders.descriptor, self._folders.hear)
-        if self._usage is not None:
-            watch(self._usage.descriptor, self._usage.hear)
+        watch(self._helpers.descriptor, self._helpers.hear)
 
     def _begin_rounds(self) -> None:
         """Set the timers of everything that is done again and again."""
@@ -441,7 +442,9 @@ def _cluster(config: ClusterConfig, log: logging.Logger) -> "Cluster":
     return Cluster(config, log)
 
 
-def _keeper(config: Config, runtime_dir: Path, effects: EffectQueue, log: logging.Logger) -> UsageKeeper | None:
+def _keeper(
+    config: Config, runtime_dir: Path, effects: EffectQueue, log: logging.Logger, helpers: HelperWatch
+) -> UsageKeeper | None:
     """Return the keeper of usage, or None if models.yaml switches it off. Its writer starts with the loop."""
     usage = config.supervisor.usage
-    return UsageKeeper(config.usage_file(runtime_dir), usage.keep, effects, log) if usage.record else None
+    return UsageKeeper(config.usage_file(runtime_dir), usage.keep, effects, log, helpers) if usage.record else None

@@ -18,8 +18,8 @@ from select import PIPE_BUF
 from typing import Any, Final
 
 from supervisor.event_history import EventKind, noted
+from supervisor.helper import writer_environment
 from supervisor.requests.stories import RequestRecord
-from supervisor.usage_keeper import writer_environment
 
 _WRITER: Final = (sys.executable, "-P", "-m", "supervisor.request_log_writer")
 CHECK_S: Final = 1.0

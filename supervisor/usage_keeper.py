@@ -6,12 +6,9 @@ writer cannot use its file, or dies, the counts stay in memory until it can. No 
 
 import logging
 import os
-import select
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -22,15 +19,16 @@ import msgpack
 
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.process.helper_environment import helper_environment
+from protocol.process.helper_process import HelperProcess
 from protocol.verbs import SEES_ALL
+from supervisor.attempts import Restarts
 from supervisor.event_history import EventKind, noted
+from supervisor.helper import Helper, HelperWatch, writer_environment
 from supervisor.keys.rights import Identity
 from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.pending_queries import Asker
 from supervisor.usage.counters import CounterTable, make_table
 from supervisor.usage.ledger import BelievedTime, UsageLedger
-from supervisor.workers.orphans import MARK
 
 _WRITER: Final = (sys.executable, "-P", "-m", "supervisor.usage.writer")
 MOST_ASKED: Final = 64
@@ -43,7 +41,6 @@ AGAIN_S: Final = 5.0
 """Least seconds between two starts of the writer."""
 LEAVE_S: Final = 5.0
 """Seconds that a supervisor that ends waits for the last write."""
-_MOST_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class UsageKeeper:
     ledger  gives the scheduler its counters
     """
 
-    def __init__(self, file: Path, days: int, effects: EffectQueue, log: logging.Logger) -> None:
+    def __init__(self, file: Path, days: int, effects: EffectQueue, log: logging.Logger, watch: HelperWatch) -> None:
         self.file = file
         self._days = days
         self._effects = effects
@@ -74,20 +71,11 @@ class UsageKeeper:
         self.ledger = UsageLedger(CounterTable(self._table), wall)
         self._numbers = count(1)
         self._questions: dict[int, _Question] = {}
-        self._epoll = select.epoll()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._unread = bytearray()
-        self._started_at = -AGAIN_S
+        self._helper = Helper(watch, self._start, self._take, self._ended, Restarts(AGAIN_S, AGAIN_S))
         self._told_crowded = False
         self._tell_last_days: Callable[[dict[str, str]], None] | None = None
         self.trouble: str | None = None
         """Why the counts are not written to the disk now; None if they are."""
-
-    @property
-    def descriptor(self) -> int:
-        """A descriptor that is readable while ``hear`` has something to take in."""
-        return self._epoll.fileno()
 
     def check(self, used: Collection[int]) -> None:
         """Start the writer if there is none, and give up on questions that it does not answer. Call this each second.
@@ -99,11 +87,11 @@ class UsageKeeper:
         if self.ledger.crowded_out and not self._told_crowded:
             self._told_crowded = True
             self._log.warning("usage: too many keys and models on one day: further ones are counted together")
-        if self._socket is None:
-            self._collect()
-            if self._process is None and now - self._started_at >= AGAIN_S:
-                self._start(now)
-        elif self._tell_last_days is not None and all(question.asker for question in self._questions.values()):
+        try:
+            self._helper.check(now)
+        except OSError as e:
+            self._note(f"the usage writer cannot be started: {e.strerror or e}; trying again")
+        if self._tell_last_days is not None and all(question.asker for question in self._questions.values()):
             with suppress(WireError):  # it is asked again
                 self._ask({"last_days": True}, None)
         late = f"the usage writer has not answered within {ANSWER_S:g} s: the disk of {self.file} may be slow"
@@ -122,44 +110,21 @@ class UsageKeeper:
         self._tell_last_days = tell
 
     def _ask(self, question: dict[str, Any], asker: Asker | None) -> None:
-        if self._socket is None or len(self._questions) >= MOST_ASKED:
-            why = "no usage writer runs" if self._socket is None else f"{MOST_ASKED} questions about usage wait"
+        if (process := self._helper.process) is None or len(self._questions) >= MOST_ASKED:
+            why = "no usage writer runs" if process is None else f"{MOST_ASKED} questions about usage wait"
             raise WireError(ErrorCode.OVERLOADED, f"{why}: try later", retry_after_ms=1000)
+        if process.unsent:  # the writer waits for the disk, and its earlier questions fill the socket
+            raise WireError(ErrorCode.OVERLOADED, "the usage writer is busy: try later", retry_after_ms=1000)
         number = next(self._numbers)
-        packed = msgpack.packb({"ask": number, **question})
-        packed = len(packed).to_bytes(4, "little") + packed
-        try:
-            if self._socket.send(packed, socket.MSG_DONTWAIT) == len(packed):
-                self._questions[number] = _Question(asker, time.monotonic() + ANSWER_S)
-                return
-        except BlockingIOError:  # the writer waits for the disk, and its earlier questions fill the socket
-            raise WireError(ErrorCode.OVERLOADED, "the usage writer is busy: try later", retry_after_ms=1000) from None
-        except OSError:
-            pass  # the writer has ended, which ``hear`` will see
-        else:  # half a message has gone, and what follows would be misread
-            assert self._process is not None
-            self._process.kill()
-        raise WireError(ErrorCode.HELPER_FAILED, "the usage writer has ended: try again")
+        self._questions[number] = _Question(asker, time.monotonic() + ANSWER_S)
+        process.send(msgpack.packb({"ask": number, **question}))
 
-    def hear(self) -> None:
-        """Take in what the writer says, or its end."""
-        if self._socket is None:
-            return
-        try:
-            received = self._socket.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        if not received:
-            self._ended()
-            return
-        self._unread += received
-        for message in self._messages():
-            if "trouble" in message:
-                self._note(message["trouble"])
-            elif (question := self._questions.pop(message["answer"], None)) is not None:
-                self._answer(question, message["body"])
+    def _take(self, record: bytes) -> None:
+        message = msgpack.unpackb(record)
+        if "trouble" in message:
+            self._note(message["trouble"])
+        elif (question := self._questions.pop(message["answer"], None)) is not None:
+            self._answer(question, message["body"])
 
     def describe(self) -> dict[str, Any]:
         """Return the ledger as ``status`` shows it."""
@@ -172,63 +137,23 @@ class UsageKeeper:
 
     def close(self) -> None:
         """Have the writer write the last counts and leave. Log what it could not write within ``LEAVE_S``."""
-        if self._socket is not None and self._process is not None:
-            self._socket.close()
-            try:
-                self._process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                self._log.error("usage: the writer has not written the last counts within %g s", LEAVE_S)
+        process = self._helper.part()
+        if process is not None and not process.finish(LEAVE_S):
+            self._log.error("usage: the writer has not written the last counts within %g s", LEAVE_S)
         requests, tokens = self.ledger.unwritten()
         if requests or tokens:
             self._log.error("usage: %d requests and %d tokens are not in %s", requests, tokens, self.file)
         os.close(self._table)
 
-    def _start(self, now: float) -> None:
-        self._started_at = now
+    def _start(self) -> HelperProcess:
         arguments = (str(self.file), self._session, str(self._days), str(self._table))
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as e:
-            self._note(f"the usage writer cannot be started: {e.strerror or e}; trying again")
-            return
-        try:
-            self._process = subprocess.Popen(
-                [*_WRITER, *arguments],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(self._table,),
-                start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not lose counts
-                cwd="/",
-                env=writer_environment(),
-            )
-        except OSError as e:
-            ours.close()
-            self._note(f"the usage writer cannot be started: {e.strerror or e}; trying again")
-            return
-        finally:
-            theirs.close()
-        self._socket = ours
-        self._unread.clear()
-        self._epoll.register(ours, select.EPOLLIN)
+        return HelperProcess([*_WRITER, *arguments], writer_environment(), passed=[self._table])
 
-    def _ended(self) -> None:
-        """Take note that the writer's socket has ended. ``check`` starts another writer with the same counters."""
-        assert self._socket is not None
-        assert self._process is not None
-        self._epoll.unregister(self._socket)
-        self._socket.close()
-        self._socket = None
-        self._process.kill()
+    def _ended(self, process: HelperProcess) -> None:
+        """Take note that the writer has ended. ``check`` starts another writer with the same counters."""
+        self._log.warning("usage: the writer, process %d, ended with %s", process.pid, process.how)
         self._note("the usage writer has ended: another one starts")
         self._fail(list(self._questions), "the usage writer ended before it could answer: try again")
-
-    def _collect(self) -> None:
-        """Collect a writer that has ended. Do not wait: a killed writer may still hang in the kernel, at its disk."""
-        if self._process is not None and (code := self._process.poll()) is not None:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._log.warning("usage: the writer, process %d, ended with %s", self._process.pid, how)
-            self._process = None
 
     def _note(self, trouble: str | None) -> None:
         if trouble == self.trouble:
@@ -250,12 +175,6 @@ class UsageKeeper:
         elif self._tell_last_days is not None and (days := msgpack.unpackb(body).get("result")) is not None:
             self._tell_last_days(days)
             self._tell_last_days = None
-
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        while len(self._unread) >= 4 and len(self._unread) >= 4 + (size := int.from_bytes(self._unread[:4], "little")):
-            packed = bytes(self._unread[4 : 4 + size])
-            del self._unread[: 4 + size]
-            yield msgpack.unpackb(packed)
 
 
 def _question(params: dict[str, str], caller: Identity) -> dict[str, Any]:
@@ -283,16 +202,3 @@ def _is_day(text: str) -> bool:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
-
-
-def writer_environment() -> dict[str, str]:
-    """Return the environment of a process that writes for the supervisor.
-
-    The process finds this package whatever the current directory is.
-
-    Its mark is not that by which the next supervisor finds and kills what a dead one has left. The writer ends by
-    itself, and would otherwise be killed before it has written the last counts.
-    """
-    here = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    return helper_environment(**{"PYTHONPATH": path, MARK: "writer"})

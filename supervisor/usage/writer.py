@@ -6,7 +6,7 @@ FILE     the SQLite file, see ``store``
 SESSION  the text of this supervisor's life
 DAYS     days that are kept, today included
 TABLE    the descriptor of the table of counters, see ``counters``
-stdin    a socket to the supervisor, both ways: messages with their length in four bytes before them
+stdin    the link to the supervisor (``helper_link``), whose records are maps in msgpack
 
 The supervisor sends questions: the parameters of ``UsageStore.read``, or ``{last_days: true}``. The program answers
 each with ``{answer, body}``: the number of the question, and the body of the REPLY as the client gets it. It says
@@ -15,9 +15,7 @@ ends, the socket ends. Then the program writes the last counts and leaves.
 """
 
 import os
-import select
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -27,7 +25,7 @@ import msgpack
 
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
-from protocol.process.process_title import set_title
+from protocol.process.helper_link import HelperLink, begin, serve
 from supervisor.usage.counters import COUNTS, EPOCH, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
 from supervisor.usage.ledger import DAY_S, Retention, day_number, day_text
 from supervisor.usage.store import Count, StoreTrouble, UsageStore
@@ -38,44 +36,32 @@ LEAVE_S: Final = 10
 """Seconds for the last write. Then SIGALRM ends the process, unless it hangs in the kernel."""
 AGES_S: Final = 3600.0
 """Seconds between two writes of how long counts have been too old."""
-MOST_BYTES: Final = 1 << 16
-"""Bytes that are read of the socket at once."""
-
-
-class _Ended(Exception):
-    """The supervisor has ended."""
 
 
 class UsageWriter:
     """Writes the counts of one table to one store."""
 
-    def __init__(self, table: CounterTable, store: UsageStore, days: int, channel: socket.socket) -> None:
+    def __init__(self, table: CounterTable, store: UsageStore, days: int, link: HelperLink) -> None:
         self._table = table
         self._store = store
         self._days = days
-        self._channel = channel
+        self._link = link
         self._written: dict[int, tuple[int, ...]] = {}
         """Place of a row → its serial and counts when they were written last."""
         self._openings = 0
         self._retention: Retention | None = None
         self._looked_at = self._ages_at = 0.0
         self._trouble: str | None = "nothing was written yet"
-        self._unread = b""
 
     def run(self) -> None:
         """Write once a second and answer questions until the supervisor ends. Then write the last time."""
-        due = time.monotonic()
-        try:
-            while True:
-                wait = max(0.0, due - time.monotonic())
-                if select.select([self._channel], [], [], wait)[0]:
-                    self._hear()
-                if time.monotonic() >= due:
-                    self.write(time.time(), _steady())
-                    due = time.monotonic() + WRITE_S
-        except (_Ended, BrokenPipeError, ConnectionResetError):
-            signal.alarm(LEAVE_S)
-            self._try_write(time.time(), _steady(), last=True)
+        serve(self._link, self._answer, self._write_now)
+        signal.alarm(LEAVE_S)
+        self._try_write(time.time(), _steady(), last=True)
+
+    def _write_now(self) -> float:
+        self.write(time.time(), _steady())
+        return WRITE_S
 
     def write(self, wall: float, steady: float) -> None:
         """Write the counts that have changed, and tell the supervisor if the file cannot be used.
@@ -145,17 +131,8 @@ class UsageWriter:
             numbers[WRITTEN.start + offset] = value
         numbers[WRITTEN_SERIAL] = values[0]
 
-    def _hear(self) -> None:
-        """Take in what the supervisor has sent. Raises _Ended."""
-        received = self._channel.recv(MOST_BYTES)
-        if not received:
-            raise _Ended
-        self._unread += received
-        while len(self._unread) >= 4 and len(self._unread) >= 4 + (size := int.from_bytes(self._unread[:4], "little")):
-            question, self._unread = self._unread[4 : 4 + size], self._unread[4 + size :]
-            self._answer(msgpack.unpackb(question))
-
-    def _answer(self, question: dict[str, Any]) -> None:
+    def _answer(self, record: bytes) -> None:
+        question = msgpack.unpackb(record)
         number = question.pop("ask")
         self.write(time.time(), _steady())
         try:
@@ -168,8 +145,7 @@ class UsageWriter:
         self._tell({"answer": number, "body": body})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        packed = msgpack.packb(message)
-        self._channel.sendall(len(packed).to_bytes(4, "little") + packed)
+        self._link.send(msgpack.packb(message))
 
 
 def _steady() -> float:
@@ -177,15 +153,12 @@ def _steady() -> float:
 
 
 def main(arguments: list[str]) -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_IGN)  # the end of the socket ends this process
+    link = begin("usage writer", dies=False)
     file, session, days, descriptor = arguments
     os.umask(0o077)
-    set_title("usage writer")
-    with socket.socket(fileno=0) as channel:
-        store = UsageStore(Path(file), session)
-        UsageWriter(CounterTable(int(descriptor)), store, int(days), channel).run()
-        store.close()
+    store = UsageStore(Path(file), session)
+    UsageWriter(CounterTable(int(descriptor)), store, int(days), link).run()
+    store.close()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.process.helper_link import HelperLink
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.usage.counters import (
     COMPLETION,
@@ -253,7 +254,7 @@ def test_the_writer_keeps_the_days_that_it_is_told_to_keep(table: CounterTable, 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         store = UsageStore(file, "b")
-        writer = UsageWriter(table, store, 2, theirs)
+        writer = UsageWriter(table, store, 2, HelperLink(theirs.fileno()))
         for second in range(7):
             writer.write(NOON + second + (500 * DAY_S if 2 <= second < 5 else 0), 100.0 + second)
         writer.write(NOON + DAY_S / 4, 100.0 + DAY_S / 4)
@@ -261,7 +262,7 @@ def test_the_writer_keeps_the_days_that_it_is_told_to_keep(table: CounterTable, 
         store.close()
         os.close(store._lock)
         store = UsageStore(file, "c")
-        writer = UsageWriter(table, store, 2, theirs)
+        writer = UsageWriter(table, store, 2, HelperLink(theirs.fileno()))
         writer.write(NOON + DAY_S / 4, 5.0)
         writer.write(NOON + DAY_S, 3.0 + 3 * DAY_S / 4)
         assert kept(store) == days, "two seconds are missing"
@@ -273,7 +274,7 @@ def test_counts_of_before_and_after_a_clock_was_set_back_are_added_up(table: Cou
     store, ledger = UsageStore(tmp_path / "usage.sqlite3", "a"), UsageLedger(table, NOON)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        writer = UsageWriter(table, store, 400, theirs)
+        writer = UsageWriter(table, store, 400, HelperLink(theirs.fileno()))
         for turn, wall in enumerate((NOON, NOON + 500 * DAY_S, NOON, NOON + 500 * DAY_S, NOON)):
             ledger.advance(wall, ())
             ledger.row(LAPTOP, "letters").counters[PROMPT] += 10
