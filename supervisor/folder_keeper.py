@@ -7,18 +7,17 @@ them over as a reload of models.yaml would. While the process cannot tell, the m
 import json
 import logging
 import os
-import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from protocol.process.asked_process import question_file
+from protocol.process.helper_process import HelperProcess
+from supervisor.attempts import Restarts
 from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
 from supervisor.folder_scanner import unpacked
-from supervisor.helper import writer_environment
+from supervisor.helper import Helper, HelperWatch, writer_environment
 from supervisor.model_folders import QUIET_S, SCAN_S
 
 _SCANNER: Final = (sys.executable, "-P", "-m", "supervisor.folder_scanner")
@@ -32,7 +31,6 @@ MOST_SAID: Final = 1000
 """Directories that are not served and that the log names. Each is named once."""
 MOST_EVENTS: Final = 50
 """Those of them that are events, too. More of them would leave no room for other events."""
-_MOST_BYTES: Final = 1 << 18
 
 
 class FolderKeeper:
@@ -41,7 +39,7 @@ class FolderKeeper:
     changed  called when they have changed, with the cause
     """
 
-    def __init__(self, config: Config, changed: Callable[[str], None], log: logging.Logger) -> None:
+    def __init__(self, config: Config, changed: Callable[[str], None], log: logging.Logger, watch: HelperWatch) -> None:
         self._config = config
         self._changed = changed
         self._log = log
@@ -53,18 +51,8 @@ class FolderKeeper:
         self._crowded = False
         """Whether the log has said that there are too many of them."""
         self._unread: dict[str, str] = {}
-        self._epoll = select.epoll()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._leaving: list[subprocess.Popen[bytes]] = []
-        """Processes that were killed. One that hangs in the kernel, at its file system, ends later."""
-        self._answers = b""
-        self._started_at = -AGAIN_S
+        self._helper = Helper(watch, self._start, self._hear, self._ended, Restarts(AGAIN_S, AGAIN_S))
         self._heard_at = 0.0
-
-    @property
-    def descriptor(self) -> int:
-        """A descriptor that is readable while ``hear`` has something to take in."""
-        return self._epoll.fileno()
 
     @property
     def trouble(self) -> str | None:
@@ -85,77 +73,44 @@ class FolderKeeper:
         """Look into the folders of a models.yaml, if it was read again. Models that are served stay until then."""
         if config.read is self._config.read:  # the signature of the same reading
             return
-        self._end()
+        self.close()
         self._config = config
-        self._unread, self._heard_at, self._started_at, self._crowded = {}, 0.0, -AGAIN_S, False
+        self._unread, self._heard_at, self._crowded = {}, 0.0, False
         self._found = {name: spec for name, spec in self.layered(config).models.items() if spec.folder is not None}
         self.check()
 
     def check(self) -> None:
         """Start the process if there is none. Call this each second."""
-        self._leaving = [process for process in self._leaving if process.poll() is None]
-        if self._process is not None and (code := self._process.poll()) is not None:
-            self._end()
-            if ("", str(code)) not in self._said:
-                self._said.add(("", str(code)))
-                self._log.warning("folders: the process that looks into them ended with exit code %d", code)
+        if not self._config.folders:
+            return
         now = time.monotonic()
-        if self._config.folders and self._process is None and now - self._started_at >= AGAIN_S:
-            self._started_at, self._heard_at = now, self._heard_at or now
-            self._start()
-
-    def hear(self) -> None:
-        """Take in what the process says."""
-        if self._process is None or self._process.stdout is None:
-            return
+        self._heard_at = self._heard_at or now
         try:
-            received = os.read(self._process.stdout.fileno(), _MOST_BYTES)
-        except BlockingIOError:
-            return
-        if not received:  # it has ended: ``check`` starts another one
-            self._epoll.unregister(self._process.stdout)
-            return
-        *lines, self._answers = (self._answers + received).split(b"\n")
-        for line in lines:
-            self._heard_at = time.monotonic()
-            if (told := json.loads(line)) is not None:
-                self._take(told)
-
-    def close(self) -> None:
-        """End the process."""
-        self._end()
-
-    def _start(self) -> None:
-        names = {name: str(spec.model_dir) for name, spec in self._found.items()}
-        served = -1
-        try:
-            served = question_file({"served": names, "variables": self._config.used_variables})
-            self._process = subprocess.Popen(
-                [*_SCANNER, str(os.getpid()), str(self._config.file), str(SCAN_S), str(QUIET_S)],
-                stdin=served,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
-                env=writer_environment() | {"HOME": os.path.expanduser("~")},
-            )
+            self._helper.check(now)
         except OSError as e:
             self._log.error("folders: no process can be started that looks into them: %s", e.strerror or e)
-            return
-        finally:
-            if served >= 0:
-                os.close(served)
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._epoll.register(self._process.stdout, select.EPOLLIN)
 
-    def _end(self) -> None:
-        process, self._process, self._answers = self._process, None, b""
-        if process is not None:
-            assert process.stdout is not None
+    def close(self) -> None:
+        """End the process. If it hangs in the kernel, at its file system, it ends later."""
+        if (process := self._helper.part()) is not None:
             process.kill()
-            process.stdout.close()  # which takes it out of the epoll, too
-            self._leaving.append(process)
+
+    def _hear(self, record: bytes) -> None:
+        self._heard_at = time.monotonic()
+        if (told := json.loads(record)) is not None:
+            self._take(told)
+
+    def _ended(self, process: HelperProcess) -> None:
+        if ("", process.how) not in self._said:
+            self._said.add(("", process.how))
+            self._log.warning("folders: the process that looks into them ended with exit code %d", process.code)
+
+    def _start(self) -> HelperProcess:
+        names = {name: str(spec.model_dir) for name, spec in self._found.items()}
+        environment = writer_environment() | {"HOME": os.path.expanduser("~")}
+        process = HelperProcess([*_SCANNER, str(self._config.file), str(SCAN_S), str(QUIET_S)], environment)
+        process.send(json.dumps({"served": names, "variables": self._config.used_variables}).encode())
+        return process
 
     def _take(self, told: Mapping[str, Any]) -> None:
         """Take over what the folders give now."""

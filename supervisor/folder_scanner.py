@@ -1,21 +1,19 @@
 """The program that looks for models in the folders of a models.yaml. It may wait for a slow file system.
 
-    python -P -m supervisor.folder_scanner PARENT FILE SCAN_S QUIET_S
+    python -P -m supervisor.folder_scanner FILE SCAN_S QUIET_S
 
-PARENT   the process with which this one ends
 FILE     the models.yaml, which is read once
 SCAN_S   seconds between two looks, and QUIET_S as in ``model_folders``
-stdin    a JSON map: "served" has the models of folders that are served already, name → directory, and "variables" the
-         variables of the environment that the models.yaml names
-stdout   a line of JSON after each look: null if nothing has changed, else {"models", "kept", "refused", "unread"} as
-         in ``model_folders.Picture``, with the models as ``packed`` makes them
+stdin    the link to the supervisor (``helper_link``), with JSON. The supervisor sends a map: "served" has the models of
+         folders that are served already, name → directory, and "variables" the variables of the environment that the
+         models.yaml names. The program sends a record after each look: null if nothing has changed, else {"models",
+         "kept", "refused", "unread"} as in ``model_folders.Picture``, with the models as ``packed`` makes them
 
 Commands that start nothing look once (``examine_with_folders``).
 """
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.process.helper_link import become_helper, serve
 from protocol.process.masking import masked
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
 from supervisor import yaml_variables
 from supervisor.config import Examined, ModelSpec, examine_config, examine_source
 from supervisor.config_folders import FoundModel
@@ -208,30 +205,28 @@ def unpacked(file: Path, data: Mapping[str, Any]) -> ModelSpec:
 
 
 def main(arguments: list[str]) -> None:
-    parent, file, scan_s, quiet_s = arguments
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_IGN)  # the supervisor ends this process
-    if not die_with(int(parent)):
-        return
-    set_title("folder scanner")
-    given = json.load(sys.stdin)
+    file, scan_s, quiet_s = arguments
+    link = become_helper("folder scanner")
+    given = json.loads(link.receive(None) or b"")
     served = {name: Path(directory) for name, directory in given["served"].items()}
     try:
         scanner = FolderScanner(Path(file), served, given["variables"], float(quiet_s))
     except ConfigError:  # it was changed since the supervisor has read it, which reads it again after a reload only
         return
     last: Picture | None = None
-    while True:
+
+    def look() -> float:
+        nonlocal last
         for picture in scanner.looks():
-            line = b"null\n"
+            told = None
             if picture != last:
                 last = picture
                 models = packed(scanner.examine(picture.models), picture.models)
-                parts = {"kept": picture.kept, "refused": picture.refused, "unread": picture.unread}
-                line = json.dumps({"models": models, **parts}).encode() + b"\n"
-            while line:
-                line = line[os.write(1, line) :]
-        time.sleep(float(scan_s))
+                told = {"models": models, "kept": picture.kept, "refused": picture.refused, "unread": picture.unread}
+            link.send(json.dumps(told).encode())
+        return float(scan_s)
+
+    serve(link, lambda record: None, look)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ class Supervisor:
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
         self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
         self._logs = LogControl(self._fleet.registry, log, self._gateway, self._effects)
-        self._folders = FolderKeeper(config, self._take_found, log)
+        self._folders = FolderKeeper(config, self._take_found, log, self._helpers)
         self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt, self._folders.layered, log)
         self._config_watch = ConfigWatch(config.read) if watch else None
         self._shutdown = SupervisorShutdown(
@@ -275,7 +275,6 @@ class Supervisor:
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
         watch(self._gateway.descriptor, self._gateway.hear)
         watch(self._key_orders.descriptor, self._key_orders.ended)
-        watch(self._folders.descriptor, self._folders.hear)
         watch(self._helpers.descriptor, self._helpers.hear)
 
     def _begin_rounds(self) -> None:

@@ -127,7 +127,9 @@ class HelperLink:
         return ready[0][1] if ready else 0
 
 
-def begin(role: str, *, ignored: Sequence[signal.Signals] = ENDING, dies: bool = True, most: int = MOST) -> HelperLink:
+def become_helper(
+    role: str, *, ignored: Sequence[signal.Signals] = ENDING, dies: bool = True, most: int = MOST
+) -> HelperLink:
     """Make this process a helper of the one that has started it, and return the link to that process.
 
     role     under which ps shows the helper
@@ -140,7 +142,7 @@ def begin(role: str, *, ignored: Sequence[signal.Signals] = ENDING, dies: bool =
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     set_title(role)
-    return HelperLink(0, most)
+    return HelperLink(0)
 
 
 def serve(link: HelperLink, take: Callable[[bytes], object], idle: Callable[[], float] = lambda: math.inf) -> None:

@@ -25,7 +25,7 @@ import msgpack
 
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
-from protocol.process.helper_link import HelperLink, begin, serve
+from protocol.process.helper_link import HelperLink, become_helper, serve
 from supervisor.usage.counters import COUNTS, EPOCH, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
 from supervisor.usage.ledger import DAY_S, Retention, day_number, day_text
 from supervisor.usage.store import Count, StoreTrouble, UsageStore
@@ -153,7 +153,7 @@ def _steady() -> float:
 
 
 def main(arguments: list[str]) -> None:
-    link = begin("usage writer", dies=False)
+    link = become_helper("usage writer", dies=False)
     file, session, days, descriptor = arguments
     os.umask(0o077)
     store = UsageStore(Path(file), session)

@@ -1,4 +1,4 @@
-"""What all helper processes share: records of any length, last words, death, pauses and the end, with real processes."""
+"""What all helper processes share: records of any length, last words, death, pauses, the end; with real processes."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ from tests.serving import WITHIN, is_alive, wait_until
 
 PROGRAM = """
 import os, sys, time
-from protocol.process.helper_link import begin, serve
-link = begin("echo")
+from protocol.process.helper_link import become_helper, serve
+link = become_helper("echo")
 def take(record):
     if record.startswith(b"end "):
         link.send(b"last words")
