@@ -133,7 +133,7 @@ class Supervisor:
         self._helpers = HelperWatch()
         self._usage = _keeper(config, runtime.path, self._effects, log, self._helpers)
         ledger = None if self._usage is None else self._usage.ledger
-        self._request_log = RequestLog(log)
+        self._request_log = RequestLog(log, self._helpers)
         self._scheduler = Scheduler(
             holds=settings.hold_limits, strikes=settings.poison_policy, ledger=ledger,
             stories=Stories(self._request_log.add), alarm=EarliestTimer(timers, self._end_late).set,

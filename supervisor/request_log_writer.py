@@ -3,23 +3,21 @@
     python -P -m supervisor.request_log_writer FILE
 
 FILE    the log
-stdin   a pipe with the lines
-stdout  a pipe to the supervisor: a line of JSON, why the file cannot be written, and null when it can be written again
+stdin   the link to the supervisor (``helper_link``), which sends the lines. The program says in JSON why the file
+        cannot be written, and null when it can be written again
 
-When the supervisor ends, however it ends, the pipe ends. Then the program writes the lines that are left, and leaves.
+When the supervisor ends, however it ends, the link ends. Then the program writes the lines that are left, and leaves.
 """
 
 import json
 import logging
 import os
-import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from protocol.process.process_title import set_title
+from protocol.process.helper_link import become_helper, serve
 from supervisor.log_file import LogFile
 
 MAX_BYTES: Final = 64 << 20
@@ -41,18 +39,19 @@ class RequestLogFile(LogFile):
 
 
 def main(arguments: list[str]) -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_IGN)  # the end of the pipe ends this process
+    link = become_helper("request log writer", dies=False)
     os.umask(0o077)
-    set_title("request log writer")
     file, told = RequestLogFile(Path(arguments[0])), False
-    for line in sys.stdin.buffer:
-        file.emit(logging.makeLogRecord({"msg": line.decode(errors="replace").rstrip("\n")}))
+
+    def write(line: bytes) -> None:
+        nonlocal told
+        file.emit(logging.makeLogRecord({"msg": line.decode(errors="replace")}))
         trouble = file.trouble
         if (trouble is not None) != told:
             told = trouble is not None
-            with suppress(OSError):
-                os.write(1, json.dumps(trouble).encode() + b"\n")
+            link.send(json.dumps(trouble).encode())
+
+    serve(link, write)
 
 
 if __name__ == "__main__":

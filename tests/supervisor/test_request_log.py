@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from supervisor.attempts import Restarts
+from supervisor.helper import HelperWatch
 from supervisor.keys.rights import Identity
 from supervisor.request_log import RequestLog, line_of
 from supervisor.request_log_writer import RequestLogFile
@@ -28,21 +30,25 @@ def a_record(number: int, trace_ids: tuple[str, ...] = ("req_1",), **facts: Any)
     return replace(record, **facts)
 
 
+WATCH = HelperWatch()
+
+
 @pytest.fixture
 def log() -> Iterator[RequestLog]:
-    log = RequestLog(logging.getLogger("test"))
+    log = RequestLog(logging.getLogger("test"), WATCH)
     yield log
     log.close()
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
+    WATCH.hear()
     whole = file.read_text().split("\n")[:-1] if file.exists() else []  # the last line may be half written
     return [json.loads(line) for line in whole]
 
 
 def writer(log: RequestLog) -> int:
-    assert log._process is not None
-    return log._process.pid
+    assert log._helper.process is not None
+    return log._helper.process.pid
 
 
 def test_a_line_says_who_asked_what_it_took_and_how_it_ended() -> None:
@@ -86,7 +92,7 @@ def test_a_writer_that_hangs_costs_lines_and_no_time_and_the_log_says_how_many(l
         added += 1
         log.add(a_record(added))
     lost_first, log_pid = log.lost, writer(log)
-    assert added > 100, "the pipe holds some"
+    assert added > 100, "some wait"
     os.kill(log_pid, signal.SIGCONT)
     wait_until(lambda: len(lines(file)) == added)
     log.add(a_record(added + 1))
@@ -96,15 +102,16 @@ def test_a_writer_that_hangs_costs_lines_and_no_time_and_the_log_says_how_many(l
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_writer_that_dies_is_started_again(log: RequestLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.request_log.AGAIN_S", 0.0)
+def test_a_writer_that_dies_is_started_again(log: RequestLog, tmp_path: Path) -> None:
+    log._helper._restarts = Restarts(0.0, 0.0)
     log.adopt(tmp_path / "log")
     first = writer(log)
     os.kill(first, signal.SIGKILL)
 
     def replaced() -> bool:
+        WATCH.hear()
         log.check()
-        return log._process is not None and log._process.pid != first
+        return log._helper.process is not None and writer(log) != first
 
     wait_until(replaced)
     log.add(a_record(5))
@@ -117,7 +124,7 @@ def test_a_file_that_cannot_be_written_is_said(log: RequestLog, tmp_path: Path) 
 
     def said() -> bool:
         log.add(a_record(1))
-        log.check()
+        WATCH.hear()
         return log.trouble is not None and "cannot be written" in log.trouble
 
     wait_until(said)
@@ -129,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_said(log: RequestLog, tmp_path: Path) 
     log.add(a_record(2))
 
 
-def test_names_that_are_too_long_for_a_pipe_are_left_out(log: RequestLog, tmp_path: Path) -> None:
+def test_names_that_are_too_long_are_left_out(log: RequestLog, tmp_path: Path) -> None:
     log.adopt(tmp_path / "log")
     log.add(a_record(1, ("\U0001f600" * 128,) * 4))
     log.add(a_record(2))
