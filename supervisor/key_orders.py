@@ -6,9 +6,6 @@ of a token, either. The supervisor sees the changed list as it sees the changes 
 
 import json
 import logging
-import os
-import select
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -17,10 +14,10 @@ from typing import Any, Final
 
 from protocol.codec import pack_reply
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.process.asked_process import start_asked
+from protocol.process.helper_process import HelperProcess
 from supervisor.config import Config
 from supervisor.event_history import EventKind, noted
-from supervisor.helper import writer_environment
+from supervisor.helper import HelperWatch, writer_environment
 from supervisor.keys.change import CHANGE_S
 from supervisor.keys.records import KeysProblem, check_name
 from supervisor.keys.rights import OWNER, Identity
@@ -44,8 +41,7 @@ class _Order:
     caller: Identity
     asker: Asker
     notes: list[str]
-    process: "subprocess.Popen[bytes]"
-    result: int
+    result: dict[str, Any] | None = None
     answered: bool = False
     timer: Timer | None = field(default=None, repr=False)
 
@@ -53,19 +49,16 @@ class _Order:
 class KeyOrders:
     """The list of keys for verbs of CALL, and the changes that are under way. Use it on the loop's thread only."""
 
-    def __init__(self, ring: KeyRing, timers: Timers, effects: EffectQueue, log: logging.Logger) -> None:
+    def __init__(
+        self, ring: KeyRing, timers: Timers, effects: EffectQueue, log: logging.Logger, watch: HelperWatch
+    ) -> None:
         self._ring = ring
         self._timers = timers
         self._effects = effects
         self._log = log
-        self._epoll = select.epoll()
-        self._orders: dict[int, _Order] = {}
-        """By the pidfd of its process."""
-
-    @property
-    def descriptor(self) -> int:
-        """A descriptor that is readable while ``ended`` has something to take in."""
-        return self._epoll.fileno()
+        self._watch = watch
+        self._running = 0
+        """Processes that have not ended."""
 
     def listed(self, after: str, limit: int, caller: Identity) -> dict[str, Any]:
         """Return the keys whose names come after ``after``: the result of the verb ``keys``. Raises WireError."""
@@ -91,7 +84,7 @@ class KeyOrders:
                 notes = check_models(fields["models"], config.models, config.names, config.file)
         except KeysProblem as e:
             raise as_refusal(e) from None
-        if len(self._orders) >= MOST:
+        if self._running >= MOST:
             message = f"{MOST} changes of the list of keys are under way: try later"
             raise WireError(ErrorCode.OVERLOADED, message, retry_after_ms=1000)
         order = {
@@ -102,37 +95,36 @@ class KeyOrders:
             "fields": {key: sorted(value) if key == "rights" else value for key, value in fields.items()},
         }
         try:
-            process, pidfd, result = _start(order)
+            process = HelperProcess(_CHANGING, writer_environment())
         except OSError as e:
             raise WireError(ErrorCode.HELPER_FAILED, f"no process can be started: {e.strerror}; try later") from None
-        found = self._orders[pidfd] = _Order(verb, name, caller, asker, notes, process, result)
-        found.timer = self._timers.at(time.monotonic() + CHANGE_S + 1, lambda: self._too_late(found))
-        self._epoll.register(pidfd, select.EPOLLIN)
+        process.send(json.dumps(order).encode())
+        found = _Order(verb, name, caller, asker, notes)
+        self._running += 1
 
-    def ended(self) -> None:
-        """Answer the orders whose processes have ended."""
-        for pidfd, _ in self._epoll.poll(0):
-            order = self._orders.pop(pidfd)
-            self._epoll.unregister(pidfd)
-            os.close(pidfd)
-            order.process.wait()
-            with open(order.result, "rb") as file:
-                file.seek(0)
-                text = file.read()
-            self._answer(order, _parsed(text))
+        def take(_: HelperProcess, record: bytes) -> None:
+            found.result = json.loads(record)
 
-    def _too_late(self, order: _Order) -> None:
-        order.process.kill()  # it may hang in the kernel, at its disk, so its end is not awaited
-        self._answer(order, None)
+        self._watch.add(process, take, lambda _: self._ended(found))
 
-    def _answer(self, order: _Order, result: dict[str, Any] | None) -> None:
-        """Answer an order once. ``result`` is what its process has left; None if it has left nothing."""
+        def too_late() -> None:
+            process.kill()  # it may hang in the kernel, at its disk, so its end is not awaited
+            self._answer(found)
+
+        found.timer = self._timers.at(time.monotonic() + CHANGE_S + 1, too_late)
+
+    def _ended(self, order: _Order) -> None:
+        self._running -= 1
+        self._answer(order)
+
+    def _answer(self, order: _Order) -> None:
+        """Answer an order once, with what its process has said."""
         if order.timer is not None:
             order.timer.cancel()
         if order.answered:
             return
         order.answered = True
-        if result is None:
+        if (result := order.result) is None:
             message = f"the list of keys was not changed within {CHANGE_S} s: its disk or another command was too slow"
             result = {"error": WireError(ErrorCode.HELPER_FAILED, f"{message}; list the keys, and try again").to_wire()}
         if "error" not in result:
@@ -147,15 +139,6 @@ class KeyOrders:
         return {"key": self._ring.listed_as(order.name, order.caller), "notes": order.notes}
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return the result that a process has left; None if it was killed before it had written all of it."""
-    try:
-        result: dict[str, Any] = json.loads(text)
-    except ValueError:
-        return None
-    return result
-
-
 def _fields(verb: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rights and limits of a key as ``Identity`` has them. Raises WireError."""
     given = {key: value for key, value in given.items() if (key, value) != ("rights", None)}
@@ -168,19 +151,3 @@ def _fields(verb: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return read_fields(given, time.time())
     except KeysProblem as e:
         raise as_refusal(e) from None
-
-
-def _start(order: Mapping[str, Any]) -> "tuple[subprocess.Popen[bytes], int, int]":
-    """Start the process for an order. Return it, its pidfd, and the descriptor that has the result when it has ended.
-
-    A token is in no file on the disk. Raises OSError.
-    """
-    process, result = start_asked(_CHANGING, order, writer_environment(), cwd="/")
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except OSError:
-        process.kill()
-        process.wait()
-        os.close(result)
-        raise
-    return process, pidfd, result

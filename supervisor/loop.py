@@ -164,7 +164,7 @@ class Supervisor:
             ring.refresh()
             key = opening.secret_key
             tcp = open_tcp_port(self._context, opening.endpoint, key, ring, budget.backlog, holds, log)
-        self._key_orders = KeyOrders(ring, timers, self._effects, log)
+        self._key_orders = KeyOrders(ring, timers, self._effects, log, self._helpers)
         self._authorizer = RequestAuthorizer(ring, self._scheduler, tcp, log)
         self._clients = ClientPorts(front, admin, tcp, self._reactor.poll_all)
         self._descriptors = DescriptorWatch(budget, self._clients, log)
@@ -274,7 +274,6 @@ class Supervisor:
         watch(self._signals.receiver, self._on_signals)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
         watch(self._gateway.descriptor, self._gateway.hear)
-        watch(self._key_orders.descriptor, self._key_orders.ended)
         watch(self._helpers.descriptor, self._helpers.hear)
 
     def _begin_rounds(self) -> None:

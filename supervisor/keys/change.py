@@ -2,22 +2,22 @@
 
     python -P -m supervisor.keys.change
 
-stdin   the order, as JSON: ``{directory, verb, caller, name, fields}``. ``caller`` is the id of the key that orders;
-        None for the supervisor's own user, who may do everything
-stdout  the result, as JSON: ``{"token"}`` for a new key, ``{}`` for other orders, or ``{"error"}`` as the wire has it
+stdin   the link to the supervisor (``helper_link``), which sends the order as JSON: ``{directory, verb, caller, name,
+        fields}``. ``caller`` is the id of the key that orders; None for the supervisor's own user, who may do
+        everything. The program answers in JSON: ``{"token"}`` for a new key, ``{}`` for other orders, or ``{"error"}``
+        as the wire has it. So a token is in no file
 """
 
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.errors import WireError
-from protocol.process.process_title import set_title
+from protocol.process.helper_link import become_helper
 from protocol.verbs import Right
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.rights import Identity
@@ -54,18 +54,16 @@ def _check_of(caller: str) -> Check:
 
 
 def main() -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_IGN)  # a change that has begun is finished
+    link = become_helper("key writer", dies=False)  # a change that has begun is finished
     signal.alarm(CHANGE_S)
     os.umask(0o077)
-    set_title("key writer")
     try:
-        result = change(json.load(sys.stdin))
+        result = change(json.loads(link.receive(None) or b""))
     except KeysProblem as e:
         result = {"error": as_refusal(e).to_wire()}
     except WireError as e:
         result = {"error": e.to_wire()}
-    json.dump(result, sys.stdout)
+    link.send(json.dumps(result).encode())
 
 
 if __name__ == "__main__":

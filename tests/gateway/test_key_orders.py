@@ -304,19 +304,6 @@ def test_a_killed_change_is_answered(keyed: Http) -> None:
     assert listed(keyed, "guest") is not None
 
 
-def test_a_change_that_is_killed_while_it_writes_its_result_is_answered(keyed: Http) -> None:
-    assert keyed.store is not None
-    with locked(keyed.store):
-        order = Order(keyed, "DELETE", "/v1/keys/guest", "ops")
-        process = wait_until(lambda: changing(keyed))[0]
-        with open(f"/proc/{process.pid}/fd/1", "wb") as result:
-            result.write(b'{"tok')
-        process.kill()
-        order.join(WITHIN)
-    assert order.answer[0] == 503
-    assert listed(keyed, "guest") is not None
-
-
 def test_an_unknown_key_gets_no_list_of_thousands(keyed: Http) -> None:
     assert keyed.store is not None
     clients = keyed.store.directory / CLIENTS

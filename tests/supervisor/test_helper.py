@@ -29,6 +29,9 @@ def take(record):
     if record == b"close":
         os.close(0)
         time.sleep(60)
+    if record == b"half":
+        os.write(0, b"+half")
+        os._exit(1)
     if record == b"raw":
         os.write(0, b"?")
     link.send(record)
@@ -216,6 +219,13 @@ def test_a_helper_that_says_what_is_no_record_is_ended(kept: Kept) -> None:
     kept.helper.check(0.0)
     kept.helper.send(b"raw")
     kept.until(lambda: kept.ends == ["signal 9"])
+    assert not kept.said
+
+
+def test_half_a_record_is_not_taken(kept: Kept) -> None:
+    kept.helper.check(0.0)
+    kept.helper.send(b"half")
+    kept.until(lambda: kept.ends == ["exit code 1"])
     assert not kept.said
 
 
