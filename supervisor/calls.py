@@ -154,7 +154,7 @@ class Calls:
 
     def ended_requests(self, asked: Asked, after: int | None = None, limit: int = 100) -> Result:
         unix = time.time() - time.monotonic()
-        ended = self._parts.scheduler.unfinished.ended(asked.caller, after, limit, unix)
+        ended = self._parts.scheduler.ended.since(after, limit, asked.caller, unix)
         return {"session": self._parts.status.session, **self._without_others(asked.caller, ended)}
 
     def story(self, asked: Asked, id: str) -> Result:

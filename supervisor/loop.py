@@ -283,7 +283,7 @@ class Supervisor:
         every(DESCRIPTORS_CHECK_S, self._descriptors.check)
         every(STREAMS_CHECK_S, self._check_streams)
         for port in self._clients:
-            every(port.listener.check_s, partial(self._enforce_limits, port))
+            every(port.listener.check_s, port.enforce_limits)
         every(LEASE_CHECK_S, self._fleet.check_progress)
         every(CUT_S, self._fleet.cut_logs)
         every(RUNTIME_CHECK_S, self._runtime_watch.restore_missing)
@@ -406,10 +406,6 @@ class Supervisor:
         """
         frame = encode(Ping(0))
         self._effects.add(ToClient(channel, frame) for channel in self._probes.next(self._scheduler.channels))
-
-    def _enforce_limits(self, port: ClientPort) -> None:
-        """End connections of this port that exceed its limits."""
-        port.enforce_limits(time.monotonic())
 
     def _end_late(self) -> None:
         """End the requests whose time is over."""

@@ -307,12 +307,12 @@ class ClientPort:
             self._end_soon(connection.routing_id, connection.fd, hears=hears)
             self._leave(connection)
 
-    def enforce_limits(self, now: float) -> None:
+    def enforce_limits(self) -> None:
         """End the connections whose clients have had time to read why, and those that exceed the listener's limits.
 
         The loop calls this every ``listener.check_s`` seconds.
         """
-        self._accepted.endings.end_overdue(now)
+        self._accepted.endings.end_overdue(time.monotonic())
         for fd in self.listener.find_abusers(self._accepted.wires, self._table.by_fd):
             self._end_descriptor(fd)
 

@@ -14,6 +14,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import EventEntry, EventFlag, Events, FinishReason
 from supervisor.requests.advance import Advances
 from supervisor.requests.in_flight import InFlight, ToClient
+from supervisor.requests.request_phase import RequestPhase
 from supervisor.usage.counters import COMPLETION
 
 _MIB = 1 << 20
@@ -100,7 +101,7 @@ class CreditControl:
         """Take out held events as far as the present credit goes."""
         held = len(request.held)
         count = held if all_of_it else min(held, max(0, request.credit))
-        if count == held - 1 and not all_of_it and request.held_terminal:
+        if count == held - 1 and not all_of_it and request.phase is RequestPhase.HELD:
             count = held
         if not count:
             return [], 0

@@ -4,7 +4,6 @@ from dataclasses import InitVar, dataclass, field
 
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.requests.fair_queue import Account
-from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.request_progress import RequestProgress
 from supervisor.requests.route import Route
 from supervisor.requests.send_buffer import SendBuffer
@@ -156,11 +155,6 @@ class InFlight(RequestProgress):
     def tokens(self) -> int:
         """Return the number of tokens of the answer that workers have sent so far, held ones included."""
         return self.paid + self.unpaid
-
-    @property
-    def held_terminal(self) -> bool:
-        """Return whether the last of the held events is the terminal event."""
-        return self.phase is RequestPhase.HELD
 
     @property
     def next_seq(self) -> int:

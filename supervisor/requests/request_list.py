@@ -53,10 +53,6 @@ class RequestList:
             for story in told
         ]
 
-    def ended(self, identity: Identity, after: int | None, limit: int, unix: float) -> dict[str, Any]:
-        """Return the last requests that have ended, as far as ``identity`` may see them, see ``Stories.since``."""
-        return self._table.stories.since(after, limit, identity, unix)
-
     def find(self, identity: Identity, name: str) -> list[InFlight]:
         """Return the unfinished requests that a name means: ``12-3``, or a trace id, which several requests may have.
 

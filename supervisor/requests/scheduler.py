@@ -69,7 +69,9 @@ class Scheduler:
     ) -> None:
         self._credit = CreditControl(window, holds)
         self._poison = PoisonTracker(strikes or PoisonPolicy())
-        self._table = RequestTable(self._credit, self._poison, ledger, stories or Stories(), alarm)
+        self.ended = stories or Stories()
+        """The last requests that have ended."""
+        self._table = RequestTable(self._credit, self._poison, ledger, self.ended, alarm)
         self._worker_events = WorkerEvents(self._table)
         # Callers reach the classes for the messages and the ends of workers without a detour through methods here.
         self.events = self._worker_events.events

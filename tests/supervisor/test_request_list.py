@@ -184,7 +184,7 @@ def test_a_trace_id_means_every_unfinished_request_of_it_that_may_be_cancelled(s
 
 
 def ended(scheduler: Scheduler, identity: Identity = ADMIN, after: int | None = None, limit: int = 10) -> Any:
-    return scheduler.unfinished.ended(identity, after, limit, 0.0)
+    return scheduler.ended.since(after, limit, identity, 0.0)
 
 
 def numbers(result: dict[str, Any]) -> list[int]:

@@ -63,7 +63,7 @@ class TcpHost(LoopWithPort):
 
     def turn(self) -> bool:
         super().turn()
-        self.port.enforce_limits(time.monotonic())
+        self.port.enforce_limits()
         return True
 
     def connections(self) -> list[ClientConnection]:
