@@ -167,7 +167,7 @@ def recommended_sampling(generation_config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key in (*keys, "repetition_penalty"):
         value = generation_config.get(key)
-        if value is None or isinstance(value, bool) or value == SamplingParams.model_fields[key].default:
+        if value is None or isinstance(value, bool) or value == getattr(SamplingParams, key):
             continue
         try:
             SamplingParams(**{key: value})

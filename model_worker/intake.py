@@ -68,7 +68,7 @@ class Intake:
         if request.reasoning_budget is not None:
             known = self._format.reasoning is not None
             if request.budget_if_reasoning and not (known and "reasoning_budget" in self._capabilities.offered):
-                request = request.model_copy(update={"reasoning_budget": None})
+                request = request.but(reasoning_budget=None)
             elif not known:
                 raise _unsupported(
                     "reasoning_budget", "the markers of this model's reasoning are not known", "reasoning"
@@ -117,7 +117,7 @@ class Intake:
         if family is None or not (is_headed or (request.tool_choice is not None and self._format.tools is not None)):
             return request.constraint
         if self._format.tools is None:  # only the head of the answer is written
-            request = request.model_copy(update={"tools": None, "allowed_tools": None, "tool_choice": None})
+            request = request.but(tools=None, allowed_tools=None, tool_choice=None)
         is_free = request.tool_choice == "auto" and request.constraint is None
         if is_free and "tools" not in self._capabilities.offered:
             return None
@@ -310,7 +310,7 @@ def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | N
     """Return the first sampling default that an engine does not offer, or None. ``offered`` is as in Capabilities."""
     optional = offered | {"preset", "max_tokens", "stop"}
     for name, value in {**PRESETS[sampling.get("preset", "none")], **sampling}.items():
-        neutral = GenerateRequest.model_fields[name].default
+        neutral = getattr(GenerateRequest, name)
         if name not in optional and (tuple(value) if isinstance(value, list) else value) != neutral:
             return name
     return None

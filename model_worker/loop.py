@@ -284,7 +284,7 @@ class WorkerLoop:
         _log.debug("request %d-%d: %d tokens of prompt", tracked.channel, tracked.request, tracked.prompt_tokens)
         if asked.cut_to_context and asked.max_tokens is not None and job.max_new_tokens < asked.max_tokens:
             tracked.cut = job.max_new_tokens
-        if asked.reasoning_budget is None and "reasoning_budget" in asked.model_fields_set:  # see ``Intake.parse``
+        if asked.reasoning_budget is None and "reasoning_budget" in vars(asked):  # see ``Intake.parse``
             tracked.left_out = ["reasoning_budget"]
         tracked.forced = asked.replaced
         tracked.empty = asked.max_tokens == 0

@@ -1,7 +1,6 @@
-"""Read the texts below attributes of dataclasses, pydantic models, enums, TypedDicts and modules.
+"""Read the texts below attributes of classes, enums, TypedDicts and modules.
 
-Python does not keep such texts at run time. So the class's own source is parsed with ``ast``, as pydantic does for
-``use_attribute_docstrings``.
+Python does not keep such texts at run time. So the class's own source is parsed with ``ast``.
 """
 
 import ast

@@ -2,11 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from protocol.sampling_params import FieldsDisagree
+from protocol.values import FieldsDisagree, Length, Read, Record, Then
 
 MOST_TOOLS = 256
+ROLES = ("system", "developer", "user", "assistant", "tool")
 DEEPEST = 64
 """Most levels of maps and lists within one another."""
 RESERVED = frozenset(
@@ -18,7 +17,7 @@ RESERVED = frozenset(
 """Variables of a template that a client may not set."""
 
 
-def _map(given: Any) -> Any:
+def _map(given: Any) -> dict[str, Any]:
     """Return the given map. Raises ValueError if it is no map, if a key is no string, or if it is nested too deeply."""
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
         raise ValueError("must be a map with strings as keys")
@@ -33,89 +32,93 @@ def _map(given: Any) -> Any:
     return given
 
 
-def _variables(given: Any) -> Any:
+def check_variables(given: Any) -> dict[str, Any] | None:
+    """Return the variables of a template. Raises ValueError for a map that no template could take."""
     if given is None:
         return None
-    for name in _map(given):
+    variables = _map(given)
+    for name in variables:
         if name in RESERVED or not name.isidentifier() or name.startswith("_"):
             raise ValueError("must not set variables that are the template's own, or that no template can name")
-    return given
+    return variables
 
 
-def _maps(given: Any) -> Any:
-    if given is not None and not isinstance(given, list | tuple):
+def _maps(given: Any) -> tuple[dict[str, Any], ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple):
         raise ValueError("must be an array of maps")
-    for entry in given or ():
-        _map(entry)
-    return given
+    if len(given) > MOST_TOOLS:
+        raise ValueError(f"must be at most {MOST_TOOLS} long")
+    return tuple(map(_map, given))
 
 
-Maps = Annotated[tuple[dict[str, Any], ...] | None, Field(strict=False, max_length=MOST_TOOLS), BeforeValidator(_maps)]
+def _role(role: str) -> str:
+    if role not in ROLES:
+        raise ValueError("must be system, user, assistant or tool")
+    return role
 
 
-class ChatMessage(BaseModel):
+Maps = Annotated[tuple[dict[str, Any], ...] | None, Length(most=MOST_TOOLS), Read(_maps)]
+
+
+class ChatMessage(Record):
     """One turn of a conversation. The template gets only the fields that the client sent."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
+    role: Annotated[str, Then(_role)]
     """The role of the speaker. ``developer`` is a system message under its newer name."""
     content: str | None = None
     """The text. Only an assistant's turn with tool_calls may leave it out or set it to null."""
-    name: Annotated[str, Field(max_length=256)] | None = None
+    name: Annotated[str, Length(most=256)] | None = None
     """The name of the speaker, for the template."""
     tool_calls: Maps = None
     """In an assistant's turn: usually {id, type, function: {name, arguments}}. The arguments are a map, or its
     JSON text."""
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    tool_call_id: Annotated[str, Length(most=256)] | None = None
     """In a tool's turn: the id of the call that the turn answers, for the template."""
     reasoning_content: str | None = None
     """In an assistant's turn: what the assistant reasoned, for the template. Templates show it or leave it out."""
 
-    @model_validator(mode="after")
-    def _says_something(self) -> "ChatMessage":
+    def check(self) -> None:
+        """Raise ValueError for a turn that says nothing, and for values that only an assistant has."""
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are an assistant's, not a {self.role}'s")
         if self.reasoning_content is not None and self.role != "assistant":
             raise ValueError(f"reasoning_content is an assistant's, not a {self.role}'s")
         if self.content is None and not self.tool_calls:
             raise ValueError("content must be a string (except in an assistant's turn with tool_calls)")
-        return self
 
 
-class ChatFields(BaseModel):
+class ChatFields(Record):
     """The fields of GENERATE and of tokenize that are for the chat template."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    messages: Annotated[tuple[ChatMessage, ...], Field(strict=False, min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Length(1)] | None = None
     """A conversation, rendered with the model's own chat template. A special token written in a message's text becomes
     that token, as in a prompt."""
     tools: Maps = None
     """Functions that the assistant may call. The template gets these maps as they are, usually {type, function: {name,
     description, parameters}}."""
-    template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_variables)] = None
+    template_kwargs: Annotated[dict[str, Any] | None, Read(check_variables)] = None
     """Further variables of the template, such as {enable_thinking: false}."""
     add_generation_prompt: bool | None = None
     """End the text where the assistant speaks next. Unset: true, unless continue_final_message is true."""
     continue_final_message: bool = False
     """Continue the last message, instead of beginning a new turn."""
 
-    @model_validator(mode="after")
-    def _converse(self) -> "ChatFields":
+    def check(self) -> None:
+        """Raise FieldsDisagree for fields that need a conversation, and for two that contradict each other."""
         if self.messages is None:
             for name in ("tools", "template_kwargs", "add_generation_prompt", "continue_final_message"):
                 if getattr(self, name) not in (None, False):
                     raise FieldsDisagree(name, "is for the chat template: it needs messages")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldsDisagree("continue_final_message", "cannot be given together with add_generation_prompt")
-        return self
 
     def for_template(self) -> dict[str, Any]:
         """Return the arguments of the template. Needs ``messages``. They have only the fields that the client sent."""
         ends = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return {
-            "messages": [message.model_dump(exclude_unset=True) for message in self.messages or ()],
+            "messages": [dict(vars(message)) for message in self.messages or ()],
             "tools": None if self.tools is None else list(self.tools),
             "variables": self.template_kwargs or {},
             "add_generation_prompt": ends,

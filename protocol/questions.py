@@ -7,14 +7,12 @@ detokenize     {token_ids: bin}                  ->  {text}
 chat_template  {}                                ->  {source, tool_source, special_tokens}
 """
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-
-from protocol.chat import ChatFields, ChatMessage
+from protocol.chat import ChatFields
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, FrameError, RequestError
 from protocol.field_errors import request_error
 from protocol.messages import ON_BEHALF_OF
-from protocol.sampling_params import FieldsDisagree
+from protocol.values import FieldsDisagree, Record, Unfit, hints_of, read
 
 
 class Tokenize(ChatFields):
@@ -28,31 +26,26 @@ class Tokenize(ChatFields):
     with_pieces: bool = False
     """Return the bytes of each token, too."""
 
-    @model_validator(mode="after")
-    def _one_of_them(self) -> "Tokenize":
+    def check(self) -> None:
+        """Raise ValueError unless there is one of prompt and messages."""
+        super().check()
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give exactly one of prompt and messages")
-        return self
 
 
-class Detokenize(BaseModel):
+class Detokenize(Record):
     """Ask for the text of token ids."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     token_ids: bytes
 
-    @model_validator(mode="after")
-    def _whole_ids(self) -> "Detokenize":
+    def check(self) -> None:
+        """Raise FieldsDisagree for half an id."""
         if len(self.token_ids) % 4:
             raise FieldsDisagree("token_ids", f"has {len(self.token_ids)} bytes: must be ids of 4 bytes each")
-        return self
 
 
-class AskTemplate(BaseModel):
+class AskTemplate(Record):
     """Ask for the model's chat template, and for the texts of its special tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 Question = Tokenize | Detokenize | AskTemplate
@@ -75,9 +68,8 @@ def parse_question(verb: str, body: bytes) -> Question:
         fields = unpack_body(body)
         for name in ("model", ON_BEHALF_OF):
             fields.pop(name, None)
-        return model.model_validate(fields)
+        return read(model, fields)
     except FrameError as e:
         raise RequestError(e.message, field="body") from None
-    except ValidationError as e:
-        error = e.errors(include_url=False)[0]
-        raise request_error(error, model, ChatMessage, model.model_fields, {}) from None
+    except Unfit as e:
+        raise request_error(e.flaws[0], hints_of(model), {}) from None

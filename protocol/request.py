@@ -7,9 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from typing import Annotated, Any, ClassVar, Literal
 
 from protocol.aliases import ALIASES
 from protocol.chat import ChatFields, ChatMessage
@@ -18,7 +16,8 @@ from protocol.errors import FrameError, RequestError
 from protocol.field_errors import request_error
 from protocol.messages import ROUTE_KEYS
 from protocol.presets import fill, force
-from protocol.sampling_params import FieldsDisagree, SamplingParams, TokenId
+from protocol.sampling_params import SamplingParams, TokenId
+from protocol.values import FieldsDisagree, Length, Read, Then, Unfit, Within, hints_of, read, reader
 
 __all__ = ["ALIASES", "ChatMessage", "GenerateRequest", "SamplingParams", "parse_generate"]
 
@@ -38,7 +37,34 @@ LONGEST_SCHEMA = 1 << 18
 """Characters of a JSON schema, written without spaces."""
 
 
-def _schema_text(given: Any) -> Any:
+def _whole_ids(token_ids: bytes | None) -> bytes | None:
+    if token_ids is not None and (not token_ids or len(token_ids) % 4):
+        raise ValueError("must be at least one id of 4 bytes (u32, little endian)")
+    return token_ids
+
+
+_STOPS = tuple[Annotated[str, Length(1)], ...]
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    """Return stop strings. One string stands for a list of one. Raises ValueError, which is Unfit for one of a list."""
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, list | tuple):
+        raise ValueError("must be a string, or an array of strings")
+    stops: tuple[str, ...] = reader(_STOPS)(given, False)
+    size = sum(len(each.encode()) for each in stops)
+    if size > MOST_STOP_BYTES:
+        raise ValueError(f"must have at most {MOST_STOP_BYTES} bytes of text in all, not {size}")
+    return stops
+
+
+def _long_loop(tokens: int) -> int:
+    if 0 < tokens < LEAST_LOOP:
+        raise ValueError(f"must be 0, which is off, or at least {LEAST_LOOP}: a row of dashes repeats as much")
+    return tokens
+
+
+def _schema_text(given: Any) -> str | None:
     """Return a JSON schema as text without spaces. ``given`` is a map, JSON text or None. Raises ValueError."""
     if not isinstance(given, str | dict):
         if given is None:
@@ -64,65 +90,61 @@ class GenerateRequest(SamplingParams, ChatFields):
 
     prompt: str | None = None
     """A text. It is used as it is, without a chat template."""
-    token_ids: bytes | None = None
+    token_ids: Annotated[bytes | None, Then(_whole_ids)] = None
     """Token ids as bytes: u32, little endian."""
-    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    max_tokens: Annotated[int, Within(0, 1 << 31)] | None = None
     """Most tokens of the answer. Unset: the model's default or limit, and at most what is left of the context. With 0
     the prompt is read, and the answer is empty; a conversation needs at least 1."""
     cut_to_context: bool = False
     """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves of the context. Without
     it, such a request is refused."""
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
-        Field(strict=False, fail_fast=True),
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-    ] = ()
+    stop: Annotated[_STOPS, Read(_stops)] = ()
     """Strings that end the answer. They are not part of it. One string stands for a list of one. All of them together
     have at most 64 KiB of text."""
-    min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    min_tokens: Annotated[int, Within(0, 1 << 31)] = 0
     """Least tokens of the answer. Until then no end token is drawn, and stop strings do not end the answer."""
-    stop_on_loop: Annotated[int, Field(ge=0, le=MOST_LOOP)] = 0
+    stop_on_loop: Annotated[int, Within(0, MOST_LOOP), Then(_long_loop)] = 0
     """End the answer with finish_reason "loop" when its last tokens, as many as this number, are a block that repeats
     three times or more. 0 is off, else at least 12. Reasoning and calls of tools count, too. Until min_tokens, nothing
     ends the answer."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=64, fail_fast=True)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Length(most=64)] = ()
     """Token ids that end the answer, besides the model's own. Their text is not part of it."""
     banned_strings: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
-        Field(strict=False, max_length=64, fail_fast=True),
+        tuple[Annotated[str, Length(1, 256)], ...],
+        Length(most=64),
     ] = ()
     """Strings that the answer must not hold, in upper or lower case. The engine goes back and draws other tokens. If it
     finds none, the answer ends with finish_reason "banned_strings"."""
     token_healing: bool = False
     """Draw the prompt's last token again, from the tokens whose text begins with that token's text. So a prompt may end
     inside a word. A prompt of one token, or one that ends with a special token, stays as it is."""
-    json_schema: Annotated[str | None, BeforeValidator(_schema_text)] = None
+    json_schema: Annotated[str | None, Read(_schema_text)] = None
     """A JSON schema, as a map or as JSON text. The answer is JSON that validates against it, unless max_tokens cuts it
     short. A part of JSON Schema that is not offered is refused by its name. Give at most one of json_schema, regex and
     choice."""
     whitespace_flexible: bool = False
     """Allow white space between the parts of the JSON that json_schema asks for: a line break and up to 40 blanks at
     each place. By default there is none."""
-    regex: Annotated[str, Field(min_length=1, max_length=8192)] | None = None
+    regex: Annotated[str, Length(1, 8192)] | None = None
     """A regular expression that the whole answer matches, in the syntax of the Rust crate regex: no look-around, no
     back-references; ``\\d`` is 0-9."""
     choice: (
         Annotated[
-            tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...],
-            Field(strict=False, min_length=1, max_length=256, fail_fast=True),
+            tuple[Annotated[str, Length(1, 1024)], ...],
+            Length(1, 256),
         ]
         | None
     ) = None
     """Strings. The answer is one of them."""
     logprobs: bool = False
     """Report each token's log-probability (natural) by the model alone, before any sampling parameter."""
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    top_logprobs: Annotated[int, Within(0, 20)] = 0
     """The number of likeliest tokens to report with each token. Needs logprobs."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Within(0, 20)] | None = None
     """Report the log-probability of each token of the prompt but the first, and this number of likeliest tokens at its
     place. 0: no likeliest tokens. Log-probabilities are those of `logprobs`. At most 1,048,576 of them are reported:
     tokens of the prompt times this number plus one. Unset: none."""
-    prompt_logprobs_from: Annotated[int, Field(ge=1, le=1 << 31)] = 1
+    prompt_logprobs_from: Annotated[int, Within(1, 1 << 31)] = 1
     """The first token of the prompt, counted from 0, whose log-probability is reported. What stands before it may come
     from the cache. Needs prompt_logprobs."""
     with_format: bool = False
@@ -135,13 +157,13 @@ class GenerateRequest(SamplingParams, ChatFields):
     With "auto" and one of json_schema, regex and choice, the answer is calls, or else a text of that shape. Unset: the
     template shows the tools to the model, and nothing constrains the answer. Needs tools."""
     allowed_tools: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] | None,
-        Field(strict=False, min_length=1, max_length=256, fail_fast=True),
+        tuple[Annotated[str, Length(1, 256)], ...] | None,
+        Length(1, 256),
     ] = None
     """Names of the tools that may be called. Unset: all. Needs tool_choice."""
     parallel_tool_calls: bool = True
     """Allow more than one call in an answer. False needs tool_choice."""
-    reasoning_budget: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    reasoning_budget: Annotated[int, Within(0, 1 << 31)] | None = None
     """Most tokens of reasoning. After that many, the marker that ends the reasoning is written in the model's place,
     and the model goes on with the answer. For a model whose reasoning markers are known. Needs messages."""
     budget_if_reasoning: bool = False
@@ -153,37 +175,13 @@ class GenerateRequest(SamplingParams, ChatFields):
     negative_prompt: str | None = None
     """The text that cfg_scale leads away from. Unset: the model's beginning-of-sequence token alone. A model without
     such a token needs a text."""
-    _replaced: dict[str, float | None] = PrivateAttr(default_factory=dict)
+    replaced: ClassVar[Mapping[str, float | None]] = MappingProxyType({})
+    """The options whose values models.yaml has replaced, as ``presets.force`` returns them."""
 
-    @property
-    def replaced(self) -> Mapping[str, float | None]:
-        """The options whose values models.yaml has replaced, as ``presets.force`` returns them."""
-        return self._replaced
-
-    @field_validator("token_ids")
-    @classmethod
-    def _whole_ids(cls, token_ids: bytes | None) -> bytes | None:
-        if token_ids is not None and (not token_ids or len(token_ids) % 4):
-            raise ValueError("must be at least one id of 4 bytes (u32, little endian)")
-        return token_ids
-
-    @field_validator("stop")
-    @classmethod
-    def _bounded_stops(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        size = sum(len(each.encode(errors="surrogatepass")) for each in stop)
-        if size > MOST_STOP_BYTES:
-            raise ValueError(f"must have at most {MOST_STOP_BYTES} bytes of text in all, not {size}")
-        return stop
-
-    @field_validator("stop_on_loop")
-    @classmethod
-    def _long_loop(cls, tokens: int) -> int:
-        if 0 < tokens < LEAST_LOOP:
-            raise ValueError(f"must be 0, which is off, or at least {LEAST_LOOP}: a row of dashes repeats as much")
-        return tokens
-
-    @model_validator(mode="after")
-    def _fit(self) -> "GenerateRequest":
+    def check(self) -> None:
+        """Raise FieldsDisagree or ValueError for values that do not go together."""
+        ChatFields.check(self)
+        SamplingParams.check(self)
         given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of prompt, messages and token_ids, not {len(given)}")
@@ -202,7 +200,6 @@ class GenerateRequest(SamplingParams, ChatFields):
         self._check_format()
         if self.negative_prompt is not None and self.cfg_scale == 1:
             raise FieldsDisagree("negative_prompt", "does nothing while cfg_scale is 1: give another cfg_scale")
-        return self
 
     def _check_prompt_logprobs(self) -> None:
         if self.max_tokens == 0 and self.messages is not None:
@@ -281,10 +278,9 @@ def parse_generate(
     if variables and fields.get("messages") is not None and isinstance(fields.get("template_kwargs"), dict | None):
         fields["template_kwargs"] = {**variables, **(fields.get("template_kwargs") or {})}
     try:
-        request = GenerateRequest.model_validate(fields)
-    except ValidationError as e:
-        known = [*GenerateRequest.model_fields, *ALIASES]
-        error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, known, given, ELSEWHERE)
+        request = read(GenerateRequest, fields)
+    except Unfit as e:
+        error = request_error(e.flaws[0], [*hints_of(GenerateRequest), *ALIASES], given, ELSEWHERE)
         if named := sorted(set_by_model.intersection(re.findall(r"\w+", error.message))):
             by_force = forced.keys() & set(named)
             error.message += f" ({' and '.join(named)} by this model's {'forced values' if by_force else 'defaults'})"
@@ -293,8 +289,7 @@ def parse_generate(
         finally:
             del error  # its traceback holds this frame, and with it the prompt
     request.check_limits(limits, given)
-    request._replaced = replaced
-    return request
+    return request.but(replaced=replaced) if replaced else request
 
 
 def _rename(fields: dict[str, Any]) -> dict[str, str]:

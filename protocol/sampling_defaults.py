@@ -14,16 +14,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from pydantic import ValidationError
-
-from protocol.chat import ChatMessage
 from protocol.errors import RequestError
 from protocol.field_errors import request_error
 from protocol.presets import PRESETS, fill
 from protocol.request import GenerateRequest
 from protocol.sampling_params import SamplingParams
+from protocol.values import Unfit, hints_of, read
 
-DEFAULTS: Final = frozenset(SamplingParams.model_fields) - {"seed"} | {
+DEFAULTS: Final = frozenset(hints_of(SamplingParams)) - {"seed"} | {
     "preset", "max_tokens", "min_tokens", "stop", "stop_on_loop", "stop_token_ids", "banned_strings",
 }  # fmt: skip
 """Keys of ``sampling``."""
@@ -58,9 +56,9 @@ def check_sampling(sampling: Any) -> None:
     try:
         if fields.get("max_tokens") == 0:
             raise DefaultsProblem("max_tokens", "must be at least 1")
-        GenerateRequest.model_validate(fields)
-    except ValidationError as e:
-        error = request_error(e.errors(include_url=False)[0], GenerateRequest, ChatMessage, DEFAULTS, {})
+        read(GenerateRequest, fields)
+    except Unfit as e:
+        error = request_error(e.flaws[0], DEFAULTS, {})
         raise DefaultsProblem((error.field or "").partition(".")[0] or None, error.message) from None
 
 
@@ -90,7 +88,7 @@ def check_limits(limits: Any, sampling: Mapping[str, Any]) -> None:
     if "max_tokens" in sampling:
         fields["max_tokens"] = sampling["max_tokens"]
     try:
-        GenerateRequest.model_validate(fields).check_limits(limits)
+        read(GenerateRequest, fields).check_limits(limits)
     except RequestError as e:
         raise DefaultsProblem(e.field, f"{e.message}: a request that leaves it out would be refused") from None
 

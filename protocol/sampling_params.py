@@ -6,7 +6,7 @@ The defaults are neutral. The defaults of the engines are not, so an engine gets
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from protocol.values import FieldsDisagree, Length, Read, Record, Then, Within
 
 MOST_BIASES = 1024
 LARGEST_BIAS = 100
@@ -15,18 +15,12 @@ DRY_LONGEST = 20
 """Tokens of the longest repeated sequence that DRY looks for. A dry_range other than 0 must be greater."""
 
 
-class FieldsDisagree(ValueError):
-    """The error for fields that are valid alone but not together. ``field`` is the one to mend, ``rule`` says why."""
-
-    def __init__(self, field: str, rule: str) -> None:
-        super().__init__(rule)
-        self.field, self.rule = field, rule
-
-
-def _biases(given: Any) -> Any:
+def _biases(given: Any) -> dict[int, float] | None:
     """Return {id: bias} with integers as ids. On the wire they are strings, as in JSON."""
+    if given is None:
+        return None
     if not isinstance(given, dict):
-        return given
+        raise ValueError("must be a map of token ids and numbers")
     if len(given) > MOST_BIASES:
         raise ValueError(f"must hold at most {MOST_BIASES} token ids, not {len(given)}")
     biases: dict[int, float] = {}
@@ -47,102 +41,99 @@ def _biases(given: Any) -> Any:
     return biases
 
 
-TokenId = Annotated[int, Field(ge=0, le=LARGEST_ID)]
-LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_biases)]
+def _dry_range(dry_range: int) -> int:
+    if 0 < dry_range <= DRY_LONGEST:
+        raise ValueError(f"must be 0 or more than {DRY_LONGEST}")
+    return dry_range
 
 
-class SamplingParams(BaseModel):
+TokenId = Annotated[int, Within(0, LARGEST_ID)]
+LogitBias = Annotated[dict[int, float] | None, Read(_biases)]
+
+
+class SamplingParams(Record):
     """The options for drawing the next token. Every default leaves the model's own distribution as it is."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Within(0, 10)] = 1.0
     """The randomness of the draw. 0 is greedy: always the likeliest token."""
-    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    top_k: Annotated[int, Within(0, 1_000_000)] = 0
     """Draw from the k likeliest tokens; 0 is off, and so is -1 in a request."""
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Within(0, 1, above=True)] = 1.0
     """Draw from the smallest set of tokens whose probabilities sum to p; 1 is off."""
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    min_p: Annotated[float, Within(0, 1)] = 0.0
     """Drop tokens less likely than this share of the likeliest; 0 is off."""
-    top_a: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    top_a: Annotated[float, Within(0, 1)] = 0.0
     """Drop tokens less likely than this times the square of the likeliest's probability; 0 is off."""
-    typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    typical_p: Annotated[float, Within(0, 1, above=True)] = 1.0
     """Draw from the tokens whose information is nearest to the expected one, until their probabilities sum to p; 1 is
     off."""
-    tfs: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    tfs: Annotated[float, Within(0, 1, above=True)] = 1.0
     """Tail-free sampling: keep this share of the curve's bend; 1 is off."""
-    skew: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] = 0.0
+    skew: Annotated[float, Within(-10, 10)] = 0.0
     """Bend the draw towards likely tokens (below 0) or unlikely tokens (above 0); 0 is off."""
-    smoothing_factor: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    smoothing_factor: Annotated[float, Within(0, 100)] = 0.0
     """Quadratic smoothing of the logits around the likeliest; 0 is off."""
     temperature_last: bool = False
     """Apply the temperature after the other filters."""
-    min_temp: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    min_temp: Annotated[float, Within(0, 10)] = 1.0
     """Dynamic temperature, lower end; on when max_temp is greater."""
-    max_temp: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
+    max_temp: Annotated[float, Within(0, 10)] = 1.0
     """Dynamic temperature, upper end; on when greater than min_temp."""
-    temp_exponent: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
+    temp_exponent: Annotated[float, Within(0, 10, above=True)] = 1.0
     """Dynamic temperature: exponent of the normalized entropy."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[float, Within(0, 10, above=True)] = 1.0
     """Divide the (positive) logits of tokens that prompt or answer already hold; 1 is off."""
-    penalty_range: Annotated[int, Field(ge=-1, le=1 << 31)] = -1
+    penalty_range: Annotated[int, Within(-1, 1 << 31)] = -1
     """The number of newest tokens that repetition_penalty looks at; -1 is all."""
-    repetition_decay: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    repetition_decay: Annotated[int, Within(0, 1 << 31)] = 0
     """Tokens over which repetition_penalty fades out behind penalty_range; 0 ends it at once."""
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    frequency_penalty: Annotated[float, Within(-2, 2)] = 0.0
     """Subtract this for each time the answer holds the token; 0 is off."""
-    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    presence_penalty: Annotated[float, Within(-2, 2)] = 0.0
     """Subtract this once if the answer holds the token; 0 is off."""
-    dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    dry_multiplier: Annotated[float, Within(0, 100)] = 0.0
     """DRY: strength of the penalty on tokens that would continue a repeated sequence; 0 is off."""
-    dry_base: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 1.75
+    dry_base: Annotated[float, Within(1, 10)] = 1.75
     """DRY: growth of the penalty per token of the repeated sequence."""
-    dry_allowed_length: Annotated[int, Field(ge=1, le=1000)] = 2
+    dry_allowed_length: Annotated[int, Within(1, 1000)] = 2
     """DRY: longest repeated sequence that costs nothing."""
-    dry_range: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    dry_range: Annotated[int, Within(0, 1 << 31), Then(_dry_range)] = 0
     """DRY: the number of newest tokens that are searched. 0 is all. Other values must be more than 20, the length of
     the longest sequence that DRY looks for."""
     dry_sequence_breakers: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
-        Field(strict=False, max_length=64, fail_fast=True),
+        tuple[Annotated[str, Length(1, 64)], ...],
+        Length(most=64),
     ] = ()
     """DRY: texts whose tokens end a repeated sequence. Empty: the engine's own list of punctuation."""
-    xtc_probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    xtc_probability: Annotated[float, Within(0, 1)] = 0.0
     """XTC: the probability with which the likeliest tokens are left out; 0 is off."""
-    xtc_threshold: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    xtc_threshold: Annotated[float, Within(0, 1)] = 0.1
     """XTC: the least probability of a token that may be left out."""
     mirostat_mode: Literal[0, 2] = 0
     """2 draws by Mirostat 2.0; 0 is off."""
-    mirostat_tau: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.5
+    mirostat_tau: Annotated[float, Within(0, 100)] = 1.5
     """Mirostat: target surprise, in bits."""
-    mirostat_eta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.3
+    mirostat_eta: Annotated[float, Within(0, 1)] = 0.3
     """Mirostat: learning rate."""
     logit_bias: LogitBias = None
     """Values from -100 to 100, added to the logits of token ids. On the wire the ids are strings of decimal digits."""
-    banned_tokens: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
+    banned_tokens: Annotated[tuple[TokenId, ...], Length(most=4096)] = ()
     """Token ids that are never drawn."""
-    allowed_tokens: Annotated[tuple[TokenId, ...], Field(strict=False, max_length=4096, fail_fast=True)] = ()
+    allowed_tokens: Annotated[tuple[TokenId, ...], Length(most=4096)] = ()
     """The only token ids that may be drawn; empty is all."""
     ignore_eos: bool = False
     """Never draw a token that ends the answer."""
-    cfg_scale: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 1.0
+    cfg_scale: Annotated[float, Within(0, 20)] = 1.0
     """Classifier-free guidance: weight of the prompt against negative_prompt; 1 is off."""
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Within(0, 1 << 63, below=True)] | None = None
     """Seed of this request's draws. Unset: a random seed."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @field_validator("dry_range")
-    @classmethod
-    def _dry_range(cls, dry_range: int) -> int:
-        if 0 < dry_range <= DRY_LONGEST:
-            raise ValueError(f"must be 0 or more than {DRY_LONGEST}")
-        return dry_range
-
-    @model_validator(mode="after")
-    def _go_together(self) -> "SamplingParams":
+    def check(self) -> None:
+        """Raise FieldsDisagree for values that do not go together."""
         if self.min_temp >= self.max_temp and (self.min_temp, self.max_temp) != (1.0, 1.0):
             raise FieldsDisagree(
                 "min_temp", f"is {self.min_temp:.15g}: must be less than max_temp, which is {self.max_temp:.15g}"
@@ -150,4 +141,3 @@ class SamplingParams(BaseModel):
         both = set(self.allowed_tokens).intersection(self.banned_tokens)
         if both:
             raise FieldsDisagree("banned_tokens", f"holds {min(both)}, which allowed_tokens holds too: leave one out")
-        return self

@@ -11,7 +11,7 @@ author of models.yaml and a client know different names for a type.
 """
 
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import (
@@ -171,18 +171,25 @@ class Record:
         raise AttributeError(f"{name} of a {type(self).__name__} cannot be set")
 
     def __eq__(self, other: object) -> bool:
-        names = hints_of(cast(Any, type(self)))
-        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in names)
+        return isinstance(other, type(self)) and self._values() == other._values()
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in hints_of(type(self)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-@cache
-def hints_of(kind: Any) -> dict[str, Any]:
+def hints_of(kind: Any) -> Mapping[str, Any]:
     """Return the type of each field of a class, with what ``Annotated`` says. Fields of base classes come first."""
+    return _hints_of(kind)
+
+
+@cache
+def _hints_of(kind: Any) -> Mapping[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
@@ -232,12 +239,56 @@ def _reader(hint: Any, bounds: Within | Length | None) -> Check:
     if origin is dict:
         return _map(parts[1])
     if hint is Any:
-        return lambda value, _: value
+        return lambda value, _: str(value) if isinstance(value, str) and type(value) is not str else value
     if hint in (str, bytes):
         return _text(hint, cast(Length | None, bounds))
     if hint in (int, float, bool):
         return _number(hint, cast(Within | None, bounds))
     return _record(hint)
+
+
+def json_schemas(kind: type[Record]) -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of each field of a class, with its default. Functions that read a value are not in it."""
+    defaults = defaults_of(kind)
+    return {
+        name: dict(sorted((_json_schema(hint) | ({"default": defaults[name]} if name in defaults else {})).items()))
+        for name, hint in hints_of(kind).items()
+    }
+
+
+def _json_schema(hint: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type, with its keys in order. That of a class is empty."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        made = _json_schema(parts[0])
+        inner = made["anyOf"][0] if "anyOf" in made else made
+        for rule in parts[1:]:
+            inner |= _json_bounds(rule, inner["type"])
+        inner = dict(sorted(inner.items()))
+        return {"anyOf": [inner, made["anyOf"][1]]} if "anyOf" in made else inner
+    if origin in (Union, types.UnionType):
+        (other,) = (part for part in parts if part is not types.NoneType)
+        return {"anyOf": [_json_schema(other), {"type": "null"}]}
+    if origin is Literal:
+        return {"enum": [*parts], **_json_schema(type(parts[0]))}
+    if origin in (list, tuple):
+        return {"items": _json_schema(parts[0]), "type": "array"}
+    if origin is dict:
+        return {"additionalProperties": True if parts[1] is Any else _json_schema(parts[1]), "type": "object"}
+    if hint is bytes:
+        return {"format": "binary", "type": "string"}
+    names = {str: "string", bool: "boolean", int: "integer", float: "number"}
+    return {"type": names[hint]} if hint in names else {}
+
+
+def _json_bounds(rule: object, kind: str) -> dict[str, Any]:
+    if isinstance(rule, Within):
+        least, most = "exclusiveMinimum" if rule.above else "minimum", "exclusiveMaximum" if rule.below else "maximum"
+        return {least: rule.least, most: rule.most}
+    if not isinstance(rule, Length):
+        return {}
+    what = "Items" if kind == "array" else "Length"
+    return {f"{end}{what}": size for end, size in (("min", rule.least), ("max", rule.most)) if size}
 
 
 def _number(kind: type, within: Within | None) -> Check:
@@ -274,9 +325,11 @@ def _text(kind: type, length: Length | None) -> Check:
 
 
 def _choice(options: tuple[Any, ...]) -> Check:
+    known = {option: option for option in options}
+
     def check(value: Any, _: bool) -> Any:
-        if (isinstance(value, str) or type(value) is int) and value in options:
-            return value
+        if isinstance(value, str | int | float) and value in known:
+            return known[value]
         raise _unfit(value, Wanted(options))
 
     return check
@@ -310,8 +363,6 @@ def _map(values: Any) -> Check:
         for key in value:
             if type(key) is bytes:
                 raise _unfit(key, Wanted(str))
-        if values is Any:
-            return value
         try:
             return {key: item(part, every) for key, part in value.items()}
         except Unfit:
@@ -353,9 +404,11 @@ def _record(kind: Any) -> Check:
             flaws += [Flaw((name,)) for name in checks if name in required - value.keys()]
             raise Unfit(flaws if every else flaws[:1])
         try:
-            made: Any = found if plain else kind.made(**found) if is_record else kind(**found)
-            if is_record:
-                made.check()
+            if not is_record:
+                return found if plain else kind(**found)
+            made = object.__new__(kind)
+            vars(made).update(found)
+            made.check()
         except FieldsDisagree as e:
             raise Unfit([Flaw((e.field,), found.get(e.field), e)]) from None
         except ValueError as e:

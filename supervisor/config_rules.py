@@ -162,7 +162,7 @@ def _defaults_problems(
     own    has the maps
     model  the model of a variant, whose maps are replaced by the names; None for the model itself
     """
-    # The import takes 0.1 s, and few models have these keys.
+    # Few models have these keys, and a start waits for no module that it may never need.
     from protocol.sampling_defaults import DefaultsProblem, check_forced, check_limits, check_sampling
 
     sampling, forced = own.sampling or {}, own.forced or {}
@@ -183,14 +183,12 @@ def _defaults_problems(
 
 def _template_problems(path: KeyPath, variables: dict[str, Any]) -> list[tuple[KeyPath, str]]:
     """Return the problem of variables that no chat template could take."""
-    from pydantic import ValidationError
-
-    from protocol.chat import ChatFields, ChatMessage
+    from protocol.chat import check_variables
 
     try:
-        ChatFields(messages=(ChatMessage(role="user", content="x"),), template_kwargs=variables)
-    except ValidationError as e:
-        return [(path, e.errors(include_url=False)[0]["msg"].removeprefix("Value error, "))]
+        check_variables(variables)
+    except ValueError as e:
+        return [(path, str(e))]
     return []
 
 

@@ -10,6 +10,7 @@ from model_worker.rendering import Renderer, probe_template
 from protocol.chat import ChatFields
 from protocol.errors import WireError
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
+from protocol.values import read
 from tests.serving import wait_until
 
 
@@ -28,7 +29,7 @@ def render(
     """
     renderer = Renderer(template, limit, forms)
     try:
-        conversation = ChatFields.model_validate({"messages": messages, **fields})
+        conversation = read(ChatFields, {"messages": messages, **fields})
         renderer.ask(1, 1, conversation.for_template())
         ((_, outcome),) = wait_until(renderer.collect, 30, "a rendered conversation")
     finally:

@@ -38,8 +38,9 @@ from protocol.errors import RequestError
 from protocol.messages import EventEntry, Events, Hello, ProgressMessage, Ready, Stats
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
+from protocol.values import hints_of
 
-OFFERED = frozenset(SamplingParams.model_fields) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"} | {
+OFFERED = frozenset(hints_of(SamplingParams)) - {"logit_bias", "banned_tokens", "allowed_tokens", "cfg_scale"} | {
     "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
 """The request fields that this engine accepts. Each step has one possible token, so fields that change probabilities

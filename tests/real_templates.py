@@ -37,6 +37,7 @@ from model_worker.engine import ChatTemplate
 from model_worker.rendering import Renderer
 from protocol.chat import ChatFields
 from protocol.errors import RequestError, WireError
+from protocol.values import read
 from tests.chat import format_of
 from tests.serving import ROOT, wait_until
 
@@ -319,7 +320,7 @@ def compared(name: str, source: str) -> Row:
     try:
         for title, (messages, tools) in CONVERSATIONS.items():
             fields = {"messages": read_messages(messages, Notes()), "tools": tools}
-            given = ChatFields.model_validate(fields).for_template()
+            given = read(ChatFields, fields).for_template()
             renderer.ask(1, 1, given)
             ((_, prompt),) = wait_until(renderer.collect, 60, "a rendered conversation")
             theirs = draw(messages, tools)

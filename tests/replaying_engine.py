@@ -25,6 +25,7 @@ from model_worker.engines.admission import check_job
 from model_worker.stop_strings import ContentStops, StopMatcher
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
+from protocol.values import hints_of
 
 THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 TEMPLATE = (
@@ -100,7 +101,7 @@ class ReplayingEngine:
         return Capabilities(
             context=int(self.options.get("context", 65536)),
             max_batch_size=self.spec.max_batch_size,
-            offered=frozenset(SamplingParams.model_fields),
+            offered=frozenset(hints_of(SamplingParams)),
             chat=True,
             device="none",
             attention="none",

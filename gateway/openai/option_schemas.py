@@ -13,6 +13,7 @@ from gateway.openai.options import MOST_ANSWERS, MOST_TOP, OWN
 from gateway.openai.tools import MOST_TOOLS, NAME
 from protocol.attribute_docs import attribute_docs
 from protocol.bodies import RouteKeys
+from protocol.values import json_schemas
 
 Schema = dict[str, Any]
 SAME: Final = "x-modelctl-same-as"
@@ -246,14 +247,14 @@ _ROUTE: Final[Schema] = {
 @cache
 def own_options() -> Schema:
     """Return the options of this project that have one form over HTTP and on the wire."""
-    from protocol.request import GenerateRequest  # brings pydantic: 80 ms that no start of a gateway has to take
+    from protocol.request import GenerateRequest  # which no start of a gateway has to wait for
 
-    known: Schema = GenerateRequest.model_json_schema()["properties"]
+    known: Schema = json_schemas(GenerateRequest)
     options = {name: schema for name, schema in known.items() if name in OWN} | _ROUTE
     docs = {**attribute_docs(GenerateRequest), **attribute_docs(RouteKeys), **_OTHERWISE}
     return {
         name: said(
-            {key: value for key, value in schema.items() if key != "title" and (key, value) != ("default", None)},
+            {key: value for key, value in schema.items() if (key, value) != ("default", None)},
             " ".join(docs[name].replace("``", "`").split()),
         )
         for name, schema in options.items()

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from model_worker.engine import Capabilities, Job
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
+from protocol.values import defaults_of
 
 GREEDY_BELOW = 0.01
 """Temperatures below this are greedy in every engine. ExLlamaV2 does that by itself, and division by less overflows."""
@@ -78,8 +79,8 @@ def left_to_draw(job: Job, drawable: int, eos_ids: Collection[int], only: Collec
 def _check_offered(job: Job, offered: Collection[str]) -> None:
     asked = [
         name
-        for name, field in SamplingParams.model_fields.items()
-        if name not in offered and getattr(job.sampling, name) != field.default
+        for name, neutral in defaults_of(SamplingParams).items()
+        if name not in offered and getattr(job.sampling, name) != neutral
     ]
     optional = {
         "min_tokens": job.min_new_tokens > 0,

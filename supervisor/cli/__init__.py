@@ -15,11 +15,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 78
-    import os
-
-    # pydantic searches all installed packages for plugins, and runs them in every process that imports it. Requests and
-    # keys pass through modelctl, so it allows no plugins. The search also takes longer the more packages are installed.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from supervisor.cli.root import run
 

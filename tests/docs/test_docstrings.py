@@ -3,14 +3,13 @@
 from enum import IntEnum
 
 import pytest
-from pydantic import BaseModel
 
 from protocol.attribute_docs import attribute_docs
 from tools.docs.docstrings import render
 from tools.docs.outside import outside
 
 
-class Base(BaseModel):
+class Base:
     """Not an attribute's."""
 
     first: int = 1

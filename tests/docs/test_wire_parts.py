@@ -8,6 +8,7 @@ from protocol.bodies import APPEARS
 from protocol.errors import ErrorCode
 from protocol.messages import SUPERVISOR_TO_CLIENT, Kind
 from protocol.questions import QUESTIONS
+from protocol.values import hints_of
 from protocol.verbs import VERBS
 from tools.docs.wire import WIRE_PARTS
 
@@ -28,7 +29,7 @@ def test_the_maps_of_all_messages_are_described() -> None:
 
 def test_the_parameters_of_questions_for_workers_are_described() -> None:
     for verb, model in QUESTIONS.items():
-        assert get_type_hints(VERBS[verb].params).keys() == model.model_fields.keys() | {"model"}
+        assert get_type_hints(VERBS[verb].params).keys() == hints_of(model).keys() | {"model"}
 
 
 def test_the_places_of_all_errors_are_described() -> None:

@@ -57,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def parameters(setting: str) -> SamplingParams:
-    return SamplingParams.model_construct(**SETTINGS[setting])
+    return SamplingParams.made(**SETTINGS[setting])
 
 
 def rows_of(rng: np.random.Generator, count: int, vocab: int) -> Array:

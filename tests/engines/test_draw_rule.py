@@ -37,7 +37,7 @@ def test_penalties_are_those_of_the_package_and_of_the_engine(kernels: Kernels) 
     for seed in range(200):
         rng, logits = random.Random(seed), some_logits(seed, 96)
         ids = [rng.randrange(96) for _ in range(rng.randrange(1, 200))]
-        sampling = SamplingParams.model_construct(
+        sampling = SamplingParams.made(
             repetition_penalty=rng.choice([1.1, 2.0, 0.8]), penalty_range=rng.choice([-1, 0, 10, 100]),
             repetition_decay=rng.choice([0, 20]), frequency_penalty=0.3, presence_penalty=-0.2, logit_bias={5: 1.5},
             banned_tokens=(7,),

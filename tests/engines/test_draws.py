@@ -122,7 +122,7 @@ def test_a_seeded_answer_is_the_same_with_speculation(speculate: str) -> None:
     """The number of draws in a step, and which of them are discarded, do not change the answer."""
     plain, h = Harness(), Harness(speculate=speculate, draft=OracleLogits(448, habit=0.8))
     for options in ({}, {"xtc_probability": 0.5, "xtc_threshold": 0.02}, {"repetition_penalty": 1.2}):
-        sampling = HOT.model_copy(update=options)
+        sampling = HOT.but(**options)
         expected = plain.answer(PROMPT, 60, sampling)
         assert h.answer(PROMPT, 60, sampling).ids == expected.ids
         banned = h.answer(PROMPT, 60, sampling, banned_strings=("e", "a"))
@@ -132,8 +132,5 @@ def test_a_seeded_answer_is_the_same_with_speculation(speculate: str) -> None:
 def test_a_healed_first_token_takes_a_number_of_its_own() -> None:
     h = Harness()
     ids = h.engine.encode("count: 7 8 9")
-    outcomes = [
-        h.answer(ids, 20, HOT.model_copy(update={"seed": seed, "temperature": 3.0}), token_healing=True)
-        for seed in (1, 1, 2)
-    ]
+    outcomes = [h.answer(ids, 20, HOT.but(seed=seed, temperature=3.0), token_healing=True) for seed in (1, 1, 2)]
     assert outcomes[0].ids == outcomes[1].ids != outcomes[2].ids

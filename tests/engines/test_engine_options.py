@@ -12,6 +12,7 @@ import pytest
 from model_worker.engine import Engine, Job
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams
+from protocol.values import hints_of
 from tests.chat import chat_ids
 from tests.engines.driver import GREEDY, Driver, answer
 from tools.demo_models import directory
@@ -301,7 +302,7 @@ OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*SamplingParams.model_fields, *OTHERS])
+@pytest.mark.parametrize("name", [*hints_of(SamplingParams), *OTHERS])
 def test_every_field_is_honoured_or_refused_by_name(letters: Engine, name: str) -> None:
     sampling = SamplingParams(**{name: ASKED[name]}) if name in ASKED else GREEDY
     job = Job(10**6, tuple(letters.encode(PROMPT)), 5, sampling, **OTHERS.get(name, {}))
@@ -334,8 +335,8 @@ def test_every_field_is_honoured_or_refused_by_name(letters: Engine, name: str) 
 def test_ids_that_the_model_has_not_and_draws_of_nothing_are_refused(
     letters: Engine, field: str, fields: dict[str, Any]
 ) -> None:
-    sampling = {name: value for name, value in fields.items() if name in SamplingParams.model_fields}
-    job = {name: value for name, value in fields.items() if name not in SamplingParams.model_fields}
+    sampling = {name: value for name, value in fields.items() if name in hints_of(SamplingParams)}
+    job = {name: value for name, value in fields.items() if name not in hints_of(SamplingParams)}
     need(letters, *sampling, field)
     with pytest.raises(RequestError) as refused:
         letters.submit(Job(1, tuple(letters.encode(PROMPT)), 8, greedy(**sampling), **job))

@@ -17,7 +17,7 @@ def test_seeds_reproduce(letters: Engine) -> None:
     first = answer(letters, PROMPT, 24, sampling=HOT)
     letters.reset()
     assert answer(letters, PROMPT, 24, sampling=HOT).ids == first.ids
-    others = [answer(letters, PROMPT, 24, sampling=HOT.model_copy(update={"seed": s})).ids for s in range(3)]
+    others = [answer(letters, PROMPT, 24, sampling=HOT.but(seed=s)).ids for s in range(3)]
     assert any(ids != first.ids for ids in others)
     unseeded = [answer(letters, PROMPT, 24, sampling=SamplingParams(temperature=5.0)).ids for _ in range(3)]
     assert len({tuple(ids) for ids in unseeded}) > 1

@@ -94,7 +94,7 @@ def test_answers_that_go_back_follow_from_their_seed() -> None:
     banned = ("e", "a", "t")
     first = h.answer(prompt, 60, hot, banned_strings=banned)
     assert h.answer(prompt, 60, hot, banned_strings=banned).ids == first.ids
-    assert h.answer(prompt, 60, hot.model_copy(update={"seed": 8}), banned_strings=banned).ids != first.ids
+    assert h.answer(prompt, 60, hot.but(seed=8), banned_strings=banned).ids != first.ids
     assert not set("eat") & set(first.text.lower())
 
 

@@ -25,7 +25,7 @@ SPECULATION = [None, "ngram", "draft"]
 
 def sampling(**options: Any) -> SamplingParams:
     """Return parameters without the checks of the wire, since the engine must refuse invalid values itself."""
-    return SamplingParams.model_construct(**options)
+    return SamplingParams.made(**options)
 
 
 def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -156,7 +156,7 @@ def by_definition(logits: np.ndarray[Any, Any], s: SamplingParams) -> set[int]:
 def test_what_remains_is_what_the_definitions_say() -> None:
     for seed in range(400):
         rng = random.Random(seed)
-        sampling = SamplingParams.model_construct(
+        sampling = SamplingParams.made(
             temperature=rng.choice([1.0, 0.5, 3.0]), top_k=rng.choice([0, 0, 3, 50, 10_000]),
             top_p=rng.choice([1.0, 0.999, 0.9, 0.3, 1e-6]), top_a=rng.choice([0.0, 0.0, 0.2, 1.0]),
             min_p=rng.choice([0.0, 0.0, 0.05, 1e-9, 0.99]), smoothing_factor=rng.choice([0.0, 0.0, 0.3]),
@@ -225,7 +225,7 @@ def test_dry_is_what_its_definition_says() -> None:
         if rng.random() < 0.3:
             ids += ids  # a repeat longer than any that counts
         breakers = {rng.randrange(10) for _ in range(rng.randrange(2))}
-        sampling = SamplingParams.model_construct(
+        sampling = SamplingParams.made(
             dry_multiplier=0.8, dry_base=1.5, dry_allowed_length=rng.choice([1, 2, 5]), dry_range=rng.choice([0, 30])
         )
         logits = np.zeros(10, np.float32)

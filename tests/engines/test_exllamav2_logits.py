@@ -208,7 +208,7 @@ def test_sequence_breakers_are_the_tokens_that_hold_them() -> None:
     dry = sampling(temperature=0.0, dry_multiplier=3.0)
     assert h.answer(PROMPT * 3, 40, dry).ids != loop
     breakers = tuple({piece for i in set(loop) if (piece := pieces()[i])})
-    broken = dry.model_copy(update={"dry_sequence_breakers": breakers})
+    broken = dry.but(dry_sequence_breakers=breakers)
     assert h.answer(PROMPT * 3, 40, broken).ids == loop
 
 

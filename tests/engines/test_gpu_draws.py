@@ -112,7 +112,7 @@ def test_logarithms_are_right_and_never_fall() -> None:
 def test_typical_p_keeps_what_transformers_keeps_and_the_host(setting: str) -> None:
     transformers = pytest.importorskip("transformers")
     rng, sampling = np.random.default_rng(SEED), parameters(setting)
-    others = rule_of(sampling.model_copy(update={"typical_p": 1.0}), 1000)
+    others = rule_of(sampling.but(typical_p=1.0), 1000)
     warper = transformers.TypicalLogitsWarper(sampling.typical_p)
     for number, row in enumerate(rows_of(rng, 64, 1000)):
         if number % 8 == 3:
@@ -197,7 +197,7 @@ def test_what_the_rule_covers() -> None:
         {"mirostat_mode": 2}, {"dry_multiplier": 0.8}, {"xtc_probability": 0.5}, {"cfg_scale": 1.5}, {"tfs": 0.9},
         {"skew": 0.2}, {"temperature_last": True}, {"min_temp": 0.5, "max_temp": 2.0},
     ):  # fmt: skip
-        assert not draws_by_rule(SamplingParams.model_construct(temperature=1.0, **options)), options
+        assert not draws_by_rule(SamplingParams.made(temperature=1.0, **options)), options
 
 
 # the kernels

@@ -87,8 +87,8 @@ def test_no_marker_of_another_format_hides_in_a_call(walker: Walker) -> None:
 
 @pytest.mark.parametrize("format", ["hermes"])
 def test_a_schema_that_takes_long_to_compile_is_refused(walker: Walker, format: str) -> None:
-    request = request_of(random.Random(4)).model_copy(
-        update={
+    request = request_of(random.Random(4)).but(
+        **{
             "tools": (
                 {
                     "function": {

@@ -15,9 +15,10 @@ from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMes
 from protocol.process.progress_lease import ProgressLease
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import GenerateRequest
+from protocol.values import hints_of
 from tests.deterministic_engine import DeterministicEngine, answer
 
-EVERYTHING = frozenset(GenerateRequest.model_fields)
+EVERYTHING = frozenset(hints_of(GenerateRequest))
 
 
 class ScriptedLink:

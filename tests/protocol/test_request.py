@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from protocol.chat import ChatFields
 from protocol.client.request_options import RequestOptions
@@ -14,6 +13,7 @@ from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError
 from protocol.messages import ROUTE_KEYS
 from protocol.request import ALIASES, GenerateRequest, SamplingParams, parse_generate
+from protocol.values import Unfit, defaults_of, hints_of
 
 SECRET = "the secret of the prompt"
 NAN, INF = float("nan"), float("inf")
@@ -78,13 +78,13 @@ OF_CHATS = {"with_format", "tool_choice", "allowed_tools", "parallel_tool_calls"
 
 
 def test_no_field_goes_untested() -> None:
-    others = {"prompt", "token_ids", "negative_prompt", *ChatFields.model_fields, *OF_CHATS}
-    assert set(GenerateRequest.model_fields) == FIELDS.keys() | others
-    assert set(ALIASES.values()) <= set(GenerateRequest.model_fields)
-    assert not ALIASES.keys() & set(GenerateRequest.model_fields)
+    others = {"prompt", "token_ids", "negative_prompt", *hints_of(ChatFields), *OF_CHATS}
+    assert set(hints_of(GenerateRequest)) == FIELDS.keys() | others
+    assert set(ALIASES.values()) <= set(hints_of(GenerateRequest))
+    assert not ALIASES.keys() & set(hints_of(GenerateRequest))
     neutral = parse_generate(pack_body({"prompt": "x"}))
     assert neutral == GenerateRequest(prompt="x")
-    assert {name: getattr(neutral, name) for name in SamplingParams.model_fields} == SamplingParams().model_dump()
+    assert {name: getattr(neutral, name) for name in hints_of(SamplingParams)} == defaults_of(SamplingParams)
 
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
@@ -157,7 +157,7 @@ def test_what_is_no_schema(schema: Any, rule: str) -> None:
 
 
 def test_a_schema_nested_without_end() -> None:
-    with pytest.raises(ValidationError, match="this is not JSON"):
+    with pytest.raises(Unfit, match="this is not JSON"):
         GenerateRequest(prompt="x", json_schema=nested(100_000))  # type: ignore[arg-type]
 
 
@@ -345,7 +345,7 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=300)
-@given(st.dictionaries(st.sampled_from([*GenerateRequest.model_fields, *ALIASES, "tempurature"]), VALUES, max_size=4))
+@given(st.dictionaries(st.sampled_from([*hints_of(GenerateRequest), *ALIASES, "tempurature"]), VALUES, max_size=4))
 def test_any_fields_make_a_request_or_a_request_error(fields: dict[str, Any]) -> None:
     try:
         parse_generate(pack_body(fields))
@@ -358,5 +358,5 @@ def test_any_fields_make_a_request_or_a_request_error(fields: dict[str, Any]) ->
 
 def test_the_clients_know_the_names_of_all_options() -> None:
     """``RequestOptions`` names all options for editors. ``prompt`` is a separate parameter, ``progress`` is none."""
-    wire = {*GenerateRequest.model_fields, *ALIASES, *ROUTE_KEYS} - {"prompt", "progress"}
+    wire = {*hints_of(GenerateRequest), *ALIASES, *ROUTE_KEYS} - {"prompt", "progress"}
     assert {*RequestOptions.__annotations__} == wire

@@ -9,6 +9,7 @@ from protocol.errors import RequestError
 from protocol.presets import PRESETS, changed_option, fill, force
 from protocol.request import GenerateRequest, parse_generate
 from protocol.sampling_defaults import DEFAULTS, LIMITS, DefaultsProblem, check_forced, check_limits, check_sampling
+from protocol.values import hints_of
 
 
 def parse(fields: dict[str, Any], defaults: dict[str, Any] | None = None, **limits: Any) -> GenerateRequest:
@@ -209,7 +210,7 @@ def test_a_model_may_end_answers_that_repeat_themselves() -> None:
 
 
 def test_keys_are_fields_of_requests() -> None:
-    assert set(GenerateRequest.model_fields) >= DEFAULTS
-    assert set(GenerateRequest.model_fields) | {"prompt_tokens"} >= LIMITS.keys()
+    assert set(hints_of(GenerateRequest)) >= DEFAULTS
+    assert set(hints_of(GenerateRequest)) | {"prompt_tokens"} >= LIMITS.keys()
     check_limits({"temperature": 0.5}, {"temperature": 0.5})
     check_limits(dict.fromkeys(LIMITS, 1), {})

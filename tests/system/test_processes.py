@@ -14,7 +14,9 @@ import pytest
 from tests.deterministic_engine import answer
 from tests.serving import ROOT, Serving, engine, opened, wait_until
 
-HEAVY = {"asyncio", "torch", "transformers", "exllamav2", "numpy", "tokenizers", "safetensors", "jinja2", "pickle5"}
+HEAVY = {"asyncio", "torch", "transformers", "exllamav2", "numpy", "tokenizers", "safetensors", "jinja2", "pickle5"} | {
+    "pydantic"
+}
 MEMORY_LIMIT = 60_000_000
 
 
@@ -22,7 +24,8 @@ MEMORY_LIMIT = 60_000_000
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     os.environ["MODULES_TO"] = str(tmp_path_factory.mktemp("modules") / "modules")
     script = Path(__file__).parent / "supervisor_that_tells.py"
-    with Serving({"a": engine("ListsModules"), "b": engine()}, script=script) as serving:
+    chosen = {"sampling": {"temperature": 0.7}, "forced": {"top_p": 0.9}, "limits": {"max_tokens": 100}}
+    with Serving({"a": engine("ListsModules"), "b": engine(**chosen)}, script=script) as serving:
         with serving.client() as client:
             streams = [client.generate("ab"[i % 2], f"x {i}", max_tokens=50) for i in range(20)]
             assert [s.complete().text for s in streams] == [answer(f"x {i}", 50) for i in range(20)]
@@ -35,7 +38,7 @@ def test_the_supervisor_has_imported_nothing_heavy(serving: Serving) -> None:
     serving.process.send_signal(signal.SIGUSR2)
     serving.overview()  # wakes the loop, so that the handler runs
     names = set(wait_until(lambda: file.read_text().splitlines() if file.exists() else []))
-    assert "supervisor.loop" in names
+    assert {"supervisor.loop", "protocol.request"} <= names, "the values of sampling, forced and limits were checked"
     assert not HEAVY & {name.split(".")[0] for name in names}
     assert not {name for name in names if name.startswith(("model_worker.engines", "model_worker.loop"))}
     assert not [line for line in Path(f"/proc/{serving.pid}/maps").read_text().splitlines() if "libtorch" in line]

@@ -17,7 +17,7 @@ from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
-from protocol.values import Read, Within
+from protocol.values import Read, Within, json_schemas
 from supervisor.config_defaults import NO_DEFAULTS
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
@@ -206,12 +206,10 @@ def _or_null(schema: Schema) -> Schema:
 
 def _sampling() -> Schema:
     """Return the schemas of the keys of ``sampling``. A request has keys of the same names."""
-    known = GenerateRequest.model_json_schema()["properties"]
+    known = json_schemas(GenerateRequest)
     made: Schema = {}
     for name in sorted(DEFAULTS):
-        schema = {key: value for key, value in known[name].items() if key not in ("title", "default", "description")}
-        described = {key: known[name][key] for key in ("description",) if key in known[name]}
-        made[name] = described | _or_variable(schema)
+        made[name] = _or_variable({key: value for key, value in known[name].items() if key != "default"})
     return made | {"preset": _or_variable({"enum": [*PRESETS]})}
 
 

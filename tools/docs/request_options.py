@@ -14,6 +14,7 @@ from protocol.presets import PRESETS
 from protocol.request import ALIASES, GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
 from protocol.sampling_params import SamplingParams
+from protocol.values import hints_of, json_schemas
 from supervisor.requests.route import CHECKS, Route
 from tools.docs.markdown import table, text
 
@@ -25,9 +26,9 @@ _OTHER_NAMES = {name: [alias for alias, target in ALIASES.items() if target == n
 
 def request_options() -> str:
     """Return the tables of the options, each below its heading."""
-    asked = [*("prompt", "token_ids"), *ChatFields.model_fields]
-    drawn = list(SamplingParams.model_fields)
-    answer = [name for name in GenerateRequest.model_fields if name not in asked + drawn]
+    asked = [*("prompt", "token_ids"), *hints_of(ChatFields)]
+    drawn = list(hints_of(SamplingParams))
+    answer = [name for name in hints_of(GenerateRequest) if name not in asked + drawn]
     presets = [(f"`{name}`", ", ".join(f"`{k}: {v}`" for k, v in given.items())) for name, given in PRESETS.items()]
     return "\n\n".join(
         [
@@ -57,7 +58,7 @@ def engines_of(option: str) -> str:
 
 def _table(names: Iterable[str]) -> str:
     docs = attribute_docs(GenerateRequest)
-    schemas = GenerateRequest.model_json_schema()["properties"]
+    schemas = json_schemas(GenerateRequest)
     rows = []
     for name in names:
         others = ", ".join(f"`{other}`" for other in _OTHER_NAMES.get(name, ()))

@@ -20,6 +20,7 @@ from protocol.messages import (
     Kind,
 )
 from protocol.results import result_of
+from protocol.values import hints_of
 from protocol.verbs import VERBS, Right, Verb
 from supervisor.event_history import EventKind
 from supervisor.workers.lifecycle import WorkerState
@@ -92,10 +93,10 @@ def _message(kind: Kind) -> str:
 
 
 def _generate() -> list[str]:
-    hints, docs = get_type_hints(ChatMessage, include_extras=True), attribute_docs(ChatMessage)
+    hints, docs = hints_of(ChatMessage), attribute_docs(ChatMessage)
     rows = [
-        (f"`{name}`", type_name(hints[name]), "required" if field.is_required() else "optional", text(docs[name]))
-        for name, field in ChatMessage.model_fields.items()
+        (f"`{name}`", type_name(hint), "optional" if hasattr(ChatMessage, name) else "required", text(docs[name]))
+        for name, hint in hints.items()
     ]
     return [
         "[Options of a request](http-api.md#options-of-a-request) has the keys of the body and, under *How the request "

@@ -10,6 +10,7 @@ from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.options import Options
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 from protocol.request import SamplingParams
+from protocol.values import hints_of
 
 CACHE_MODES = ("FP16", "Q8", "Q6", "Q4")
 DEFAULT_DRAFT_TOKENS = 4
@@ -17,7 +18,7 @@ MAX_DRAFT_TOKENS = 16
 DEFAULT_CHUNK_SIZE = 2048
 DEFAULT_MAX_GAP_MS = 30
 
-OFFERED = frozenset(SamplingParams.model_fields) | {
+OFFERED = frozenset(hints_of(SamplingParams)) | {
     "min_tokens",
     "stop_on_loop",
     "stop_token_ids",
