@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("modelctl", "protocol", "supervisor", "model_worker", "gateway", "tests", "benchmarks", "examples", "tools")
 PRODUCT = PACKAGES[:5]
 SOURCES = (".py", ".pyx", ".pxd", ".pyi")
-FOREIGN = frozenset({"GitHub", "CamelCase", "TypeScript", "GiB", "TimeoutStopSec"})
+FOREIGN = frozenset({"GitHub", "CamelCase", "TypeScript", "GiB", "TimeoutStopSec", "OnProgress"})
 """Names that look like classes of this project and are not."""
 _FOREIGN_MODEL = re.compile(r"\w+For(CausalLM|ConditionalGeneration)$|GPT2LMHeadModel$")
 
