@@ -63,6 +63,8 @@ def test_defaults_come_from_the_schema_and_from_the_engines() -> None:
     assert KEYS["model_dir"].default == "required"
     assert f"{DEFAULT_CHUNK_SIZE} for exllamav2" in KEYS["chunk_size"].default
     assert "`256` for transformers" in KEYS["chunk_size"].default
+    assert KEYS["graphs"].default == "`true`", "once, though the key's text and the engine's options say it"
+    assert KEYS["supervisor.held.client"].default == "`16MiB`"
 
 
 @dataclass(frozen=True)

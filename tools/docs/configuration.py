@@ -1,6 +1,7 @@
 """Make the configuration page from the schema of models.yaml: classes, types, and the texts below the keys."""
 
 import inspect
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -127,6 +128,7 @@ class Key:
 
 SECTIONS = ((SupervisorConfig, "supervisor"), (GatewayConfig, "gateway"), (ClusterConfig, "cluster"))
 """The classes of the sections beside ``models``, and their names."""
+MIB = 1 << 20
 MANY = 10
 """A part with more keys begins with links to them."""
 SECTION_KEYS = ("models", "supervisor", "gateway", "cluster")
@@ -221,11 +223,12 @@ def type_name(hint: Any) -> str:
     if origin is dict and is_dataclass(parts[1]):
         return "map from a name to " + _PLURAL[parts[1]]
     if origin is list:
-        return f"list of {_PLURAL.get(parts[0]) or type_name(parts[0])}"
+        return "list of " + (_PLURAL.get(parts[0]) or _NOUN.sub(r"\1s", type_name(parts[0]), count=1))
     return _NAMES[origin or hint]
 
 
 _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number", float: "number", dict: "map"}
+_NOUN = re.compile(r"\b(number|text|path|name|origin)\b")
 _PLURAL: dict[Any, str] = {
     LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)",
     VariantConfig: "a map with the [keys of a variant](#keys-of-a-variant)",
@@ -254,7 +257,8 @@ def _default(field: "Field[Any]", hint: Any, message: str | None) -> str:
     ]
     if not found and message is None:
         raise ValueError(f"{field.name}: its default is None; say in words what that means (Default:)")
-    return "; ".join([*([message] if message else []), *found])
+    own_words = message if message and f"`{message}`" not in found else None
+    return "; ".join([*([own_words] if own_words else []), *found])
 
 
 def _shown(value: Any, hint: Any) -> str:
@@ -264,6 +268,8 @@ def _shown(value: Any, hint: Any) -> str:
         return _duration(value)
     if isinstance(rule, Read) and rule.how is parse_days:
         return f"{value}d"
+    if isinstance(rule, Read) and rule.name.startswith("size") and value and value % MIB == 0:
+        return f"{value // MIB}MiB" if value % (1024 * MIB) else f"{value // (1024 * MIB)}GiB"
     return yaml.safe_dump(value).removesuffix("\n...\n").strip()
 
 
