@@ -81,8 +81,7 @@ class EffectRunner:
         replica = self._fleet.registry.replicas.get(effect.worker)
         if replica is None or replica.generation != effect.generation:
             return  # the process has ended, and the scheduler knows
-        remote = replica.process is not None and bool(replica.process.node)
-        if not self._workers.send(replica.routing_id, effect.frame, remote=remote):
+        if not self._workers.send(replica.routing_id, effect.frame):
             # The worker is not connected any more. The loop is about to see its exit, which ends all its requests. Or
             # the worker is 10,000 frames behind, and would lose a request silently.
             message = decode(effect.frame, SUPERVISOR_TO_WORKER)

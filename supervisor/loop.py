@@ -10,12 +10,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import zmq
 
@@ -92,9 +90,6 @@ from supervisor.workers.lifecycle import COMING_UP, WorkerState
 from supervisor.workers.local_launcher import LocalLauncher
 from supervisor.workers.orphans import Orphans
 
-if TYPE_CHECKING:
-    from supervisor.cluster.cluster import Cluster
-
 MONITOR_LIMIT = 8
 """Events of a port's monitor that are read before descriptors are counted again."""
 HOW_TO_ASK_S = 0.25
@@ -141,7 +136,7 @@ class Supervisor:
         self._queries = PendingQueries()
         self._probes = Probes()
         self._launcher = LocalLauncher(timers, Orphans(runtime.path, log), log, log_path(runtime.path, "_spare"))
-        self._cluster = None if config.cluster is None else _cluster(config.cluster, log)
+        self._launchers = self._launcher if config.cluster is None else _cluster(config.cluster, self._launcher, log)
         # Sockets of clients. The ZAP handler has to exist before the first socket is bound.
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -149,12 +144,9 @@ class Supervisor:
         if self._usage is not None:
             self._usage.find_last_days(ring.note_earlier_use)
         admitting = None if opening is None else ring
-        self._launchers: Launcher = self._launcher
-        machines: Collection[str] = ()
-        if self._cluster is not None:
-            self._launchers, machines = self._cluster.beside(self._launcher), self._cluster.launcher.keys
+        keys = self._launchers.worker_keys
         self._zap = ZapHandler(
-            self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=admitting, worker_keys=machines
+            self._context, os.getuid(), is_worker=self._launcher.is_worker, ring=admitting, worker_keys=keys
         )
         holds = self._scheduler.holds
         front, front_file = open_ipc_port(self._context, front_endpoint(runtime.path), budget.backlog, holds, log)
@@ -184,8 +176,8 @@ class Supervisor:
         self._manager = service_manager(self._fleet, self._reloads, self._shutdown, self._gateway, self._clients, log)
         self._frames = WorkerFrames(self._fleet, self._scheduler, self._queries, self._authorizer, self._effects)
         local, back_file = open_local_port(self._context, back, front, self._frames.slot_of)
-        remote = None if self._cluster is None else self._cluster.open(self._context, front, self._frames.slot_of)
-        self._workers = WorkerPorts(local, remote)
+        others = self._launchers.open_ports(self._context, front, self._frames.slot_of)
+        self._workers = WorkerPorts([local, *others])
         # Parts that bring the others together.
         self._troubles = Troubles(
             log,
@@ -195,14 +187,14 @@ class Supervisor:
             self._fleet.vram,
             self._gateway,
             ring,
-            self._cluster,
+            self._launchers,
             self._clients,
             self._folders,
         )
         status = SupervisorDescription(
             runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
             self._authorizer, self._zap, self._shutdown, self._gateway, self._usage, self._troubles, self._launcher,
-            self._request_log, self._cluster,
+            self._launchers, self._request_log,
         )  # fmt: skip
         earlier = latest_events(log_dir(runtime.path))
         self._former_died_at = died_at(earlier)
@@ -216,9 +208,7 @@ class Supervisor:
         self._runner = EffectRunner(
             self._effects, self._clients, self._workers, self._scheduler, self._fleet, self._on_demand, self._reloads
         )
-        self._traffic = WorkerTraffic(
-            self._launchers, self._workers, self._frames, self._fleet, self._runner.run, self._cluster
-        )
+        self._traffic = WorkerTraffic(self._launchers, self._workers, self._frames, self._fleet, self._runner.run)
         files = (front_file, admin_file, back_file)
         self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
 
@@ -394,10 +384,8 @@ class Supervisor:
         wanted = not self._shutdown.begun and registry.config.supervisor.spare
         models = [spec.config for spec in registry.config.models.values()] if wanted else []
         starting = any(replica.state in COMING_UP for replica in registry.replicas.values())
-        engines = {model.engine for model in models}
-        self._launcher.keep_spares(engines, now, starting=starting, free=free_bytes)
-        if self._cluster is not None:
-            self._cluster.keep_spares(models, starting=starting)
+        kinds = {(model.engine, model.node or "") for model in models}
+        self._launchers.keep_spares(kinds, now, starting=starting, free=free_bytes)
 
     def _probe(self) -> None:
         """Send PING 0 to clients with unfinished requests. A send that fails tells of a client that has left.
@@ -429,11 +417,11 @@ class Supervisor:
         self._on_demand.unload_idle()
 
 
-def _cluster(config: ClusterConfig, log: logging.Logger) -> "Cluster":
-    """Return the parts for workers on other machines. Without a cluster nothing of them is imported."""
+def _cluster(config: ClusterConfig, local: Launcher, log: logging.Logger) -> Launcher:
+    """Return the launcher for workers on all machines. Without a cluster nothing of it is imported."""
     from supervisor.cluster.cluster import Cluster
 
-    return Cluster(config, log)
+    return Cluster(config, local, log)
 
 
 def _keeper(

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from protocol import __version__
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
@@ -25,10 +25,8 @@ from supervisor.shutdown import SupervisorShutdown
 from supervisor.troubles import Troubles
 from supervisor.usage_keeper import UsageKeeper
 from supervisor.worker_frames import WorkerFrames
+from supervisor.workers.launcher import Launcher
 from supervisor.workers.local_launcher import LocalLauncher
-
-if TYPE_CHECKING:
-    from supervisor.cluster.cluster import Cluster
 
 
 class SupervisorDescription:
@@ -50,9 +48,9 @@ class SupervisorDescription:
         gateway: GatewayProcesses,
         usage: UsageKeeper | None,
         troubles: Troubles,
-        launcher: LocalLauncher,
+        local: LocalLauncher,
+        launcher: Launcher,
         request_log: RequestLog,
-        cluster: "Cluster | None",
     ) -> None:
         self.session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         """A random text that tells this supervisor process from the ones before it."""
@@ -73,9 +71,9 @@ class SupervisorDescription:
         self._gateway = gateway
         self._usage = usage
         self._troubles = troubles
+        self._local = local
         self._launcher = launcher
         self._request_log = request_log
-        self._cluster = cluster
 
     @property
     def listen_problem(self) -> str | None:
@@ -84,7 +82,6 @@ class SupervisorDescription:
 
     def describe(self) -> dict[str, Any]:
         """Return the supervisor as ``status`` shows it."""
-        limits = self._fleet.registry.config.supervisor.vram_limit
         described = {
             "pid": os.getpid(),
             "session": self.session,
@@ -94,7 +91,7 @@ class SupervisorDescription:
             "runtime_dir": str(self._runtime_dir),
             "log_trouble": log_trouble(self._log),
             "troubles": self._troubles.describe(),
-            "spares": self._launcher.spares(),
+            "spares": self._local.spares(),
             "shutting_down": self._shutdown.begun,
             "turnovers": self._reloads.rollouts.describe(),
             "held_bytes": self._scheduler.held_bytes,
@@ -103,7 +100,7 @@ class SupervisorDescription:
             "tcp": self._authorizer.describe_tcp(),
             "http_keys": self._authorizer.describe_http(),
             "gateway": self._gateway.describe(),
-            "cluster": None if self._cluster is None else self._cluster.describe(limits),
+            "cluster": self._launcher.describe(self._fleet.registry.config.supervisor),
             "usage": None if self._usage is None else self._usage.describe(),
             "request_log": self._request_log.describe(),
             "counters": self._counters(),

@@ -2,14 +2,14 @@
 
 A model's own trouble is its state and reason. These are the others, and each has a name: the log cannot be written, a
 changed models.yaml is not used, the GPUs cannot be read, the gateway does not answer, the keys cannot be read, requests
-are refused because queues are full, the Ray cluster cannot be used, the port over TCP cannot be opened yet, the folders
-of models cannot be read.
+are refused because queues are full, workers cannot be started where the launcher may start them, the port over TCP
+cannot be opened yet, the folders of models cannot be read.
 """
 
 import logging
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.reloads import Reloads
@@ -21,9 +21,7 @@ from supervisor.logs import log_trouble
 from supervisor.placement.vram import Vram
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.requests.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from supervisor.cluster.cluster import Cluster
+from supervisor.workers.launcher import Launcher
 
 LASTING_S = 300.0
 """Seconds after which a trouble that has not ended is an event."""
@@ -45,7 +43,7 @@ class Troubles:
         vram: Vram,
         gateway: GatewayProcesses,
         keys: KeyRing,
-        cluster: "Cluster | None",
+        launcher: Launcher,
         clients: ClientPorts,
         folders: FolderKeeper,
     ) -> None:
@@ -56,7 +54,7 @@ class Troubles:
         self._vram = vram
         self._gateway = gateway
         self._keys = keys
-        self._cluster = cluster
+        self._launcher = launcher
         self._clients = clients
         self._folders = folders
         self._lasting = Lasting()
@@ -72,7 +70,7 @@ class Troubles:
             "gateway": self._gateway.problem,
             "keys": self._keys.trouble,
             "queue": self._refused.words(self._turned_away(), time.monotonic()),
-            "cluster": None if self._cluster is None else self._cluster.trouble,
+            **self._launcher.troubles,
             "listen": self._clients.problem,
             "folders": self._folders.trouble,
         }

@@ -1,9 +1,7 @@
 """What comes from workers: their frames over each port, and the ends of their processes."""
 
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from supervisor.fleet.fleet import Fleet
 from supervisor.ports.worker_port import WorkerPort
@@ -12,9 +10,6 @@ from supervisor.reactor import Reactor
 from supervisor.worker_frames import WorkerFrames
 from supervisor.workers.launcher import Launcher
 
-if TYPE_CHECKING:  # without a cluster nothing of it is imported
-    from supervisor.cluster.cluster import Cluster
-
 LAST_FRAMES_TURNS = 16
 """How many times the frames of workers are drained before the requests of a dead worker are handled."""
 
@@ -22,50 +17,27 @@ LAST_FRAMES_TURNS = 16
 class WorkerTraffic:
     """Passes the frames and the ends of workers to the parts that handle them.
 
-    launcher  the launcher of all workers
-    run       carries out what the handlers have decided
-    cluster   the parts for workers on other machines; None without a cluster
+    run  carries out what the handlers have decided
     """
 
     def __init__(
-        self,
-        launcher: Launcher,
-        ports: WorkerPorts,
-        frames: WorkerFrames,
-        fleet: Fleet,
-        run: Callable[[], None],
-        cluster: "Cluster | None",
+        self, launcher: Launcher, ports: WorkerPorts, frames: WorkerFrames, fleet: Fleet, run: Callable[[], None]
     ) -> None:
         self._launcher, self._ports, self._frames = launcher, ports, frames
-        self._fleet, self._run, self._cluster = fleet, run, cluster
+        self._fleet, self._run = fleet, run
 
     def watch(self, reactor: Reactor) -> None:
         """Name a handler for each socket and descriptor that the loop waits for, and begin what is done repeatedly."""
-        reactor.watch(self._ports.local.socket, self._on_workers, busy=True)
+        for port in self._ports:
+            reactor.watch(port.socket, partial(self._on_workers, port), busy=True)
         reactor.watch(self._launcher.descriptor, self._on_ends)
-        if self._cluster is not None and (remote := self._ports.remote) is not None:
-            cluster = self._cluster
-            reactor.watch(remote.socket, partial(self._on_machines, cluster, remote), busy=True)
-            reactor.watch(remote.monitor, remote.read_monitor)
-            reactor.watch(cluster.launcher.starter_descriptor, cluster.launcher.agents_ended)
-            reactor.every(cluster.check_s, lambda: cluster.check(time.monotonic()))
+        self._launcher.watch(reactor)
 
-    def _on_workers(self) -> bool:
-        """Handle the frames that workers have sent. Return whether there may be more."""
-        port = self._ports.local
+    def _on_workers(self, port: WorkerPort) -> bool:
+        """Handle the frames that workers have sent to a port. Return whether there may be more."""
         for routing_id, frame in port.receive():
             self._frames.handle(routing_id, frame)
             self._run()  # before compiled code passes on what this worker has sent next
-        return port.more
-
-    def _on_machines(self, cluster: "Cluster", port: WorkerPort) -> bool:
-        """Handle the frames of workers on other machines and of their agents. Return whether there may be more."""
-        for routing_id, frame in port.receive():
-            if cluster.launcher.knows(routing_id):
-                cluster.launcher.on_frame(routing_id, frame)
-            else:
-                self._frames.handle(routing_id, frame)
-                self._run()
         return port.more
 
     def _on_ends(self) -> None:
@@ -75,10 +47,8 @@ class WorkerTraffic:
         """
         if ended := self._launcher.ended():
             for _ in range(LAST_FRAMES_TURNS):
-                more = self._on_workers()
-                if self._cluster is not None and self._ports.remote is not None:
-                    more |= self._on_machines(self._cluster, self._ports.remote)
-                if not more:
+                more = [self._on_workers(port) for port in self._ports]
+                if not any(more):
                     break
         for process in ended:
             self._frames.note_end(self._fleet.registry.worker_of(process))

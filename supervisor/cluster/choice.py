@@ -4,18 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from supervisor.cluster.agent_messages import Refused
 from supervisor.cluster.driver_messages import Node
-from supervisor.workers.machines import is_name, labels_of
-
-
-class NoMachineError(Exception):
-    """No machine of the cluster has room. The message is one line for people.
-
-    missing  machine → GPUs that would have to become free there; empty if that would not help
-    """
-
-    def __init__(self, why: str, missing: Mapping[str, int] | None = None) -> None:
-        super().__init__(why)
-        self.missing = missing or {}
+from supervisor.workers.machines import NoMachineError, is_name, labels_of
 
 
 def choose(

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from protocol.errors import FrameError
 from protocol.process.helper_environment import helper_environment
-from supervisor.cluster.choice import NoMachineError, choose
+from supervisor.cluster.choice import choose
 from supervisor.cluster.driver_messages import (
     MAX_PACKET,
     AgentLeft,
@@ -30,6 +30,7 @@ from supervisor.cluster.driver_messages import (
 from supervisor.cluster.listed_machines import Machines
 from supervisor.cluster.starting import AgentEnd
 from supervisor.event_history import EventKind, noted
+from supervisor.workers.machines import NoMachineError
 
 _COMMAND = (sys.executable, "-P", "-m", "supervisor.cluster.ray_driver")
 NOT_YET = "the Ray cluster has not answered yet"

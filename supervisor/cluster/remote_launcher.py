@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from supervisor.cluster.agent_messages import (
     pack,
     read_from_agent,
 )
-from supervisor.cluster.choice import NoMachineError, is_worth_another_lease
+from supervisor.cluster.choice import is_worth_another_lease
 from supervisor.cluster.remote_worker import SILENT_S, RemoteWorker
 from supervisor.cluster.starting import AgentStarter
 from supervisor.cluster.store_keeper import ModelStore
@@ -49,7 +49,7 @@ from supervisor.placement.gpu_shares import needs_text
 from supervisor.placement.worker_memory import loaded_text
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
-from supervisor.workers.machines import NoMachine, is_name
+from supervisor.workers.machines import NoMachineError, is_name
 
 CHECK_S = 0.1
 """Seconds between two calls of ``RemoteLauncher.check``."""
@@ -58,7 +58,7 @@ LOST = -signal.SIGKILL
 
 
 class RemoteLauncher:
-    """The launcher of workers on other machines, see ``launcher.Launcher``.
+    """Starts workers on other machines, and reports their ends, as ``launcher.Launcher`` says.
 
     starter   starts the agents
     endpoint  the port for workers on other machines, as they reach it
@@ -105,12 +105,12 @@ class RemoteLauncher:
         """A descriptor that is readable when ``agents_ended`` is to be called."""
         return self._starter.descriptor
 
-    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
+    def no_machine(self, node: str, gpus: int) -> NoMachineError | None:
         """See ``launcher.Launcher``."""
         try:
             self._starter.choose(node, gpus)
         except NoMachineError as e:
-            return NoMachine(str(e), {} if self._leaving else e.missing)
+            return NoMachineError(str(e)) if self._leaving else e
         return None
 
     def start(self, spec: WorkerSpec) -> RemoteWorker:
@@ -155,18 +155,16 @@ class RemoteLauncher:
         if self._store is not None:
             self._store.admit(spec.keys.public, directories_of(spec.engine))
 
-    def knows(self, routing_id: bytes) -> bool:
-        """Return whether a frame with this routing id is of an agent."""
-        return routing_id in self._workers
+    def takes(self, routing_id: bytes, frame: bytes | None) -> bool:
+        """Handle a frame if an agent has sent it. Return whether an agent has. None stands for a message of several
+        parts, which no agent sends."""
+        worker = self._workers.get(routing_id)
+        if worker is not None and frame is not None and not worker.is_gone:
+            self._take(worker, frame)
+        return worker is not None
 
-    def on_frame(self, agent_id: bytes, frame: bytes | None) -> None:
-        """Handle a frame of an agent. None stands for a message of several parts, which no agent sends."""
-        worker = self._workers[agent_id]
-        if worker.is_gone:
-            return
+    def _take(self, worker: RemoteWorker, frame: bytes) -> None:
         try:
-            if frame is None:
-                return
             message = read_from_agent(frame)
         except FrameError as e:
             self._give_up(worker, f"its agent sent what cannot be: {e}")
@@ -365,9 +363,6 @@ class RemoteLauncher:
         assert isinstance(process, RemoteWorker)
         self._remove(process)
         return LOST if process.code is None else process.code
-
-    def sweep(self, holds: Mapping[int, str]) -> None:
-        """Do nothing: agents of a former supervisor have ended their workers, or do so at the end of their lease."""
 
     def close(self) -> None:
         self._starter.close()

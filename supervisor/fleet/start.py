@@ -146,9 +146,9 @@ class Start(Admission):
         if (no := starts.launcher.no_machine(node, config.gpu_count)) is None:
             self._launch("", None, node)
             return
-        self.replica.waits = why = no.why if here is None else f"{here.message}; {no.why}"
-        if no.why != self._said:  # the figures of this machine's GPUs may change at every look
-            self._said = no.why
+        self.replica.waits = why = str(no) if here is None else f"{here.message}; {no}"
+        if str(no) != self._said:  # the figures of this machine's GPUs may change at every look
+            self._said = str(no)
             self._say(f"waits: {why}")
         if here is not None and here.missing and self._waits_for_room(here):
             return
@@ -164,7 +164,7 @@ class Start(Admission):
             return
         self.stage, self.leaving = Stage.ROOM, {eviction.worker for eviction in leaving}
         starts.let_yield(self, ())
-        self._say(f"{no.why}: unloading {', '.join(sorted(self.leaving))}")
+        self._say(f"{no}: unloading {', '.join(sorted(self.leaving))}")
         for worker in sorted(self.leaving):
             starts.control.unload(worker, f"evicted for {self.replica.label}")
 

@@ -1,31 +1,28 @@
-"""The ports for workers together: the one of this machine, and in a cluster the one for other machines."""
+"""The ports for workers together: the one over ipc, and those that the launcher adds."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from supervisor.ports.worker_port import WorkerPort
 
-if TYPE_CHECKING:  # without a cluster nothing of it is imported
-    from supervisor.ports.remote_port import RemotePort
-
 
 class WorkerPorts:
-    """The ports for workers. ``remote`` is None without a cluster."""
+    """The ports for workers. The first one is for workers of this machine, and takes most frames."""
 
-    def __init__(self, local: WorkerPort, remote: "RemotePort | None" = None) -> None:
-        self.local = local
-        self.remote = remote
+    def __init__(self, ports: Sequence[WorkerPort]) -> None:
+        self._ports = ports
+
+    def __iter__(self) -> Iterator[WorkerPort]:
+        return iter(self._ports)
 
     @property
     def relays(self) -> bool:
         """Whether compiled code passes on the frames that take the fast path."""
-        return self.local.relays
+        return self._ports[0].relays
 
-    def send(self, routing_id: bytes, frame: bytes, *, remote: bool) -> bool:
-        """Send a frame to a worker of this machine or of another one. Return what ``WorkerPort.send`` returns."""
-        port = self.remote if remote else self.local
-        return port is not None and port.send(routing_id, frame)
+    def send(self, routing_id: bytes, frame: bytes) -> bool:
+        """Send a frame to a worker, which is connected to one of the ports. Return what ``WorkerPort.send`` returns."""
+        return any(port.send(routing_id, frame) for port in self._ports)
 
     def close(self) -> None:
-        self.local.close()
-        if self.remote is not None:
-            self.remote.close()
+        for port in self._ports:
+            port.close()

@@ -1,15 +1,24 @@
-"""The interface between the supervisor's decisions and the machine on which worker processes are started and ended.
+"""The interface between the supervisor's decisions and the machines on which worker processes are started and ended.
 
-``supervisor.workers.local_launcher`` starts workers on this machine. A launcher for several machines would be a second
-implementation. Health checks, restarts, draining and routing do not depend on the implementation.
+There are two implementations. ``supervisor.workers.local_launcher`` starts workers on this machine. The one in
+``supervisor.cluster.cluster`` starts workers on other machines, too; a supervisor with a section ``cluster`` in
+models.yaml uses it. Health checks, restarts, draining and routing do not depend on the implementation.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.process.progress_lease import Reading
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.workers.machines import NoMachine
+from supervisor.workers.machines import NoMachineError
+
+if TYPE_CHECKING:
+    from supervisor.config_schema import SupervisorConfig
+    from supervisor.ports.client_port import ClientPort
+    from supervisor.ports.sockets import Context
+    from supervisor.ports.worker_port import WorkerPort
+    from supervisor.reactor import Reactor
+    from supervisor.requests.worker_slots import WorkerSlot
 
 
 class Launched(Protocol):
@@ -83,9 +92,6 @@ class Launcher(Protocol):
     def descriptor(self) -> int:
         """A descriptor that is readable when a worker has ended."""
 
-    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
-        """Return why no other machine that ``node`` of models.yaml means has so many GPUs to lease; None if one has."""
-
     def start(self, spec: WorkerSpec) -> Launched:
         """Start a worker. Raises OSError if the system has no process or descriptor left."""
 
@@ -103,5 +109,46 @@ class Launcher(Protocol):
         holds  pid → the GPU memory that this process holds, in words. Processes that are not ours are named only
         """
 
+    def keep_spares(
+        self, wanted: Collection[tuple[str, str]], now: float, *, starting: bool, free: Callable[[], int]
+    ) -> None:
+        """Make the spares that are wanted and missing, and end those that are not wanted. The loop calls this again and
+        again.
+
+        wanted    (engine, ``WorkerSpec.node``) of each model; empty for no spares
+        starting  whether a worker starts, loads or wakes
+        free      returns the bytes of host memory that are free; 0 if that is not known
+        """
+
     def close(self) -> None:
         """Free the launcher's descriptors and end its guard. Call this when no worker is left."""
+
+    # --- for workers on other machines. Without a cluster there are none --------------------------------------------
+
+    def no_machine(self, node: str, gpus: int) -> NoMachineError | None:
+        """Return why no other machine that ``node`` of models.yaml means has so many GPUs to lease; None if one has."""
+        return NoMachineError("models.yaml has no section cluster")
+
+    @property
+    def worker_keys(self) -> Collection[str]:
+        """The public keys, as Z85 text, with which workers may connect over TCP now."""
+        return ()
+
+    def open_ports(
+        self, context: "Context", clients: "ClientPort", slot_of: "Callable[[bytes], WorkerSlot | None]"
+    ) -> "Sequence[WorkerPort]":
+        """Open the ports for these workers. Arguments as for ``WorkerPort``. Raises ListenError."""
+        return ()
+
+    def watch(self, reactor: "Reactor") -> None:
+        """Name a handler for each other descriptor of the launcher, and begin what it does again and again."""
+        return
+
+    @property
+    def troubles(self) -> Mapping[str, str | None]:
+        """What is wrong with these workers as a whole, see ``supervisor.troubles``: name → words, None for nothing."""
+        return {}
+
+    def describe(self, settings: "SupervisorConfig") -> dict[str, Any] | None:
+        """Return what ``status`` shows of these workers as a whole; None without a cluster."""
+        return None

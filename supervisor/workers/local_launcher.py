@@ -22,8 +22,7 @@ from supervisor.timers import Timer, Timers
 from supervisor.worker_modules import spare_main, worker_main
 from supervisor.workers.descendants import Descendants
 from supervisor.workers.guard import WORKER_MARK, Guard, kill_group
-from supervisor.workers.launcher import Launched
-from supervisor.workers.machines import NoMachine
+from supervisor.workers.launcher import Launched, Launcher
 from supervisor.workers.orphans import Orphans
 from supervisor.workers.processes import is_stopped
 from supervisor.workers.spares import LARGEST_SPEC, LEAST_FREE, SparePlan, shown
@@ -209,7 +208,7 @@ class SpareProcess(WorkerProcess):
         return super().join()
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """The launcher of workers on this machine, see ``launcher.Launcher``. Use it on the main thread only: workers die
     with the thread that spawned them."""
 
@@ -236,10 +235,6 @@ class LocalLauncher:
     @property
     def descriptor(self) -> int:
         return self._epoll.fileno()
-
-    def no_machine(self, node: str, gpus: int) -> NoMachine | None:
-        """Return that there is none: without a section ``cluster`` there is this machine only."""
-        return NoMachine("models.yaml has no section cluster")
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
         process = self._adopted(spec)
@@ -276,16 +271,15 @@ class LocalLauncher:
         return spare
 
     def keep_spares(
-        self, engines: Collection[str], now: float, *, starting: bool, free: Callable[[], int] = lambda: 0
+        self,
+        wanted: Collection[tuple[str, str]],
+        now: float,
+        *,
+        starting: bool,
+        free: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Make the spares that are wanted and missing, and end those that are not wanted. The loop calls this again and
-        again.
-
-        engines   the engines of the models; empty for no spares
-        starting  whether a worker starts, loads or wakes
-        free      returns the bytes of host memory that are free; 0 if that is not known
-        """
-        for engine in self._spares.keys() - set(engines):
+        engines = {engine for engine, _ in wanted}
+        for engine in self._spares.keys() - engines:
             self._end(self._spares.pop(engine))
         for engine in self._spare_plan.missing(engines, self._spares, now, starting=starting):
             if 0 < free() < LEAST_FREE:

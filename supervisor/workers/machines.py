@@ -1,7 +1,6 @@
 """The words of ``node`` in models.yaml, by which a model says on which machines its workers run. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 AUTO: Final = "auto"
@@ -38,14 +37,13 @@ def includes_own(node: str | None) -> bool:
     return node is None or node == AUTO
 
 
-@dataclass(frozen=True)
-class NoMachine:
-    """The reason why no other machine can take a worker now.
+class NoMachineError(Exception):
+    """No other machine can take a worker now. The message is one line for people.
 
-    why      one line for people
     missing  machine → GPUs that would have to become free there; empty if that would not help, or if GPUs become free
              anyway
     """
 
-    why: str
-    missing: Mapping[str, int] = field(default_factory=dict)
+    def __init__(self, why: str, missing: Mapping[str, int] | None = None) -> None:
+        super().__init__(why)
+        self.missing = missing or {}

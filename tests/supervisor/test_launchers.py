@@ -24,10 +24,10 @@ from protocol.process.socket_calls import monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
 from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
 from supervisor.cluster.agent import MOST_LOGGED, keep_small
+from supervisor.cluster.port import remote_port
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.cluster.store_keeper import ModelStore
-from supervisor.ports.remote_port import remote_port
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
 from supervisor.timers import Timers
@@ -68,7 +68,10 @@ class Host:
             self.port, _ = open_local_port(self.context, self.endpoint, clients, lambda routing_id: None)
             return
         endpoint = "tcp://127.0.0.1:*"
-        self.port = remote_port(self.context, endpoint, secret, clients, lambda routing_id: None, port_lease_s)
+        self.port = remote_port(
+            self.context, endpoint, secret, clients, lambda routing_id: None,
+            lambda *sent: self.remote is not None and self.remote.takes(*sent), port_lease_s,
+        )  # fmt: skip
         self.port.socket.bind(endpoint)
         self.endpoint = self.port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.remote = RemoteLauncher(self.starter, self.endpoint, public.decode(), LEASE_S, self.port.send, LOG, store)
@@ -99,9 +102,7 @@ class Host:
         poller.poll(50)
         self.zap.handle()
         for routing_id, frame in self.port.receive():
-            if self.remote is not None and self.remote.knows(routing_id):
-                self.remote.on_frame(routing_id, frame)
-            elif frame is not None:
+            if frame is not None:
                 self.told.setdefault(routing_id, []).append(decode(frame, WORKER_TO_SUPERVISOR))
         if self.remote is not None:
             self.remote.agents_ended()
@@ -380,7 +381,7 @@ def test_a_worker_of_a_former_generation_is_fenced(far: Host) -> None:
     lost(far, worker)
     assert worker.spec.keys is not None
     assert worker.spec.keys.public not in far.remote.keys
-    assert not far.remote.knows(worker.agent_id)
+    assert not far.remote.takes(worker.agent_id, None)
 
 
 def test_a_wrong_key_is_refused(far: Host) -> None:

@@ -16,9 +16,9 @@ import zmq
 
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
 from supervisor.cluster import ray_starter
-from supervisor.cluster.choice import NoMachineError
 from supervisor.cluster.ray_starter import RayStarter
 from supervisor.cluster.remote_launcher import RemoteLauncher
+from supervisor.workers.machines import NoMachineError
 from tests.plain_agents import ROOT
 
 DRIVER = """

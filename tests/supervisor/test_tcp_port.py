@@ -24,12 +24,12 @@ from protocol.messages import Call, Hello, Ping, Pong, Welcome
 from protocol.process.socket_calls import send_to
 from protocol.verbs import Right
 from supervisor.attempts import RETRY_MAX_S, ListenAttempts, ListenError
+from supervisor.cluster.port import remote_port
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
 from supervisor.ports.arrivals import ArrivalLimits
 from supervisor.ports.connections import ClientConnection
 from supervisor.ports.ipc_listener import open_ipc_port
-from supervisor.ports.remote_port import remote_port
 from supervisor.ports.tcp_listener import (
     MAX_CONNECTIONS_OF_KEY,
     TcpListener,
@@ -412,13 +412,13 @@ def test_connections_that_show_no_key_keep_nobody_out(host: TcpHost, monkeypatch
 def test_connections_without_a_key_keep_no_worker_of_another_machine_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would take all descriptors, and libzmq would abort the supervisor."""
     most, endpoint = 16, f"tcp://127.0.0.1:{free_port()}"
-    monkeypatch.setattr("supervisor.ports.remote_port.MAX_STRANGERS", most)
+    monkeypatch.setattr("supervisor.cluster.port.MAX_STRANGERS", most)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     public, secret = zmq.curve_keypair()
     own_public, own_secret = zmq.curve_keypair()
     zap = ZapHandler(context, os.getuid(), worker_keys={own_public.decode()})
     clients: Any = SimpleNamespace(socket=context.socket(zmq.ROUTER), connections_by_channel={})
-    port = remote_port(context, endpoint, secret, clients, lambda routing_id: None, 60.0)
+    port = remote_port(context, endpoint, secret, clients, lambda routing_id: None, lambda *sent: False, 60.0)
     port.socket.bind(endpoint)
     heard: list[bytes] = []
     most_seen = 0

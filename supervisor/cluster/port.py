@@ -9,7 +9,7 @@ descriptor. libzmq aborts the process if it finds no descriptor for a connection
 connections may exist that have not proved their key. If there are more, the oldest one is ended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import zmq
@@ -35,6 +35,7 @@ class RemotePort(WorkerPort):
 
     monitor   socket with the events of connections, for ``read_monitor``
     accepted  connections that were taken so far
+    takes     handles a frame of an agent. Returns False for a frame of a worker, which ``receive`` yields then
     """
 
     def __init__(
@@ -43,11 +44,16 @@ class RemotePort(WorkerPort):
         socket: zmq.Socket[bytes],
         clients: ClientPort,
         slot_of: Callable[[bytes], WorkerSlot | None],
+        takes: Callable[[bytes, bytes | None], bool],
     ) -> None:
         super().__init__(socket, clients, slot_of)
+        self._takes = takes
         self.monitor = open_monitor(context, socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.accepted = 0
         self._accepted = AcceptedDescriptors()
+
+    def receive(self) -> Iterator[tuple[bytes, bytes | None]]:
+        return (sent for sent in super().receive() if not self._takes(*sent))
 
     def read_monitor(self) -> None:
         """Note new and ended connections, and end the oldest one without a key if there are too many of them."""
@@ -72,6 +78,7 @@ def remote_port(
     secret_key: bytes,
     clients: ClientPort,
     slot_of: Callable[[bytes], WorkerSlot | None],
+    takes: Callable[[bytes, bytes | None], bool],
     lease_s: float,
 ) -> RemotePort:
     """Return the port, which is not bound yet.
@@ -79,6 +86,7 @@ def remote_port(
     endpoint    tcp://IP:PORT, an address of this machine that the other machines can reach
     secret_key  the port's secret key for CURVE, as Z85 text
     clients, slot_of  as for ``WorkerPort``
+    takes       as for ``RemotePort``
     lease_s     seconds after which a machine counts as lost. Connections to it end shortly after
     """
     socket = worker_router(context)
@@ -89,4 +97,4 @@ def remote_port(
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
     end_when_silent(socket, lease_s)
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-    return RemotePort(context, socket, clients, slot_of)
+    return RemotePort(context, socket, clients, slot_of, takes)
