@@ -364,7 +364,7 @@ class Calls:
         pid = local_pid(replica.process) if replica.process else None
         placed = {**replica.memory.describe(), **fleet.vram.describe(replica.name, pid)}
         if replica.process is not None:
-            placed |= replica.process.gpu_memory() or {}
+            placed |= replica.process.describe() or {}
         names = fleet.registry.config.names.describe(replica.model)
         return {**masked_values(replica.describe(self._parts.scheduler, time.monotonic())), **names, **placed}
 

@@ -41,7 +41,7 @@ from supervisor.requests.model_queue import QueueLimits
 from supervisor.schema_validation import fit
 from supervisor.tabby_config import lay_beneath
 from supervisor.worker_modules import DEMO_DIR
-from supervisor.workers.machines import includes_own
+from supervisor.workers.machines import AUTO, Elsewhere
 from supervisor.yaml_source import NOTE_PREFIX, ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
@@ -106,7 +106,18 @@ class ModelSpec:
     def may_sleep(self) -> bool:
         """Return whether models.yaml lets the model sleep. Its engine may not be able to."""
         config = self.config
-        return config.lazy and not config.pinned and config.sleep == "ram" and includes_own(config.node)
+        return config.lazy and not config.pinned and config.sleep == "ram" and self.here
+
+    @property
+    def here(self) -> bool:
+        """Return whether workers may run on the supervisor's own machine."""
+        return self.config.node in (None, AUTO)
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Return what workers want of other machines; None if they run on the supervisor's own only."""
+        config = self.config
+        return None if config.node is None else Elsewhere(config.node, config.gpu_count, config.vram)
 
     @property
     def process_key(self) -> tuple[object, ...]:
@@ -140,7 +151,7 @@ class ModelSpec:
             max_seq_len=config.max_seq_len,
             max_batch_size=config.max_batch_size,
             options={**options, **(config.options or {})},
-            sleep=config.lazy and config.sleep == "ram" and includes_own(config.node),
+            sleep=config.lazy and config.sleep == "ram" and self.here,
             model_roots=tuple(map(str, self.model_roots)),
         )
 

@@ -80,11 +80,6 @@ class WorkerSpec:
     leases          longest times without a heartbeat, by phase
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     log             how the worker writes its log
-    node            the machine of a cluster on which the worker runs; "" for the supervisor's own
-    leased_gpus     on such a machine, the number of GPUs that the cluster chooses; then visible_devices is empty
-    vram            on such a machine, the bytes that models.yaml says the worker takes: one size, or one for each GPU
-    vram_limits     on such a machine, GPU (UUID or its beginning) → fields of ``placement.sizes.Limit``: the most that
-                    models.yaml allows there
     masks           texts that the worker must not show → what it shows in their place (``masking``)
     keys            for an endpoint over TCP
     link_lease_s    for an endpoint over TCP: seconds without a sign of the supervisor's machine after which the worker
@@ -107,10 +102,6 @@ class WorkerSpec:
     leases: Leases = DEFAULT_LEASES
     name: str = ""
     log: LogStyle = DEFAULT_STYLE
-    node: str = ""
-    leased_gpus: int = 0
-    vram: tuple[int, ...] | None = None
-    vram_limits: dict[str, dict[str, Any]] = field(default_factory=dict)
     masks: dict[str, str] = field(default_factory=dict)
     keys: LinkKeys | None = None
     link_lease_s: float = 0.0
@@ -128,7 +119,6 @@ def unpack_spec(packed: bytes) -> WorkerSpec:
     fields["engine"], fields["leases"] = EngineSpec(**fields["engine"]), Leases(**fields["leases"])
     fields["log"] = LogStyle(**fields["log"])
     fields["cpus"] = tuple(fields["cpus"])
-    fields["vram"] = fields["vram"] and tuple(fields["vram"])
     fields["keys"] = fields["keys"] and LinkKeys(**fields["keys"])
     if isinstance(fields["reasoning"], list):
         start, end = fields["reasoning"]

@@ -126,7 +126,7 @@ class Agent:
         self._timers, self._launcher, self._log = starter.timers, starter.launcher, starter.log
         self._spec = replace(
             spec, log_path=str(self._log_file), supervisor_pid=os.getpid(), link_lease_s=order.lease_s,
-            visible_devices=devices if spec.leased_gpus else spec.visible_devices,
+            visible_devices=devices if order.elsewhere.gpus else spec.visible_devices,
         )  # fmt: skip
         self._gpus: AgentGpus | None = None
         """What sees whether the worker fits; None until the model's directories are there."""
@@ -147,8 +147,7 @@ class Agent:
         if self._order.store is not None and (code := self._copy(self._order.store)) is not None:
             return code
         try:
-            spec, passed = self._spec, self._order.passed
-            gpus = self._gpus = AgentGpus(spec, spec.visible_devices, passed, self._timers, self._log)
+            gpus = self._gpus = AgentGpus(self._spec, self._order, self._timers, self._log)
             self._poller.register(gpus.descriptor, zmq.POLLIN)
             verdict = gpus.begin() or self._admit(gpus)
             if isinstance(verdict, Refused):

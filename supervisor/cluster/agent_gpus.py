@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from protocol.process.engine_packages import missing_for
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.cluster.agent_messages import Admitted, Gpus, Refused
+from supervisor.cluster.agent_messages import Admitted, Gpus, Order, Refused
 from supervisor.placement.affinity import near_cpus, nodes_of, ranges
 from supervisor.placement.estimates import ESTIMATED, Estimated, Estimator, Question
 from supervisor.placement.gpu_reader import GpuReader
@@ -44,15 +44,13 @@ class Fits:
 class AgentGpus:
     """Looks at the GPUs for one worker. A worker on the CPU has no GPUs, and always fits.
 
-    devices  the CUDA_VISIBLE_DEVICES of the lease
-    passed   see ``Order``. A worker that has been refused before does not wait for room again
+    spec   with the places of the model's directories on this machine, and with the devices of the lease
+    order  a worker whose order has ``passed`` has been refused before, and does not wait for room again
     """
 
-    def __init__(
-        self, spec: WorkerSpec, devices: str, passed: Sequence[int], timers: Timers, log: logging.Logger
-    ) -> None:
-        self._spec, self._devices, self._passed = spec, devices, passed
-        self._count = spec.leased_gpus
+    def __init__(self, spec: WorkerSpec, order: Order, timers: Timers, log: logging.Logger) -> None:
+        self._spec, self._elsewhere, self._passed = spec, order.elsewhere, order.passed
+        self._count = self._elsewhere.gpus
         self._estimator = Estimator(timers)
         self._estimated: Estimated | None = None
         self._reader = GpuReader(log, start_s=0.0) if self._count else None
@@ -77,7 +75,7 @@ class AgentGpus:
         spec = self._spec
         if (missing := missing_for(spec.engine.engine)) is not None:
             return Refused("config", LOAD_ERROR_PREFIX + missing, False)
-        if self._count and not self._devices:
+        if self._count and not spec.visible_devices:
             return Refused("config", "Ray leased GPUs and set no CUDA_VISIBLE_DEVICES: let it do so", False)
         if self._count and spec.engine.engine in ESTIMATED:
             question = Question(spec.engine, spec.sampling, spec.forced, (self._count,))
@@ -112,10 +110,10 @@ class AgentGpus:
 
     def _place(self, estimated: Estimated, reading: Sequence[Gpu] | None, now: float) -> Fits | Refused | None:
         engine, count = self._spec.engine, self._count
-        split, pins = split_of(engine.engine, engine.options, count), tuple(self._devices.split(","))
+        split, pins = split_of(engine.engine, engine.options, count), tuple(self._spec.visible_devices.split(","))
         request = GpuRequest(pins, split, count)
-        needs = {count: Needs(declared=self._spec.vram)} if self._spec.vram else estimated.needs
-        limits = {gpu: Limit(**fields) for gpu, fields in self._spec.vram_limits.items()}
+        needs = {count: Needs(declared=self._elsewhere.vram)} if self._elsewhere.vram else estimated.needs
+        limits = {gpu: Limit(**fields) for gpu, fields in self._elsewhere.vram_limits.items()}
         there = rooms(reading or (), [], limits)
         decision = place_unseen(request, None) if reading is None else place(request, needs, there)
         if isinstance(decision, PlacementRefused):

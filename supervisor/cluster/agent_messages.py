@@ -14,6 +14,7 @@ from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
 from supervisor.placement.gpus import MAX_GPUS
+from supervisor.workers.machines import Elsewhere
 
 BEAT_S: Final = 0.25
 """Seconds between two beats of an agent."""
@@ -43,16 +44,18 @@ class Order:
     """What an agent is told when it is started, through its standard input. The line before it is CUDA_VISIBLE_DEVICES
     of its lease.
 
-    spec      the specification of the worker. Its endpoint is also that of the agent, with the same keys. Its
-              ``log_path``, ``supervisor_pid`` and ``link_lease_s`` are left to the agent
-    agent_id  the agent's routing id
-    lease_s   seconds without a sign of the supervisor after which the agent ends the worker
-    build     the supervisor's version
-    store     the model store; None if the directories are on the machine
-    passed    GPUs of the machine on which the worker has found no room. Other agents hold their leases
+    spec       the specification of the worker. Its endpoint is also that of the agent, with the same keys. Its
+               ``log_path``, ``supervisor_pid`` and ``link_lease_s`` are left to the agent
+    elsewhere  what the worker wants of the machine
+    agent_id   the agent's routing id
+    lease_s    seconds without a sign of the supervisor after which the agent ends the worker
+    build      the supervisor's version
+    store      the model store; None if the directories are on the machine
+    passed     GPUs of the machine on which the worker has found no room. Other agents hold their leases
     """
 
     spec: WorkerSpec
+    elsewhere: Elsewhere
     agent_id: bytes
     lease_s: float
     build: str
@@ -61,9 +64,9 @@ class Order:
 
     def packed(self) -> bytes:
         """Return the order as bytes."""
-        return pack_body(
-            {**vars(self), "spec": pack_spec(self.spec), "store": None if self.store is None else vars(self.store)}
-        )
+        store = None if self.store is None else vars(self.store)
+        packed = {"spec": pack_spec(self.spec), "elsewhere": vars(self.elsewhere), "store": store}
+        return pack_body({**vars(self), **packed})
 
     @staticmethod
     def unpack(packed: bytes) -> "Order":
@@ -77,10 +80,13 @@ class Order:
             engine = EngineSpec(spec["engine"]["model"], "", "")
             keys = LinkKeys(**spec["keys"])
             known = WorkerSpec(engine, 0, "", spec["endpoint"], b"", "", 0, keys=keys)
-            return Order(known, fields["agent_id"], fields["lease_s"], fields["build"])
-        store = None if fields["store"] is None else StoreAccess(**fields["store"])
-        passed = tuple(fields["passed"])
-        return Order(**{**fields, "spec": unpack_spec(fields["spec"]), "store": store, "passed": passed})
+            return Order(known, Elsewhere(""), fields["agent_id"], fields["lease_s"], fields["build"])
+        vram = fields["elsewhere"].pop("vram")
+        fields["spec"] = unpack_spec(fields["spec"])
+        fields["elsewhere"] = Elsewhere(**fields["elsewhere"], vram=vram and tuple(vram))
+        fields["store"] = fields["store"] and StoreAccess(**fields["store"])
+        fields["passed"] = tuple(fields["passed"])
+        return Order(**fields)
 
 
 @dataclass(frozen=True)

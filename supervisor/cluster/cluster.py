@@ -25,12 +25,12 @@ from supervisor.ports.sockets import Context, try_bind
 from supervisor.reactor import Reactor
 from supervisor.requests.worker_slots import WorkerSlot
 from supervisor.workers.launcher import Launched, Launcher
-from supervisor.workers.machines import NoMachineError
+from supervisor.workers.machines import Elsewhere, NoMachineError
 
 
 class Cluster(Launcher):
     """The connection to a Ray cluster, the port for its machines, and one launcher for all workers, see
-    ``launcher.Launcher``. ``WorkerSpec.node`` says which machines will do.
+    ``launcher.Launcher``.
 
     local  the launcher of the workers of this machine
 
@@ -60,11 +60,11 @@ class Cluster(Launcher):
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def no_machine(self, node: str, gpus: int) -> NoMachineError | None:
-        return self._remote.no_machine(node, gpus)
+    def no_room(self, elsewhere: Elsewhere) -> NoMachineError | None:
+        return self._remote.no_room(elsewhere)
 
-    def start(self, spec: WorkerSpec) -> Launched:
-        return self._remote.start(spec) if spec.node else self._local.start(spec)
+    def start(self, spec: WorkerSpec, elsewhere: Elsewhere | None = None) -> Launched:
+        return self._local.start(spec) if elsewhere is None else self._remote.start(spec, elsewhere)
 
     def ended(self) -> list[Launched]:
         return self._local.ended() + self._remote.ended()

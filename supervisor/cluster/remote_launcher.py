@@ -49,7 +49,7 @@ from supervisor.placement.gpu_shares import needs_text
 from supervisor.placement.worker_memory import loaded_text
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
-from supervisor.workers.machines import NoMachineError, is_name
+from supervisor.workers.machines import Elsewhere, NoMachineError, is_name
 
 CHECK_S = 0.1
 """Seconds between two calls of ``RemoteLauncher.check``."""
@@ -105,20 +105,20 @@ class RemoteLauncher:
         """A descriptor that is readable when ``agents_ended`` is to be called."""
         return self._starter.descriptor
 
-    def no_machine(self, node: str, gpus: int) -> NoMachineError | None:
+    def no_room(self, elsewhere: Elsewhere) -> NoMachineError | None:
         """See ``launcher.Launcher``."""
         try:
-            self._starter.choose(node, gpus)
+            self._starter.choose(elsewhere.node, elsewhere.gpus)
         except NoMachineError as e:
             return NoMachineError(str(e)) if self._leaving else e
         return None
 
-    def start(self, spec: WorkerSpec) -> RemoteWorker:
-        """Start a worker on a machine that ``spec.node`` means.
+    def start(self, spec: WorkerSpec, elsewhere: Elsewhere) -> RemoteWorker:
+        """Start a worker on a machine that will do.
 
         If no machine has room, the worker waits: ``check`` tries again.
         """
-        worker = RemoteWorker(spec, self.tell, self._kill)
+        worker = RemoteWorker(spec, elsewhere, self.tell, self._kill)
         self._begin(worker)
         self._try(worker)
         return worker
@@ -134,14 +134,14 @@ class RemoteLauncher:
 
     def _try(self, worker: RemoteWorker, node: str = "") -> None:
         """Start an agent for a worker. ``node`` is the machine, if it was chosen before."""
-        spec, node = worker.spec, node or worker.spec.node
+        spec, node, gpus = worker.spec, node or worker.elsewhere.node, worker.elsewhere.gpus
         assert spec.keys is not None
         try:
-            node = self._starter.choose(node, spec.leased_gpus, self._placed.get(spec.engine.model), worker.refusals)
+            node = self._starter.choose(node, gpus, self._placed.get(spec.engine.model), worker.refusals)
             store = self._store.access if self._store else None
             passed = tuple(sorted(worker.passed))
-            order = Order(spec, worker.agent_id, self._lease_s, __version__, store, passed)
-            self._starter.start(worker.number, node, spec.leased_gpus, spec.engine.engine, order.packed())
+            order = Order(spec, worker.elsewhere, worker.agent_id, self._lease_s, __version__, store, passed)
+            self._starter.start(worker.number, node, gpus, spec.engine.engine, order.packed())
         except NoMachineError as e:
             if str(e) != worker.waits:
                 self._log.info("%s: waits: %s", spec.name, e, extra=about(spec.name))
@@ -208,7 +208,7 @@ class RemoteLauncher:
         if is_worth_another_lease(worker.passed, refused):
             node = worker.node
             try:
-                self._starter.choose(node, worker.spec.leased_gpus)
+                self._starter.choose(node, worker.elsewhere.gpus)
             except NoMachineError as e:
                 refused = replace(refused, why=f"{refused.why}; Ray cannot lease other GPUs there: {e}")
             else:
@@ -224,9 +224,9 @@ class RemoteLauncher:
                 return
         self._release(worker)
         worker.refusals[worker.node] = refused
-        if not is_name(worker.spec.node):
+        if not is_name(worker.elsewhere.node):
             with suppress(NoMachineError):
-                node = self._starter.choose(worker.spec.node, worker.spec.leased_gpus, without=worker.refusals)
+                node = self._starter.choose(worker.elsewhere.node, worker.elsewhere.gpus, without=worker.refusals)
                 self._log.info(
                     "%s: %s; tries %s", worker.spec.name, line, node,
                     extra=noted(EventKind.PLACEMENT, worker.spec.name),
@@ -280,7 +280,7 @@ class RemoteLauncher:
             self._store.revoke(worker.spec.keys.public)
 
     def _say_admitted(self, worker: RemoteWorker, told: Admitted) -> None:
-        if not worker.spec.leased_gpus:
+        if not worker.elsewhere.gpus:
             return
         if told.parts:
             what = needs_text(told.parts)

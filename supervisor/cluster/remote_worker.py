@@ -7,7 +7,7 @@ from typing import Any
 from protocol.process.progress_lease import Reading, read_word
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.cluster.agent_messages import BEAT_S, Admitted, Beat, Gpus, Refused, Signal, Stacks, ToAgent
-from supervisor.workers.machines import is_name
+from supervisor.workers.machines import Elsewhere, is_name
 
 SILENT_S = 4 * BEAT_S
 """Seconds without a beat after which the last one says nothing about the worker any more."""
@@ -17,6 +17,7 @@ class RemoteWorker:
     """A worker on another machine, see ``launcher.Launched``.
 
     spec      the specification, with the keys of its present try
+    elsewhere  what it wants of the machine
     tell      sends a message to the agent; kill  ends the worker, whatever its agent does
 
     node      the name of the machine
@@ -32,10 +33,11 @@ class RemoteWorker:
     def __init__(
         self,
         spec: WorkerSpec,
+        elsewhere: Elsewhere,
         tell: Callable[["RemoteWorker", ToAgent], None],
         kill: Callable[["RemoteWorker"], None],
     ) -> None:
-        self.spec = spec
+        self.spec, self.elsewhere = spec, elsewhere
         self._tell, self._kill = tell, kill
         self.refusals: dict[str, Refused] = {}
         self.passed: set[int] = set()
@@ -50,7 +52,7 @@ class RemoteWorker:
     def begin(self, number: int, agent_id: bytes, spec: WorkerSpec) -> None:
         """Forget what an earlier agent has told. The next one has this number, routing id and keys."""
         self.number, self.agent_id, self.spec = number, agent_id, spec
-        self.node = spec.node if is_name(spec.node) else ""
+        self.node = self.elsewhere.node if is_name(self.elsewhere.node) else ""
         self.pid = 0
         self.progress: dict[str, Any] | None = None
         self.up = False
@@ -99,12 +101,18 @@ class RemoteWorker:
         gpus = ", ".join(map(str, self.admitted.gpus)) if self.admitted else ""
         return f"{self.node}: {gpus}" if gpus else self.node
 
-    def gpu_memory(self) -> dict[str, Any]:
-        """Return the fields of ``WorkerMemory.describe`` and ``Vram.describe`` that its machine has told."""
+    @property
+    def leases(self) -> dict[str, int]:
+        return {self.node: self.elsewhere.gpus}
+
+    def describe(self) -> dict[str, Any]:
+        """Return its machine, or ``node`` of models.yaml while it waits for one, and the fields of
+        ``WorkerMemory.describe`` and ``Vram.describe`` that the machine has told."""
         told = self.admitted
         held = {} if self.gpus is None else {str(index): size for index, size in self.gpus.held}
         sizes = [size for size in held.values() if size is not None]
         return {
+            "node": self.elsewhere.node if self.waits else self.node,
             "placed": told.gpus or None if told else None,
             "cpus": told.cpus if told else None,
             "numa_nodes": told.nodes if told else None,

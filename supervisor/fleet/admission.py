@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
-from supervisor.placement.eviction import Eviction, EvictionCandidate, NoRoom, choose, who_yields
+from supervisor.placement.eviction import Eviction, EvictionCandidate, NoRoom, Sizes, choose, who_yields
 from supervisor.placement.gpu_requests import gpu_request_of
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.policy import GpuRequest, PlacementRefused, gib
@@ -70,7 +70,7 @@ class Admission:
         request needs one of those workers again at once."""
         self.yielding: tuple[str, ...] = ()
         """Workers that take no new requests, because this one waits for their places or their memory."""
-        self.awaited: frozenset[int] = frozenset()
+        self.awaited: frozenset[Any] = frozenset()
         """GPUs on which this one waits for busy models. Later starts make no model leave there."""
         self._turn = Turn(time.monotonic())
         crashed = bool(replica.life.history.recent)
@@ -149,13 +149,8 @@ class Admission:
     def _waits_for_room(self, refused: PlacementRefused) -> bool:
         """Return whether the start is decided again later, because workers were unloaded or may soon be idle."""
         assert self._gpu_request is not None
-        now, reading, missing = time.monotonic(), self._starts.vram.reading() or [], refused.missing
-        one_suffices = self._gpu_request.one_suffices
-        others = [
-            self._candidate(other, reading, now)
-            for other in self._starts.registry.replicas.values()
-            if other.state in _LEAVING or (other.model != self.replica.model and other.may_be_evicted)
-        ]
+        now, missing, one_suffices = time.monotonic(), refused.missing, self._gpu_request.one_suffices
+        others = self._candidates(self._starts.vram.reading() or [], now)
         others = behind(others, self._starts.awaited_before(self.number))
         leaving = self._make_room(missing, others)
         if not isinstance(leaving, NoRoom):
@@ -234,9 +229,18 @@ class Admission:
                 self._starts.control.unload(eviction.worker, f"evicted for {replica.label}")
         return tuple(eviction.worker for eviction in chosen)
 
+    def _candidates(self, reading: Sequence[Gpu], now: float) -> list[EvictionCandidate]:
+        """Return the workers that may make room: those of other models, and those that leave anyway."""
+        return [
+            self._candidate(other, reading, now)
+            for other in self._starts.registry.replicas.values()
+            if other.state in _LEAVING or (other.model != self.replica.model and other.may_be_evicted)
+        ]
+
     def _candidate(self, other: Replica, reading: Sequence[Gpu], now: float) -> EvictionCandidate:
-        held, may_sleep = other.memory.comes_back(reading), other.can_sleep and other.state is not WorkerState.ASLEEP
-        left = other.memory.left_asleep
+        leases = {} if other.process is None else other.process.leases
+        held: Sizes = {**other.memory.comes_back(reading), **leases}
+        may_sleep, left = other.can_sleep and other.state is not WorkerState.ASLEEP, other.memory.left_asleep
         return EvictionCandidate(
             other.name,
             held,

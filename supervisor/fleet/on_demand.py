@@ -9,6 +9,7 @@ from supervisor.config_rules import NO_SLEEP
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.workers.launcher import local_pid
 from supervisor.workers.lifecycle import AT_REST, ON_DEMAND, WorkerState
 
 
@@ -85,7 +86,7 @@ class OnDemandLoader:
             why = "models.yaml pins it: remove pinned"
         elif config.sleep != "ram":
             why = "models.yaml says sleep: off"
-        elif replica.process is not None and replica.process.node:
+        elif replica.process is not None and local_pid(replica.process) is None:
             why = f"{NO_SLEEP}: `modelctl unload {replica.model}` frees it, and ttl does"
         elif replica.state is not WorkerState.READY:
             message = f"model {name!r} is {replica.state}: only a model that is ready can be put to sleep"

@@ -259,14 +259,6 @@ class Replica:
             return None
         return self.life.unload_cause or (ended if self.lacks_room else "lazy: its first request starts it")
 
-    @property
-    def node(self) -> str | None:
-        """The machine of the process; ``node`` of models.yaml while there is none, or no machine for it; None for this
-        machine."""
-        if self.process is None or self.process.waits:
-            return self.spec.config.node
-        return self.process.node or None
-
     def how_far(self) -> dict[str, Any] | None:
         """Return how far the load is, or what comes before it; None at other times."""
         return self.progress or (self.process.progress if self.process is not None else None) or None
@@ -329,7 +321,7 @@ class Replica:
             "wake_s": self.wake_s,
             "unloaded": self.life.unload_cause,
             "pid": self.process.pid if self.process else None,
-            "node": self.node,
+            "node": self.spec.config.node if self.process is None else None,  # the process describes itself
             **(self.detector.describe() if self.process and self.detector else {"phase": None, "beat_s": None}),
             "generation": self.generation,
             "restarts": self.restarts,

@@ -8,8 +8,8 @@ A ``Start`` takes one process from the order to the launch. Its methods stand in
     _decide          chooses GPUs, and counts the memory that other workers hold and are about to load
     _waits_for_room  if there is no room: puts idle models to sleep or unloads them, or waits until busy models are
                      idle (``admission``)
-    _decide_elsewhere  chooses another machine that has GPUs to lease, unloads idle models there, or waits
-    _launch          starts the process, here or on another machine
+    _decide_elsewhere  asks the launcher for GPUs elsewhere, unloads idle models there, or waits
+    _launch          starts the process, here or elsewhere
     _refuse          ends the start without a process
     cancel           ends the start at any stage, because the worker was ordered down
 
@@ -27,25 +27,24 @@ from protocol.process.masking import masks
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.fleet.admission import RETRY_S, Admission, Stage
-from supervisor.fleet.machine_room import as_memory, who_leaves
 from supervisor.fleet.replica import Replica
 from supervisor.model_logs import about
 from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.estimates import ESTIMATED, Estimated
-from supervisor.placement.eviction import NoRoom
+from supervisor.placement.eviction import NoRoom, choose
 from supervisor.placement.gpu_requests import answer_with, question_of
 from supervisor.placement.policy import Holding, Placed, PlacementRefused, limits_elsewhere, place, place_unseen, rooms
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
-from supervisor.workers.machines import AUTO, OTHERS, includes_own
+from supervisor.workers.machines import Elsewhere
 
 if TYPE_CHECKING:
     from supervisor.fleet.starts import Starts
 
 
 READING_RETRY_S = 2.0
-"""Seconds between two decisions about a start that waits for this machine or another one, without an end. Each reads
-the GPUs, which tokens wait for."""
+"""Seconds between two decisions about a start that waits for GPUs here or elsewhere, without an end. Each reads the
+GPUs, which tokens wait for."""
 
 
 class Start(Admission):
@@ -56,20 +55,21 @@ class Start(Admission):
         super().__init__(starts, replica, number)
         self._estimated: Estimated | None = None
         self._refusal: ExitReport | None = None
+        self._elsewhere = self._spec.elsewhere
         self._said: str | None = None
-        """Why the start waits for another machine, as the log was told last."""
+        """Why the start waits for GPUs elsewhere, as the log was told last."""
 
     # --- the stages, in their order -----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Check that the engine's packages are there, and estimate what the model needs."""
-        engine, node = self._spec.config.engine, self._spec.config.node
-        if includes_own(node) and (missing := missing_for(engine)) is not None:
-            if node is None:
+        engine = self._spec.config.engine
+        if self._spec.here and (missing := missing_for(engine)) is not None:
+            if self._elsewhere is None:
                 self._refuse_soon(not_admitted("config", LOAD_ERROR_PREFIX + missing, retry=False))
                 return
-            self._gpu_request = None  # another machine may have the packages
-        if self._gpu_request is None:  # on the CPU, or on another machine
+            self._gpu_request = None  # the packages may be there
+        if self._gpu_request is None:  # on the CPU, or elsewhere
             self.stage = Stage.TURN
             self._starts.advance()
             return
@@ -89,7 +89,7 @@ class Start(Admission):
 
     def _take_estimate(self, estimated: Estimated) -> None:
         self._estimated, self.stage = answer_with(self._spec, estimated), Stage.TURN
-        if estimated.error is not None and estimated.faults[0].machine and self._spec.config.node == AUTO:
+        if estimated.error is not None and estimated.faults[0].machine and self._elsewhere is not None:
             self._gpu_request = None
             self._starts.advance()
         elif estimated.error is not None:
@@ -98,13 +98,12 @@ class Start(Admission):
             self._starts.advance()
 
     def _wait_for_memory(self) -> None:
-        config = self._spec.config
         if self._gpu_request is not None:
             super()._wait_for_memory()
-        elif config.node is not None and config.gpu_count:
-            self._decide_elsewhere(None)
+        elif self._elsewhere is not None and self._elsewhere.gpus:
+            self._decide_elsewhere(self._elsewhere, None)
         else:
-            self._launch("", None, config.node or "")
+            self._launch("", None, self._elsewhere)
 
     def _decide(self) -> None:
         """Choose GPUs. If there is no room now, wait for it or refuse the start."""
@@ -127,24 +126,23 @@ class Start(Admission):
             memory.placed, memory.cpus = decision, near_cpus(decision.gpus, starts.cpus)
             self._say_placed(decision, memory)
             self._launch(decision.devices, decision)
-        elif self._spec.config.node == AUTO:
-            self._decide_elsewhere(decision)
+        elif self._elsewhere is not None:
+            self._decide_elsewhere(self._elsewhere, decision)
         elif not (decision.missing and self._waits_for_room(decision)):
             reason = "no room" if decision.missing else "unreadable" if late else "config"
             # After a crash, a refusal for want of room is not final: what fills the GPU now may go.
             crashed = bool(self.replica.life.history.recent)
             self._refuse_soon(not_admitted(reason, decision.message, retry=reason != "config" and crashed))
 
-    def _decide_elsewhere(self, here: PlacementRefused | None) -> None:
-        """Start the worker on another machine that has GPUs to lease. If none has, have idle models leave, here or
-        there, or wait.
+    def _decide_elsewhere(self, elsewhere: Elsewhere, here: PlacementRefused | None) -> None:
+        """Start the worker elsewhere if there is room. If there is none, have idle models leave, here or there, or
+        wait.
 
         here  why it cannot be placed on this machine; None if it is not to be
         """
-        starts, config = self._starts, self._spec.config
-        node = OTHERS if config.node is None or config.node == AUTO else config.node
-        if (no := starts.launcher.no_machine(node, config.gpu_count)) is None:
-            self._launch("", None, node)
+        starts = self._starts
+        if (no := starts.launcher.no_room(elsewhere)) is None:
+            self._launch("", None, elsewhere)
             return
         self.replica.waits = why = str(no) if here is None else f"{here.message}; {no}"
         if str(no) != self._said:  # the figures of this machine's GPUs may change at every look
@@ -152,11 +150,11 @@ class Start(Admission):
             self._say(f"waits: {why}")
         if here is not None and here.missing and self._waits_for_room(here):
             return
-        now, replicas = time.monotonic(), starts.registry.replicas.values()
-        there = (self.replica.model, no.missing, replicas, starts.registry.may_leave, now)
-        leaving = who_leaves(*there)
-        if isinstance(leaving, NoRoom) or not leaving:
-            yielding = self._turn.look(now, *as_memory(*there), one_suffices=True, wanted=self.is_wanted)
+        now = time.monotonic()
+        others = self._candidates([], now)
+        leaving = choose(no.missing, others, one_suffices=True)
+        if isinstance(leaving, NoRoom):
+            yielding = self._turn.look(now, no.missing, others, one_suffices=True, wanted=self.is_wanted)
             if yielding is None:
                 self._turn.begin_again()
             starts.let_yield(self, yielding or ())
@@ -168,18 +166,20 @@ class Start(Admission):
         for worker in sorted(self.leaving):
             starts.control.unload(worker, f"evicted for {self.replica.label}")
 
-    def _launch(self, devices: str, placed: Placed | None, node: str = "") -> None:
+    def _launch(self, devices: str, placed: Placed | None, elsewhere: Elsewhere | None = None) -> None:
         """Start the process.
 
-        devices  the CUDA_VISIBLE_DEVICES of the process
-        placed   where the worker was placed; None on the CPU, and on another machine
-        node     the other machines that will do; "" for this one
+        devices    the CUDA_VISIBLE_DEVICES of the process
+        placed     where the worker was placed; None on the CPU, and elsewhere
+        elsewhere  what it wants there; None to start it on this machine
         """
         starts, replica, config = self._starts, self.replica, self._spec.config
         engine = self._spec.engine_spec
         needs = (replica.memory.needs or {}).get(1)
-        limits = limits_elsewhere(starts.registry.config.supervisor.vram_limit) if node else {}
-        if node:
+        if elsewhere is not None:
+            limits = limits_elsewhere(starts.registry.config.supervisor.vram_limit)
+            told = {gpu: dataclasses.asdict(limit) for gpu, limit in limits.items()}
+            elsewhere = dataclasses.replace(elsewhere, vram_limits=told)
             engine = dataclasses.replace(engine, sleep=False)
             replica.memory = WorkerMemory()
         elif engine.sleep and needs is not None:
@@ -204,20 +204,16 @@ class Start(Admission):
             leases=starts.registry.config.supervisor.leases(config),
             name=replica.label,
             log=replica.log_style,
-            node=node,
-            leased_gpus=config.gpu_count if node else 0,
-            vram=config.vram if node else None,
-            vram_limits={gpu: dataclasses.asdict(limit) for gpu, limit in limits.items()},
         )
         try:
-            process = starts.launcher.start(spec)
+            process = starts.launcher.start(spec, elsewhere)
         except OSError as e:
             self._refuse_soon(not_spawned(e))
             return
         starts.registry.launched(replica, process)
         if placed is not None:
             replica.memory.holding = Holding(replica.label, process.pid, placed.bytes, loading=True)
-        where = f"on {process.node or 'another machine'}" if node else f"devices: {devices or 'cpu'}"
+        where = f"devices: {devices or 'cpu'}" if elsewhere is None else f"on {process.placed_on or 'another machine'}"
         what = f"spawned pid {process.pid}" if process.pid else "ordered"
         starts.log.info(
             "%s: %s, generation %d, %s", replica.shown, what, replica.generation, where, extra=about(replica.log_name)
@@ -237,7 +233,7 @@ class Start(Admission):
 
     def _end(self) -> None:
         super()._end()
-        self.replica.waits = ""  # of another machine
+        self.replica.waits = ""  # for room elsewhere
 
     def _refuse_place(self, why: str) -> None:
         self._refuse_soon(not_admitted("no room", why, retry=bool(self.replica.life.history.recent)))

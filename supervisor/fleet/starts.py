@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from supervisor.config import ModelSpec
 from supervisor.event_history import EventKind, noted
@@ -25,7 +25,6 @@ from supervisor.requests.in_flight import Awaited
 from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
 from supervisor.workers.launcher import Launcher
-from supervisor.workers.machines import AUTO, OTHERS
 
 
 class StartControl(Protocol):
@@ -120,7 +119,7 @@ class Starts:
                 if not start.leaving:
                     self.at_next_turn(start.decide_again)
 
-    def awaited_before(self, number: int) -> set[int]:
+    def awaited_before(self, number: int) -> set[Any]:
         """Return the GPUs on which starts wait for busy models that began before the one with this number."""
         earlier = (start for start in self._under_way.values() if start.number < number)
         return {gpu for start in earlier for gpu in start.awaited}
@@ -139,13 +138,11 @@ class Starts:
         """Return whether a successor would find room beside the old worker, as far as that is known without reading the
         model's directory. Its needs are declared, or they are those of the old worker if nothing of them has changed.
         """
-        gpu_request, config = gpu_request_of(after), after.config
-        if config.node is not None and config.gpu_count:
-            node = OTHERS if config.node == AUTO else config.node
-            if self.launcher.no_machine(node, config.gpu_count) is None:
-                return True
+        gpu_request, elsewhere = gpu_request_of(after), after.elsewhere
+        if elsewhere is not None and elsewhere.gpus and self.launcher.no_room(elsewhere) is None:
+            return True
         if gpu_request is None:
-            return config.node is None or not config.gpu_count
+            return not after.config.gpu_count
         needs: Mapping[int, Needs] | None = declared(after, gpu_request)
         if needs is None and old.memory.engine == after.engine_spec and gpu_request_of(old.spec) == gpu_request:
             needs = old.memory.needs

@@ -16,7 +16,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import combinations
 from math import inf
+from typing import Any
 
+Sizes = Mapping[Any, int]
+"""GPU → bytes. A GPU of this machine is its index. GPUs that the launcher leases elsewhere have a key that the launcher
+knows, and each of them counts as one byte (``Launched.leases``)."""
 EXACT_UP_TO = 12
 """Number of workers up to which every set is tried. Of more workers, the cheapest are taken one by one."""
 YIELDING_EXACT_UP_TO = 8
@@ -40,12 +44,12 @@ class EvictionCandidate:
     """
 
     worker: str
-    held: Mapping[int, int] = field(hash=False)
+    held: Sizes = field(hash=False)
     busy: bool = False
     priority: int = 0
     load_s: float = 0.0
     idle_s: float = 0.0
-    slept: Mapping[int, int] | None = field(default=None, hash=False)
+    slept: Sizes | None = field(default=None, hash=False)
     wake_s: float = 0.0
     host_bytes: int = 0
     leaves: bool = False
@@ -67,7 +71,7 @@ class _Form:
     """One way to make room with a worker."""
 
     candidate: EvictionCandidate
-    freed: Mapping[int, int] = field(hash=False)
+    freed: Sizes = field(hash=False)
     back_s: float
     host_bytes: int
     sleeps: bool
@@ -94,7 +98,7 @@ class NoRoom(Enum):
 
 
 def choose(
-    missing: Mapping[int, int],
+    missing: Sizes,
     candidates: Sequence[EvictionCandidate],
     *,
     one_suffices: bool = False,
@@ -122,7 +126,7 @@ def choose(
 
 
 def who_yields(
-    missing: Mapping[int, int], candidates: Sequence[EvictionCandidate], *, one_suffices: bool = False
+    missing: Sizes, candidates: Sequence[EvictionCandidate], *, one_suffices: bool = False
 ) -> tuple[str, ...]:
     """Return the workers that are to take no new requests, so that there is room when they have finished those that
     they have. Return none if there would not be enough room, because other workers need not make room yet.
@@ -143,7 +147,7 @@ def who_yields(
 
 
 def _cheapest(
-    wanted: Mapping[int, int],
+    wanted: Sizes,
     forms: Sequence[_Form],
     host_room: int,
     cost: _Cost,
@@ -172,7 +176,7 @@ def _cheapest(
     return tuple(chosen)
 
 
-def _is_enough(wanted: Mapping[int, int], chosen: Sequence[_Form]) -> bool:
+def _is_enough(wanted: Sizes, chosen: Sequence[_Form]) -> bool:
     return all(sum(form.freed.get(gpu, 0) for form in chosen) >= size for gpu, size in wanted.items())
 
 

@@ -7,16 +7,15 @@ from supervisor.placement.estimates import Estimated, Question
 from supervisor.placement.gpu_shares import Needs, split_of
 from supervisor.placement.gpus import EVERY
 from supervisor.placement.policy import GpuRequest
-from supervisor.workers.machines import includes_own
 
 VETTED = frozenset({"exllamav2", "transformers"})
 """Engines whose models the estimating process can check."""
 
 
 def gpu_request_of(spec: ModelSpec) -> GpuRequest | None:
-    """Return the GPUs of this machine that a model asks for; None for a model on the CPU, or on other machines only."""
+    """Return the GPUs of this machine that a model asks for; None for a model that asks for none here."""
     config = spec.config
-    if not spec.visible_devices or not includes_own(config.node):
+    if not spec.visible_devices or not spec.here:
         return None
     pins = None if config.gpu == "auto" else tuple(spec.visible_devices.split(","))
     split = split_of(config.engine, spec.engine_spec.options, config.gpu_count)

@@ -10,11 +10,12 @@ keep coming, since each of them would be busy at every look. The rule has three 
 * Starts come first that began first. A later start makes no model leave where an earlier one waits for room.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any
 
-from supervisor.placement.eviction import EvictionCandidate, who_yields
+from supervisor.placement.eviction import EvictionCandidate, Sizes, who_yields
 
 YIELD_AFTER_S = 3.0
 """Seconds that a start waits for busy models to be idle by themselves, before they take no new requests."""
@@ -39,7 +40,7 @@ def stays_s(up_s: float, came_up_s: float) -> float:
     return max(0.0, STAY_S - up_s, STAY_LOADS * came_up_s - up_s)
 
 
-def behind(candidates: Sequence[EvictionCandidate], awaited: Collection[int]) -> list[EvictionCandidate]:
+def behind(candidates: Sequence[EvictionCandidate], awaited: Collection[Any]) -> list[EvictionCandidate]:
     """Return the candidates as a later start has to see them: those on GPUs for which earlier starts wait are not idle,
     and do not yield to it.
 
@@ -67,7 +68,7 @@ class Turn:
     def look(
         self,
         now: float,
-        missing: Mapping[int, int],
+        missing: Sizes,
         candidates: Sequence[EvictionCandidate],
         *,
         one_suffices: bool = False,

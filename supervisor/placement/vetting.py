@@ -16,7 +16,6 @@ from supervisor.placement.gpu_requests import answer_with, gpu_request_of, quest
 from supervisor.placement.gpu_shares import Split
 from supervisor.placement.gpus import Gpu, GpusUnknown
 from supervisor.placement.policy import GpuRequest, Placed, PlacementRefused, place, rooms
-from supervisor.workers.machines import includes_own
 from supervisor.yaml_source import Problem
 
 CONTEXT: Final = 16384
@@ -31,8 +30,7 @@ def vet_models(models: Mapping[str, ModelSpec], *, installed: bool, templates: b
     templates  whether the chat templates are to be tried
     """
     questions = {
-        name: question_of(spec, installed=installed and includes_own(spec.config.node), template=templates)
-        for name, spec in models.items()
+        name: question_of(spec, installed=installed and spec.here, template=templates) for name, spec in models.items()
     }
     asked = {name: question for name, question in questions.items() if question is not None}
     answers = dict(zip(asked, ask_now([*asked.values()]), strict=True)) if asked else {}

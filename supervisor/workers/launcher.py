@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.process.progress_lease import Reading
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.workers.machines import NoMachineError
+from supervisor.workers.machines import Elsewhere, NoMachineError
 
 if TYPE_CHECKING:
     from supervisor.config_schema import SupervisorConfig
@@ -26,10 +26,6 @@ class Launched(Protocol):
 
     @property
     def pid(self) -> int: ...
-
-    @property
-    def node(self) -> str:
-        """Return the name of the machine on which the process runs; "" for this one."""
 
     @property
     def waits(self) -> str:
@@ -53,8 +49,13 @@ class Launched(Protocol):
     def placed_on(self) -> str:
         """Return the machine and its GPUs, for people; "" for a process on this machine."""
 
-    def gpu_memory(self) -> dict[str, Any] | None:
-        """Return what ``status`` shows about the GPU memory of a process on another machine; None for this machine."""
+    @property
+    def leases(self) -> Mapping[str, int]:
+        """Return the GPUs on other machines that are free again after the process has ended: machine → number."""
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return what ``status`` shows about the place and the GPU memory of a process on another machine; None for
+        this machine, where the supervisor sees that itself."""
 
     @property
     def is_gone(self) -> bool:
@@ -82,7 +83,7 @@ class Launched(Protocol):
 def local_pid(process: Launched) -> int | None:
     """Return the pid of a process on this machine. None for one on another machine, where the number means another
     process than here."""
-    return process.pid if process.gpu_memory() is None else None
+    return process.pid if process.describe() is None else None
 
 
 class Launcher(Protocol):
@@ -92,8 +93,9 @@ class Launcher(Protocol):
     def descriptor(self) -> int:
         """A descriptor that is readable when a worker has ended."""
 
-    def start(self, spec: WorkerSpec) -> Launched:
-        """Start a worker. Raises OSError if the system has no process or descriptor left."""
+    def start(self, spec: WorkerSpec, elsewhere: Elsewhere | None = None) -> Launched:
+        """Start a worker, on this machine or elsewhere. Raises OSError if the system has no process or descriptor
+        left."""
 
     def ended(self) -> list[Launched]:
         """Return the workers that have ended and were not reaped yet."""
@@ -115,7 +117,7 @@ class Launcher(Protocol):
         """Make the spares that are wanted and missing, and end those that are not wanted. The loop calls this again and
         again.
 
-        wanted    (engine, ``WorkerSpec.node``) of each model; empty for no spares
+        wanted    (engine, ``node`` or "") of each model; empty for no spares
         starting  whether a worker starts, loads or wakes
         free      returns the bytes of host memory that are free; 0 if that is not known
         """
@@ -125,8 +127,8 @@ class Launcher(Protocol):
 
     # --- for workers on other machines. Without a cluster there are none --------------------------------------------
 
-    def no_machine(self, node: str, gpus: int) -> NoMachineError | None:
-        """Return why no other machine that ``node`` of models.yaml means has so many GPUs to lease; None if one has."""
+    def no_room(self, elsewhere: Elsewhere) -> NoMachineError | None:
+        """Return why no other machine has room for a worker; None if one has."""
         return NoMachineError("models.yaml has no section cluster")
 
     @property

@@ -23,6 +23,7 @@ from supervisor.worker_modules import spare_main, worker_main
 from supervisor.workers.descendants import Descendants
 from supervisor.workers.guard import WORKER_MARK, Guard, kill_group
 from supervisor.workers.launcher import Launched, Launcher
+from supervisor.workers.machines import Elsewhere
 from supervisor.workers.orphans import Orphans
 from supervisor.workers.processes import is_stopped
 from supervisor.workers.spares import LARGEST_SPEC, LEAST_FREE, SparePlan, shown
@@ -98,10 +99,11 @@ class WorkerProcess:
             self._page.close()
             raise
 
-    node = waits = lost = placed_on = ""  # it runs on this machine, where every end is seen
+    waits = lost = placed_on = ""  # it runs on this machine, where every end is seen
     refused = progress = None
+    leases: Mapping[str, int] = {}
 
-    def gpu_memory(self) -> None:
+    def describe(self) -> None:
         """Return nothing: NVML of this machine tells."""
 
     @property
@@ -236,7 +238,7 @@ class LocalLauncher(Launcher):
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def start(self, spec: WorkerSpec) -> WorkerProcess:
+    def start(self, spec: WorkerSpec, elsewhere: Elsewhere | None = None) -> WorkerProcess:
         process = self._adopted(spec)
         if process is None:
             name = f"worker-{spec.engine.model}"

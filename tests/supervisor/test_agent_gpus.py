@@ -21,6 +21,7 @@ from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, rea
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.placement.policy import limits_elsewhere
 from supervisor.placement.sizes import Limit
+from supervisor.workers.machines import Elsewhere
 from tests.hanging_files import hanging_file
 from tests.hidden_packages import Hidden
 from tests.nvml_box import GIB, STRANGER, Box
@@ -52,7 +53,9 @@ def far(box: Box, runtime_dir: Path) -> Iterator[Host]:
 def start(far: Host, size: int | None = 30 * GIB, **changes: Any) -> RemoteWorker:
     """Order a worker that needs so many bytes of one GPU."""
     vram = None if size is None else (size,)
-    worker = far.launcher.start(replace(far.spec(), **{"leased_gpus": 1, "vram": vram, **changes}))
+    wanted = {name: changes.pop(name) for name in ("node", "gpus", "vram", "vram_limits") if name in changes}
+    elsewhere = Elsewhere(**{"node": "far", "gpus": 1, "vram": vram, **wanted})
+    worker = far.launcher.start(replace(far.spec(), **changes), elsewhere)
     assert isinstance(worker, RemoteWorker)
     return worker
 
@@ -72,12 +75,12 @@ def kill(far: Host, worker: RemoteWorker) -> None:
 def test_a_worker_that_fits_starts_and_its_memory_is_reported(far: Host, box: Box) -> None:
     worker = start(far)
     far.until(lambda: worker.pid, "the process")
-    assert worker.gpu_memory()["placed"] == [1]
+    assert worker.describe()["placed"] == [1]
     assert worker.placed_on == "far: 1"
-    assert worker.gpu_memory()["vram_estimate"] == {"declared": 30 * GIB}
+    assert worker.describe()["vram_estimate"] == {"declared": 30 * GIB}
     box.holds(1, worker.pid, 31 * GIB)
-    far.until(lambda: worker.gpu_memory()["vram_bytes"] == 31 * GIB, "its memory")
-    assert worker.gpu_memory()["vram_by_gpu"] == {"1": 31 * GIB}
+    far.until(lambda: worker.describe()["vram_bytes"] == 31 * GIB, "its memory")
+    assert worker.describe()["vram_by_gpu"] == {"1": 31 * GIB}
     assert worker.gpus is not None
     assert worker.gpus.gpus[1] == [1, "GPU-1a2b3c4d-0000", 48 * GIB, 31 * GIB, 17 * GIB]
     assert worker.gpus.gpus[0][2:] == [24 * GIB, 0, 24 * GIB]
@@ -94,14 +97,14 @@ def test_the_memory_after_the_load_is_reported(far: Host, box: Box, caplog: pyte
     worker = start(far, engine=engine, name="m:1")
     far.until(lambda: worker.pid, "the process")
     box.holds(1, worker.pid, 33 * GIB)
-    far.until(lambda: worker.gpu_memory()["vram_bytes"], "its memory")
-    assert worker.gpu_memory()["vram_loaded_bytes"] is None
-    loaded = far.until(lambda: worker.gpu_memory()["vram_loaded_bytes"], "its memory after the load")
+    far.until(lambda: worker.describe()["vram_bytes"], "its memory")
+    assert worker.describe()["vram_loaded_bytes"] is None
+    loaded = far.until(lambda: worker.describe()["vram_loaded_bytes"], "its memory after the load")
     assert loaded == 33 * GIB
     assert "m:1: holds 33.0 GiB, estimated were 30.0 (+10.0 %)" in caplog.text
     box.holds(1, worker.pid, 40 * GIB)
-    far.until(lambda: worker.gpu_memory()["vram_bytes"] == 40 * GIB, "its memory")
-    assert worker.gpu_memory()["vram_loaded_bytes"] == 33 * GIB
+    far.until(lambda: worker.describe()["vram_bytes"] == 40 * GIB, "its memory")
+    assert worker.describe()["vram_loaded_bytes"] == 33 * GIB
     kill(far, worker)
 
 
@@ -111,7 +114,7 @@ def test_the_numa_nodes_next_to_its_gpus_are_reported(far: Host, box: Box) -> No
     worker = start(far)
     far.until(lambda: worker.pid, "the process")
     shown = (str(allowed[0]), "1") if len(allowed) > 1 else (None, None)
-    assert (worker.gpu_memory()["cpus"], worker.gpu_memory()["numa_nodes"]) == shown
+    assert (worker.describe()["cpus"], worker.describe()["numa_nodes"]) == shown
     kill(far, worker)
 
 
@@ -170,7 +173,7 @@ def test_the_estimate_is_made_there(far: Host, box: Box) -> None:
     far.starter.devices = "0,1"
     options = {"cache_size": 1 << 20, "tensor_parallel": False, "gpu_split": [20.0, 20.0]}
     engine = EngineSpec("m", "exllamav2", str(DEMO), device="cuda", options=options)
-    reason, why, retry = refused(far, start(far, None, engine=engine, leased_gpus=2))
+    reason, why, retry = refused(far, start(far, None, engine=engine, gpus=2))
     assert (reason, retry) == ("no room", False)
     assert why.startswith("far: needs ")
     assert "weights 0.0" in why
@@ -204,8 +207,8 @@ def test_without_nvml_nothing_is_refused(far: Host, box: Box) -> None:
     box.fails("the driver is gone", at_init=True)
     worker = start(far, 100 * GIB)
     far.until(lambda: worker.pid, "the process")
-    assert worker.gpu_memory()["placed"] is None
-    assert worker.gpu_memory()["vram_estimate_bytes"] == 100 * GIB
+    assert worker.describe()["placed"] is None
+    assert worker.describe()["vram_estimate_bytes"] == 100 * GIB
     kill(far, worker)
 
 
@@ -258,7 +261,7 @@ def test_another_gpu_of_the_machine_is_leased_when_the_first_ones_are_full(far: 
     assert leased(far) == [0, 1]
     far.until(lambda: worker.pid, "the process")
     assert time.monotonic() - begun < 2 * ROOM_WAIT_S, "only the first one waits for room"
-    assert worker.gpu_memory()["placed"] == [2]
+    assert worker.describe()["placed"] == [2]
     far.until(lambda: leased(far) == [2], "the end of the other leases")
     assert far.remote is not None
     assert far.remote.keys == {worker.spec.keys.public}  # type: ignore[union-attr]
@@ -270,9 +273,9 @@ def test_several_other_gpus_are_leased_when_one_of_the_first_is_full(far: Host, 
     box.becomes((24, 24, 24, 24))
     box.holds(1, STRANGER, 20 * GIB)
     far.starter.gpus = 4
-    worker = start(far, leased_gpus=2, vram=(20 * GIB, 20 * GIB))
+    worker = start(far, gpus=2, vram=(20 * GIB, 20 * GIB))
     far.until(lambda: worker.pid, "the process")
-    assert worker.gpu_memory()["placed"] == [2, 3]
+    assert worker.describe()["placed"] == [2, 3]
     kill(far, worker)
 
 

@@ -47,7 +47,7 @@ def test_a_worker_gets_copies_of_its_directories(far: Host, cable: Cable) -> Non
     model, draft = write_model(far.directory / "model"), write_model(far.directory / "draft", CHUNK, 2)
     cable.limit = 8 * CHUNK
     wanted = spec(far, model, draft)
-    worker = far.launcher.start(wanted)
+    worker = far.start(wanted)
     far.until(lambda: (p := worker.progress) and p["phase"] == COPYING and p["done"] > 2 * CHUNK, "some of it")
     assert worker.progress is not None
     assert worker.progress["unit"] == "bytes"
@@ -70,7 +70,7 @@ def test_a_worker_gets_copies_of_its_directories(far: Host, cable: Cable) -> Non
 def test_a_copy_can_be_stopped_and_goes_on_later(far: Host, cable: Cable) -> None:
     model = write_model(far.directory / "model")
     cable.limit = 8 * CHUNK
-    worker = far.launcher.start(spec(far, model))
+    worker = far.start(spec(far, model))
     far.until(lambda: (p := worker.progress) and p["done"] > 2 * CHUNK, "some of it")
     agent = agent_of(far)
     worker.signal(signal.SIGTERM)
@@ -89,7 +89,7 @@ def test_a_copy_can_be_stopped_and_goes_on_later(far: Host, cable: Cable) -> Non
 def test_an_agent_that_is_killed_while_it_copies(far: Host, cable: Cable) -> None:
     model = write_model(far.directory / "model")
     cable.limit = 8 * CHUNK
-    worker = far.launcher.start(spec(far, model))
+    worker = far.start(spec(far, model))
     far.until(lambda: (p := worker.progress) and p["done"] > 2 * CHUNK, "some of it")
     agent_of(far).kill()
     assert lost(far, worker) == "its agent left with -9"
@@ -102,7 +102,7 @@ def test_an_agent_that_is_killed_while_it_copies(far: Host, cable: Cable) -> Non
 def test_an_agent_whose_supervisor_is_gone_stops_copying(far: Host, cable: Cable) -> None:
     model = write_model(far.directory / "model")
     cable.limit = 8 * CHUNK
-    worker = far.launcher.start(spec(far, model))
+    worker = far.start(spec(far, model))
     far.until(lambda: (p := worker.progress) and p["done"] > 2 * CHUNK, "some of it")
     (agent,) = far.starter.agents.values()
     assert agent.wait(60) == 1  # nobody turns the loop, so the agent hears nothing
@@ -113,7 +113,7 @@ def test_a_directory_that_cannot_be_copied_is_a_reason(far: Host) -> None:
     model = write_model(far.directory / "model", CHUNK)
     (model / "link").symlink_to("/etc/passwd")
     wanted = spec(far, model)
-    worker = far.launcher.start(wanted)
+    worker = far.start(wanted)
     assert lost(far, worker) == ""
     assert worker.refused is not None
     reason, why, retry = worker.refused
@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_copied_is_a_reason(far: Host) -> None:
 def test_two_workers_of_a_model_at_once(far: Host, cable: Cable) -> None:
     model = write_model(far.directory / "model")
     specs = [spec(far, model, name=f"m{number}") for number in range(2)]
-    workers = [far.launcher.start(each) for each in specs]
+    workers = [far.start(each) for each in specs]
     far.until(lambda: all(any(isinstance(m, Ready) for m in far.told.get(s.routing_id, ())) for s in specs), "READY")
     assert cable.passed < 1.5 * sum(map(len, content(model).values()))
     for worker in workers:

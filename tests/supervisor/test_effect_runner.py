@@ -28,7 +28,7 @@ class Box:
         self.done: list[Any] = []
         self.then: dict[Any, Callable[[], object]] = {}
         self.gone: list[int] = []
-        self.replica = SimpleNamespace(generation=1, routing_id=b"W1", process=SimpleNamespace(node=""))
+        self.replica = SimpleNamespace(generation=1, routing_id=b"W1", process=SimpleNamespace())
         self.is_connected = True
         self._acting = False
         everything: Any = SimpleNamespace(
@@ -61,8 +61,7 @@ class Box:
     def _send(self, channel: int, frame: bytes) -> None:
         self._note((channel, frame))
 
-    def _send_to_worker(self, routing_id: bytes, frame: bytes, *, remote: bool) -> bool:
-        assert not remote
+    def _send_to_worker(self, routing_id: bytes, frame: bytes) -> bool:
         self._note((routing_id, frame))
         return self.is_connected
 

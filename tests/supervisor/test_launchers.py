@@ -31,8 +31,9 @@ from supervisor.cluster.store_keeper import ModelStore
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
 from supervisor.timers import Timers
-from supervisor.workers.launcher import Launched, Launcher
+from supervisor.workers.launcher import Launched
 from supervisor.workers.local_launcher import LocalLauncher
+from supervisor.workers.machines import Elsewhere
 from supervisor.workers.orphans import Orphans
 from tests.plain_agents import PlainStarter
 from tests.serving import is_alive, wait_until
@@ -54,7 +55,7 @@ class Host:
         self.remote: RemoteLauncher | None = None
         self.starter = PlainStarter()
         self.store = store
-        self.launcher: Launcher = self.local
+        self.launcher: Any = self.local
         self.endpoint = f"ipc://{directory}/back"
         self.told: dict[bytes, list[Any]] = {}
         self.paused = False
@@ -89,7 +90,6 @@ class Host:
                 "log_path": str(self.directory / f"{name}.log"),
                 "supervisor_pid": os.getpid(),
                 "leases": Leases(start_s=30, load_s=30, idle_s=1, step_s=1),
-                "node": "far" if self.remote else "",
                 **changes,
             }
         )
@@ -119,9 +119,13 @@ class Host:
             self.turn()
         return value
 
-    def ready(self, spec: WorkerSpec) -> Launched:
+    def start(self, spec: WorkerSpec, gpus: int = 0) -> Launched:
+        """Start a worker, on the machine ``far`` if it is not to be on this one, with so many GPUs there."""
+        return self.launcher.start(spec, Elsewhere("far", gpus) if self.remote else None)
+
+    def ready(self, spec: WorkerSpec, gpus: int = 0) -> Launched:
         """Start a worker, and wait until it is ready."""
-        worker = self.launcher.start(spec)
+        worker = self.start(spec, gpus)
         self.until(lambda: any(isinstance(m, Ready) for m in self.told.get(spec.routing_id, ())), "READY")
         assert isinstance(self.told[spec.routing_id][0], Hello)
         return worker
@@ -190,7 +194,7 @@ def test_a_worker_starts_shows_its_lease_and_leaves_when_asked(host: Host) -> No
 def test_the_exit_code_and_the_log_come_back(host: Host) -> None:
     spec = host.spec("CannotLoad")
     (host.directory / "config.json").write_text("{}")  # a model whose directory is empty may be there later
-    worker = host.launcher.start(spec)
+    worker = host.start(spec)
     assert host.end(worker) == EXIT_CONFIG
     assert "made of cheese" in log_of(spec)
 
@@ -241,7 +245,7 @@ def test_it_writes_its_stacks(host: Host) -> None:
 
 def test_several_at_once_each_end_once(host: Host) -> None:
     specs = [host.spec(name=f"m{number}") for number in range(3)]
-    workers = [host.launcher.start(spec) for spec in specs]
+    workers = [host.start(spec) for spec in specs]
     host.until(lambda: all(any(isinstance(m, Ready) for m in host.told.get(s.routing_id, ())) for s in specs), "READY")
     for worker in workers:
         worker.signal(signal.SIGKILL)
@@ -258,7 +262,7 @@ def test_several_at_once_each_end_once(host: Host) -> None:
 
 
 def test_one_that_is_killed_before_it_is_up(host: Host) -> None:
-    worker = host.launcher.start(host.spec())
+    worker = host.start(host.spec())
     worker.signal(signal.SIGKILL)
     assert host.end(worker) == -signal.SIGKILL
 
@@ -293,8 +297,8 @@ def lost(host: Host, worker: Launched) -> str:
 
 def test_the_worker_has_the_gpus_that_were_leased(far: Host) -> None:
     far.starter.devices = "5,2"
-    spec = far.spec("ListsModules", leased_gpus=2)
-    worker = far.ready(spec)
+    spec = far.spec("ListsModules")
+    worker = far.ready(spec, gpus=2)
     far.until(lambda: "devices '5,2'" in log_of(spec), "the log")
     worker.signal(signal.SIGKILL)
     assert far.end(worker) == -signal.SIGKILL
@@ -408,7 +412,7 @@ def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.Monke
     packing = "supervisor.cluster.agent_messages.pack_spec"
     monkeypatch.setattr(packing, lambda spec: pack_body({**unpack_body(pack_spec(spec)), "new": 1}))
     spec = far.spec()
-    worker = far.launcher.start(spec)
+    worker = far.start(spec)
     assert lost(far, worker) == ""
     assert worker.refused is not None
     reason, why, retry = worker.refused
@@ -421,7 +425,7 @@ def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.Monke
 def test_a_machine_that_does_not_exist(far: Host) -> None:
     far.starter.lost_nodes.add("far")
     spec = far.spec()
-    worker = far.launcher.start(spec)
+    worker = far.start(spec)
     assert worker.waits == "no machine far"
     assert worker.read_lease() is None, "it would count as hung"
     for _ in range(20):
@@ -436,6 +440,6 @@ def test_a_machine_that_does_not_exist(far: Host) -> None:
 
 def test_one_that_waits_for_a_machine_can_be_stopped(far: Host) -> None:
     far.starter.lost_nodes.add("far")
-    worker = far.launcher.start(far.spec())
+    worker = far.start(far.spec())
     worker.signal(signal.SIGTERM)
     assert lost(far, worker) == "no machine far"

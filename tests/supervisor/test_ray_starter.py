@@ -18,7 +18,7 @@ from protocol.process.worker_spec import EngineSpec, WorkerSpec
 from supervisor.cluster import ray_starter
 from supervisor.cluster.ray_starter import RayStarter
 from supervisor.cluster.remote_launcher import RemoteLauncher
-from supervisor.workers.machines import NoMachineError
+from supervisor.workers.machines import Elsewhere, NoMachineError
 from tests.plain_agents import ROOT
 
 DRIVER = """
@@ -81,10 +81,8 @@ def calls_of(workers: int, monkeypatch: pytest.MonkeyPatch) -> int:
         launcher = RemoteLauncher(starter, "tcp://127.0.0.1:5", zmq.curve_keypair()[0].decode(), 10.0, sent, LOG)
         profile = cProfile.Profile()
         for number in range(workers):
-            spec = WorkerSpec(
-                EngineSpec("m", "x:y", "/"), 1, "", "", b"%d" % number, os.devnull, 1, node="others", leased_gpus=1
-            )
-            worker = profile.runcall(launcher.start, spec)
+            spec = WorkerSpec(EngineSpec("m", "x:y", "/"), 1, "", "", b"%d" % number, os.devnull, 1)
+            worker = profile.runcall(launcher.start, spec, Elsewhere("others", 1))
             assert not worker.waits
             assert worker.node == f"machine-{number % 4}", "workers are spread"
         os.close(launcher.descriptor)

@@ -91,7 +91,7 @@ def test_a_worker_ends_although_its_agent_is_stopped_while_the_network_is_cut(fa
     """Also a worker whose engine hangs."""
     spec = replace(far.spec(), engine=EngineSpec("m", f"tests.{engine}", str(far.directory)))
     hangs = engine.startswith("hanging")
-    worker = far.launcher.start(spec) if hangs else far.ready(spec)
+    worker = far.start(spec) if hangs else far.ready(spec)
     if hangs:
         far.until((far.directory / "hung-m-load").exists, "its engine hangs")
     far.until(lambda: worker.pid, "its pid")
