@@ -19,9 +19,11 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import zmq
 
@@ -70,6 +72,13 @@ PREFIX = "modelctl-agent-"
 """The name of an agent's directory begins so. The agent's pid follows."""
 
 EXIT_KNOWN, EXIT_LOST, EXIT_REFUSED = 0, 1, 2
+
+
+class _LeaveError(Exception):
+    """There is nothing left to do. ``code`` is the agent's exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
 
 
 class ProcessStarter:
@@ -132,99 +141,102 @@ class Agent:
         """What sees whether the worker fits; None until the model's directories are there."""
         self._killed_by: int | None = None
         """The signal that came for a worker that was not started yet."""
+        self._report_at = 0.0
         self._poller = zmq.Poller()
         self._poller.register(link, zmq.POLLIN)
         self._poller.register(self._launcher.descriptor, zmq.POLLIN)
 
     def run(self) -> int:
         """Start the worker, and stay with it until it has ended. Return this process's exit code."""
+        try:
+            worker = self._start()
+            while True:  # until the worker ends, or is given up
+                self._attend(lambda now: None, lambda now: self._sign_of(worker, now), worker)
+        except _LeaveError as e:
+            return e.code
+
+    def _start(self) -> Launched:
+        """Start the worker, if it fits. Raises _LeaveError."""
         if self._order.build != __version__:
             why = (
                 f"modelctl {__version__} is installed on {socket.gethostname()}, and the supervisor is "
                 f"{self._order.build}: install the same version"
             )
-            return self._refuse(Refused("config", why, False))
-        if self._order.store is not None and (code := self._copy(self._order.store)) is not None:
-            return code
+            self._refuse(Refused("config", why, False))
+        if self._order.store is not None:
+            self._copy(self._order.store)
         try:
             gpus = self._gpus = AgentGpus(self._spec, self._order, self._timers, self._log)
             self._poller.register(gpus.descriptor, zmq.POLLIN)
-            verdict = gpus.begin() or self._admit(gpus)
+            waits = Beat(0, None, "its machine sees whether it fits")
+            if (refused := gpus.begin()) is not None:
+                self._refuse(refused)
+            verdict: Fits | Refused = self._attend(gpus.decide, lambda now: waits)
             if isinstance(verdict, Refused):
-                return self._refuse(verdict)
-            if not isinstance(verdict, Fits):
-                return verdict
+                self._refuse(verdict)
             self._send(verdict.report)
             worker = self._launcher.start(replace(self._spec, cpus=verdict.cpus))
             self._launcher.keep_spares((), time.monotonic(), starting=True)  # one that was not ready in time
         except OSError as e:
             why = f"cannot start a process on {socket.gethostname()}: {e.strerror or e}"
-            return self._refuse(Refused("spawn", why, True))
+            self._refuse(Refused("spawn", why, True))
         self._send(Up(worker.pid, __version__))
-        return self._watch(worker)
+        return worker
 
-    def _admit(self, gpus: AgentGpus) -> Fits | Refused | int:
-        """Wait until it is known whether the worker fits. Return an exit code if there is no need any more."""
-        heard, beat_at = time.monotonic(), 0.0
-        while (verdict := gpus.decide(now := time.monotonic())) is None:
-            if now >= beat_at:
-                self._send(Beat(0, None, "its machine sees whether it fits"))
-                beat_at = now + BEAT_S
-            self._starter.call_timers(now)
-            if self._poller.poll(50) and self._take(None):
-                heard = time.monotonic()
-            if self._killed_by is not None:
-                return self._report_end(-self._killed_by)
-            if time.monotonic() - heard > self._order.lease_s:
-                return EXIT_LOST
-        return verdict
-
-    def _watch(self, worker: Launched) -> int:
-        """Stay with the worker until it has ended, or the supervisor is not heard any more. Return an exit code."""
-        heard, beat_at, report_at = time.monotonic(), 0.0, 0.0
-        while True:
-            now = time.monotonic()
-            if now >= beat_at:
-                self._send_log()
-                reading = worker.read_lease()
-                self._send(Beat(0 if reading is None else reading.word, worker.memory(), worker.condition()))
-                beat_at = now + BEAT_S
-                if now >= report_at:  # the answer to the question of the last time
-                    is_loaded = reading is not None and reading.phase in (WorkerPhase.IDLE, WorkerPhase.STEP)
-                    if self._gpus and (report := self._gpus.report(worker.pid, is_loaded=is_loaded)) is not None:
-                        self._send(report)
-                    report_at = now + REPORT_S
-            self._starter.call_timers(now)
-            wait = max(0.0, beat_at - time.monotonic())
-            if self._poller.poll(round(1000 * wait)):
-                if self._take(worker):
-                    heard = time.monotonic()
-                if ended := self._launcher.ended():
-                    return self._end(ended[0])
-            if time.monotonic() - heard > self._order.lease_s:
-                return self._lose(worker)
-
-    def _copy(self, store: StoreAccess) -> int | None:
-        """Copy the model's directories to this machine. Return None, or the exit code if the worker is not wanted."""
+    def _copy(self, store: StoreAccess) -> None:
+        """Copy the model's directories to this machine. Raises _LeaveError."""
         assert self._spec.keys is not None
         directories = directories_of(self._spec.engine)
         fetching = self._fetching = Fetching(self._context, store, self._spec.keys, directories)
         fetching.start()
-        heard, beat_at = time.monotonic(), 0.0
-        while fetching.is_alive():
-            if (now := time.monotonic()) >= beat_at:
-                self._send(fetching.progress(now))
-                beat_at = now + BEAT_S
-            elif self._link.poll(round(1000 * (beat_at - now))) and self._take(None):
-                heard = time.monotonic()
-            if self._killed_by is not None:
-                return self._report_end(-self._killed_by)
-            if time.monotonic() - heard > self._order.lease_s:
-                return EXIT_LOST
+        self._attend(lambda now: None if fetching.is_alive() else fetching, fetching.progress)
         if fetching.problem:
-            return self._refuse(Refused("spawn", fetching.problem, True))
+            self._refuse(Refused("spawn", fetching.problem, True))
         self._spec = replace(self._spec, engine=moved(self._spec.engine, fetching.places))
-        return None
+
+    def _attend(
+        self,
+        outcome: Callable[[float], Any],
+        sign: Callable[[float], FromAgent],
+        worker: Launched | None = None,
+    ) -> Any:
+        """Wait for an outcome, and return it. Meanwhile send signs of life, and do what the supervisor orders.
+
+        Raises _LeaveError if the worker ends first, if it is not wanted any more, or if nothing is heard of the
+        supervisor for a lease.
+
+        outcome  returns it, or None if it is not known yet
+        sign     returns the next sign of life. It is sent every BEAT_S
+        worker   the worker; None before it is started
+        """
+        heard, sign_at = time.monotonic(), 0.0
+        while (found := outcome(now := time.monotonic())) is None:
+            if now >= sign_at:
+                self._send(sign(now))
+                sign_at = now + BEAT_S
+            self._starter.call_timers(now)
+            if self._poller.poll(round(1000 * max(0.0, sign_at - time.monotonic()))) and self._take(worker):
+                heard = time.monotonic()
+            if ended := self._launcher.ended():  # a spare that has ended is collected by this
+                raise _LeaveError(self._report_end(self._launcher.reap(ended[0])))
+            if self._killed_by is not None:
+                raise _LeaveError(self._report_end(-self._killed_by))
+            if time.monotonic() - heard > self._order.lease_s:
+                if worker is not None:
+                    self._give_up(worker)
+                raise _LeaveError(EXIT_LOST)
+        return found
+
+    def _sign_of(self, worker: Launched, now: float) -> Beat:
+        """Return the next beat of the worker. Before it, send what the worker has logged, and what the GPUs hold."""
+        self._send_log()
+        reading = worker.read_lease()
+        if self._gpus is not None and now >= self._report_at:  # the answer to the question of the last time
+            is_loaded = reading is not None and reading.phase in (WorkerPhase.IDLE, WorkerPhase.STEP)
+            if (report := self._gpus.report(worker.pid, is_loaded=is_loaded)) is not None:
+                self._send(report)
+            self._report_at = now + REPORT_S
+        return Beat(0 if reading is None else reading.word, worker.memory(), worker.condition())
 
     def _take(self, worker: Launched | None) -> bool:
         """Do what the supervisor has ordered. Return whether it has been heard."""
@@ -248,10 +260,6 @@ class Agent:
             else:
                 assert isinstance(message, Heard | Leave)
 
-    def _end(self, worker: Launched) -> int:
-        """Report the end of the worker."""
-        return self._report_end(self._launcher.reap(worker))
-
     def _report_end(self, code: int) -> int:
         """Report an end, until the supervisor knows it or the lease is over."""
         until = time.monotonic() + self._order.lease_s
@@ -273,21 +281,20 @@ class Agent:
         self._link.poll(50, zmq.POLLOUT)
         return time.monotonic() < until
 
-    def _lose(self, worker: Launched) -> int:
+    def _give_up(self, worker: Launched) -> None:
         """End the worker, because nothing was heard of the supervisor: it may be gone, or may have given this worker
         up and started another one."""
         worker.signal(signal.SIGKILL)
         while not (ended := self._launcher.ended()):
             self._poller.poll(100)
         self._launcher.reap(ended[0])
-        return EXIT_LOST
 
-    def _refuse(self, refused: Refused) -> int:
+    def _refuse(self, refused: Refused) -> NoReturn:
         self._send(refused)
         if refused.elsewhere:
             time.sleep(HOLD_S)  # usually the end of this process: the supervisor ends it
         self._link.close(linger=1000)
-        return EXIT_REFUSED
+        raise _LeaveError(EXIT_REFUSED)
 
     def _send_log(self) -> bool:
         """Send the next bytes of the worker's log. Return whether there may be more."""

@@ -157,7 +157,7 @@ class Driver:
         if message.gpus:
             self._leases[number] = message.node_id, message.gpus
         if (spare := self._spares.take(message.node_id, message.engine)) is None:
-            self._start_new(message)
+            self._run(message)
             return
         self._actors[number] = [spare]
         lives = spare.is_there.remote().future()
@@ -169,7 +169,7 @@ class Driver:
         lives.add_done_callback(note)
 
     def _use_spare(self, message: StartAgent, spare: Any, lives: bool) -> None:
-        """Give a spare agent its order, and the GPUs that another actor leases. Start a new agent if it is dead."""
+        """Give a spare agent its order, or a new agent if the spare is dead."""
         number = message.number
         self._spares.used(message.node_id, message.engine, time.monotonic(), lived=lives)
         if not self._actors[number]:  # it was ended meanwhile
@@ -177,32 +177,26 @@ class Driver:
             return
         if not lives:
             self._kill(spare)
-            self._start_new(message)
-            return
-        try:
-            devices = None
-            if message.gpus:
-                lease = self._new(self._lease_actor, message.node_id, message.gpus, _name_of(number))
-                self._actors[number].append(lease)
-                devices = lease.devices.remote()  # the agent's actor waits for it
-                lease.hold.remote().future().add_done_callback(lambda done: self._note_end(number, done))
-            future = spare.run.remote(message.order, devices).future()
-        except Exception as e:
-            self._put_end(number, line_of(e))
-            return
-        future.add_done_callback(lambda done: self._note_end(number, done))
+            spare = None
+        self._run(message, spare)
 
-    def _start_new(self, message: StartAgent) -> None:
-        number = message.number
-        self._actors[number] = []
+    def _run(self, message: StartAgent, agent: Any = None) -> None:
+        """Give a spare agent its order, and the GPUs that another actor leases; without a spare, a new agent."""
+        number, devices = message.number, None
+        self._actors[number] = actors = [] if agent is None else [agent]
         try:
-            actor = self._new(self._actor, message.node_id, message.gpus, _name_of(number))
-            self._actors[number].append(actor)
-            future = actor.run.remote(message.order).future()
+            if agent is None or message.gpus:
+                kind = self._actor if agent is None else self._lease_actor
+                actors.append(self._new(kind, message.node_id, message.gpus, _name_of(number)))
+            if agent is not None and message.gpus:
+                devices = actors[-1].devices.remote()  # the agent's actor waits for it
+                self._when_over(number, actors[-1].hold.remote())
+            self._when_over(number, actors[0].run.remote(message.order, devices))
         except Exception as e:
             self._put_end(number, line_of(e))
-            return
-        future.add_done_callback(lambda done: self._note_end(number, done))
+
+    def _when_over(self, number: int, result: Any) -> None:
+        result.future().add_done_callback(lambda done: self._note_end(number, done))
 
     def _note_end(self, number: int, done: Any) -> None:
         """Take note that an agent has ended. Ray calls this on a thread of its own."""

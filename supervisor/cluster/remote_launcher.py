@@ -212,29 +212,17 @@ class RemoteLauncher:
             except NoMachineError as e:
                 refused = replace(refused, why=f"{refused.why}; Ray cannot lease other GPUs there: {e}")
             else:
-                self._log.info(
-                    "%s: %s; tries another GPU there", worker.spec.name, line,
-                    extra=noted(EventKind.PLACEMENT, worker.spec.name),
-                )  # fmt: skip
                 worker.passed |= set(refused.gpus)
                 worker.held.append(worker.number)
-                self._withdraw(worker)
-                self._begin(worker)
-                self._try(worker, node)
+                self._try_again(worker, f"{line}; tries another GPU there", node)
                 return
         self._release(worker)
         worker.refusals[worker.node] = refused
         if not is_name(worker.elsewhere.node):
             with suppress(NoMachineError):
                 node = self._starter.choose(worker.elsewhere.node, worker.elsewhere.gpus, without=worker.refusals)
-                self._log.info(
-                    "%s: %s; tries %s", worker.spec.name, line, node,
-                    extra=noted(EventKind.PLACEMENT, worker.spec.name),
-                )  # fmt: skip
                 self._starter.end(worker.number)
-                self._withdraw(worker)
-                self._begin(worker)
-                self._try(worker)
+                self._try_again(worker, f"{line}; tries {node}")
                 return
         reasons = {one.reason for one in worker.refusals.values()}
         worker.refused = (
@@ -246,11 +234,15 @@ class RemoteLauncher:
             self._starter.end(worker.number)  # it holds its lease, and would not leave by itself
         self._end(worker, LOST)
 
-    def _withdraw(self, worker: RemoteWorker) -> None:
-        """Forget the agent of a worker. What it still sends is dropped."""
+    def _try_again(self, worker: RemoteWorker, why: str, node: str = "") -> None:
+        """Start another agent for a worker. What the one before it still sends is dropped. ``node`` as for ``_try``."""
+        name = worker.spec.name
+        self._log.info("%s: %s", name, why, extra=noted(EventKind.PLACEMENT, name))
         self._leaving.add(worker.number)
         self._remove(worker)
         self._revoke(worker)
+        self._begin(worker)
+        self._try(worker, node)
 
     def _remove(self, worker: RemoteWorker) -> None:
         """Take a worker off the lists of workers."""
