@@ -56,7 +56,7 @@ class ListenAttempts:
     """The attempts to listen on one address.
 
     When a machine starts, an address from DHCP or of a VPN may come minutes after the supervisor. Another program may
-    have the port for a while. ``gateway.listen``, ``supervisor.listen`` and ``cluster.advertise`` wait for their
+    have the port for a while. So ports over TCP, such as ``gateway.listen`` and ``supervisor.listen``, wait for their
     address here.
 
     address  as people read it

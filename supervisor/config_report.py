@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from supervisor.config import Examined, ModelSpec, examine_config
+from supervisor.config_schema import FIXED_CHANGED
 from supervisor.config_settings import Setting, settings_of
-from supervisor.fleet.reloads import FIXED_CHANGED, Reloads
+from supervisor.fleet.reloads import Reloads
 from supervisor.fleet.rollout import Change
 from supervisor.yaml_source import ConfigError, Problem, YamlSource, read_file
 

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from protocol.process.log_style import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
@@ -430,3 +430,11 @@ class FileConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     gateway: GatewayConfig | None = None
     cluster: ClusterConfig | None = None
+
+
+FIXED: Final = (("supervisor", "listen"), ("supervisor", "keys"), ("supervisor", "usage"), ("cluster",))
+"""What is applied at the supervisor's start only: keys of a section, and a whole section."""
+FIXED_CHANGED: Final = (
+    "supervisor.listen, supervisor.keys, supervisor.usage and the section cluster are applied at the next start only: "
+    "put them back as they were, or shut down and serve again"
+)

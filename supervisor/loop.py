@@ -137,6 +137,7 @@ class Supervisor:
         self._probes = Probes()
         self._launcher = LocalLauncher(timers, Orphans(runtime.path, log), log, log_path(runtime.path, "_spare"))
         self._launchers = self._launcher if config.cluster is None else _cluster(config.cluster, self._launcher, log)
+        self._launchers.adopt(settings)
         # Sockets of clients. The ZAP handler has to exist before the first socket is bound.
         self._context: Context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -376,15 +377,16 @@ class Supervisor:
         """Apply what the loop's own parts read of a configuration. Return whether the gateway's part of it differs."""
         self._request_log.adopt(config.request_log)
         self._folders.adopt(config)
+        self._launchers.adopt(config.supervisor)
         self._logs.adopt(config.supervisor.log_style)
         return self._gateway.adopt(config.gateway, supervisors_settings(config, self._runtime.path))
 
     def _keep_spares(self) -> None:
         registry, now = self._fleet.registry, time.monotonic()
         wanted = not self._shutdown.begun and registry.config.supervisor.spare
-        models = [spec.config for spec in registry.config.models.values()] if wanted else []
+        models = registry.config.models.values() if wanted else ()
         starting = any(replica.state in COMING_UP for replica in registry.replicas.values())
-        kinds = {(model.engine, model.node or "") for model in models}
+        kinds = {(model.config.engine, model.elsewhere) for model in models}
         self._launchers.keep_spares(kinds, now, starting=starting, free=free_bytes)
 
     def _probe(self) -> None:

@@ -100,7 +100,7 @@ class SupervisorDescription:
             "tcp": self._authorizer.describe_tcp(),
             "http_keys": self._authorizer.describe_http(),
             "gateway": self._gateway.describe(),
-            "cluster": self._launcher.describe(self._fleet.registry.config.supervisor),
+            "cluster": self._launcher.describe(),
             "usage": None if self._usage is None else self._usage.describe(),
             "request_log": self._request_log.describe(),
             "counters": self._counters(),

@@ -95,7 +95,7 @@ class ProcessStarter:
 
     def wait_for_order(self, engine: str) -> bytes:
         """Keep a spare worker of an engine, and return what standard input brings up to its end."""
-        self.launcher.keep_spares({(engine, "")}, time.monotonic(), starting=False)
+        self.launcher.keep_spares({(engine, None)}, time.monotonic(), starting=False)
         poller = select.poll()
         for descriptor in (stdin := sys.stdin.fileno(), self.launcher.descriptor):
             poller.register(descriptor, select.POLLIN)

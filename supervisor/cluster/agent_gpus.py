@@ -20,7 +20,6 @@ from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpu_shares import Needs, split_of
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.policy import GpuRequest, Placed, PlacementRefused, place, place_unseen, rooms
-from supervisor.placement.sizes import Limit
 from supervisor.timers import Timers
 
 ROOM_WAIT_S = 10.0
@@ -49,8 +48,8 @@ class AgentGpus:
     """
 
     def __init__(self, spec: WorkerSpec, order: Order, timers: Timers, log: logging.Logger) -> None:
-        self._spec, self._elsewhere, self._passed = spec, order.elsewhere, order.passed
-        self._count = self._elsewhere.gpus
+        self._spec, self._passed, self._limits = spec, order.passed, order.limits
+        self._count, self._vram = order.elsewhere.gpus, order.elsewhere.vram
         self._estimator = Estimator(timers)
         self._estimated: Estimated | None = None
         self._reader = GpuReader(log, start_s=0.0) if self._count else None
@@ -112,9 +111,8 @@ class AgentGpus:
         engine, count = self._spec.engine, self._count
         split, pins = split_of(engine.engine, engine.options, count), tuple(self._spec.visible_devices.split(","))
         request = GpuRequest(pins, split, count)
-        needs = {count: Needs(declared=self._elsewhere.vram)} if self._elsewhere.vram else estimated.needs
-        limits = {gpu: Limit(**fields) for gpu, fields in self._elsewhere.vram_limits.items()}
-        there = rooms(reading or (), [], limits)
+        needs = {count: Needs(declared=self._vram)} if self._vram else estimated.needs
+        there = rooms(reading or (), [], self._limits)
         decision = place_unseen(request, None) if reading is None else place(request, needs, there)
         if isinstance(decision, PlacementRefused):
             if not decision.missing:

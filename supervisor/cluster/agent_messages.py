@@ -6,7 +6,7 @@ fields of the class.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, get_args
 
 from protocol import __version__
@@ -14,6 +14,7 @@ from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
 from supervisor.placement.gpus import MAX_GPUS
+from supervisor.placement.sizes import Limit
 from supervisor.workers.machines import Elsewhere
 
 BEAT_S: Final = 0.25
@@ -50,6 +51,7 @@ class Order:
     agent_id   the agent's routing id
     lease_s    seconds without a sign of the supervisor after which the agent ends the worker
     build      the supervisor's version
+    limits     GPU (UUID or its beginning) → the most that models.yaml allows all workers there
     store      the model store; None if the directories are on the machine
     passed     GPUs of the machine on which the worker has found no room. Other agents hold their leases
     """
@@ -59,13 +61,15 @@ class Order:
     agent_id: bytes
     lease_s: float
     build: str
+    limits: Mapping[str, Limit] = field(default_factory=dict)
     store: StoreAccess | None = None
     passed: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
         """Return the order as bytes."""
         store = None if self.store is None else vars(self.store)
-        packed = {"spec": pack_spec(self.spec), "elsewhere": vars(self.elsewhere), "store": store}
+        limits = {gpu: asdict(limit) for gpu, limit in self.limits.items()}
+        packed = {"spec": pack_spec(self.spec), "elsewhere": vars(self.elsewhere), "limits": limits, "store": store}
         return pack_body({**vars(self), **packed})
 
     @staticmethod
@@ -84,6 +88,7 @@ class Order:
         vram = fields["elsewhere"].pop("vram")
         fields["spec"] = unpack_spec(fields["spec"])
         fields["elsewhere"] = Elsewhere(**fields["elsewhere"], vram=vram and tuple(vram))
+        fields["limits"] = {gpu: Limit(**limit) for gpu, limit in fields["limits"].items()}
         fields["store"] = fields["store"] and StoreAccess(**fields["store"])
         fields["passed"] = tuple(fields["passed"])
         return Order(**fields)

@@ -17,8 +17,8 @@ from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.cluster.store_keeper import ModelStore
 from supervisor.config_schema import ClusterConfig, SupervisorConfig
 from supervisor.event_history import EventKind, noted
-from supervisor.placement.gpus import Gpu
-from supervisor.placement.policy import limits_elsewhere
+from supervisor.placement.gpus import EVERY, Gpu
+from supervisor.placement.sizes import Limit
 from supervisor.placement.vram import described_gpu
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context, try_bind
@@ -73,10 +73,10 @@ class Cluster(Launcher):
         return (self._remote if isinstance(process, RemoteWorker) else self._local).reap(process)
 
     def keep_spares(
-        self, wanted: Collection[tuple[str, str]], now: float, *, starting: bool, free: Callable[[], int]
+        self, wanted: Collection[tuple[str, Elsewhere | None]], now: float, *, starting: bool, free: Callable[[], int]
     ) -> None:
         self._local.keep_spares(wanted, now, starting=starting, free=free)
-        self._starter.keep_spares({(node, engine) for engine, node in wanted if node}, starting=starting)
+        self._starter.keep_spares({(there.node, engine) for engine, there in wanted if there}, starting=starting)
 
     def sweep(self, holds: Mapping[int, str]) -> None:
         # agents of a former supervisor have ended their workers, or do so at the end of their lease
@@ -86,6 +86,9 @@ class Cluster(Launcher):
         self._epoll.close()
         self._remote.close()
         self._local.close()
+
+    def adopt(self, settings: SupervisorConfig) -> None:
+        self._remote.limits = limits_elsewhere(settings.vram_limit)
 
     # --- the connection -------------------------------------------------------------------------------------------
 
@@ -142,12 +145,11 @@ class Cluster(Launcher):
     def troubles(self) -> dict[str, str | None]:
         return {"cluster": self._trouble}
 
-    def describe(self, settings: SupervisorConfig) -> dict[str, Any]:
-        limits = limits_elsewhere(settings.vram_limit)
+    def describe(self) -> dict[str, Any]:
         described = self._starter.machines.describe(self._remote.heard(), self._remote.versions, time.monotonic())
         for node in described["nodes"]:
             devices = self._remote.devices_on(node["name"]) or node["devices"]
-            node["devices"] = devices and [described_gpu(Gpu(*told), limits) for told in devices]
+            node["devices"] = devices and [described_gpu(Gpu(*told), self._remote.limits) for told in devices]
         return {
             "ray": self._config.ray,
             "advertise": self._config.advertise,
@@ -155,3 +157,11 @@ class Cluster(Launcher):
             "trouble": self._trouble,
             **described,
         }
+
+
+def limits_elsewhere(limits: Mapping[str, Limit] | Limit | None) -> dict[str, Limit]:
+    """Return the limits that hold on other machines: one for every GPU, and those of GPUs named by their UUID. An index
+    means a GPU of the supervisor's own machine. ``limits`` as for ``policy.rooms``, and so is the result."""
+    if isinstance(limits, Limit):
+        return {EVERY: limits}
+    return {gpu: limit for gpu, limit in (limits or {}).items() if gpu.startswith(EVERY)}

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from supervisor.cluster.store_places import directories_of
 from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_shares import needs_text
+from supervisor.placement.sizes import Limit
 from supervisor.placement.worker_memory import loaded_text
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
@@ -92,6 +93,8 @@ class RemoteLauncher:
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.keys: set[str] = set()
         """The public keys of the workers that run, for ZAP."""
+        self.limits: Mapping[str, Limit] = {}
+        """The limits of ``Order.limits`` for the next workers."""
         self.versions: dict[str, str] = {}
         """By machine, the version of modelctl that an agent there has told."""
 
@@ -140,7 +143,9 @@ class RemoteLauncher:
             node = self._starter.choose(node, gpus, self._placed.get(spec.engine.model), worker.refusals)
             store = self._store.access if self._store else None
             passed = tuple(sorted(worker.passed))
-            order = Order(spec, worker.elsewhere, worker.agent_id, self._lease_s, __version__, store, passed)
+            order = Order(
+                spec, worker.elsewhere, worker.agent_id, self._lease_s, __version__, self.limits, store, passed
+            )
             self._starter.start(worker.number, node, gpus, spec.engine.engine, order.packed())
         except NoMachineError as e:
             if str(e) != worker.waits:

@@ -99,7 +99,7 @@ class RemoteWorker:
     def placed_on(self) -> str:
         """The machine and the GPUs, for people."""
         gpus = ", ".join(map(str, self.admitted.gpus)) if self.admitted else ""
-        return f"{self.node}: {gpus}" if gpus else self.node
+        return f"{self.node}: {gpus}" if gpus else self.node or "another machine"
 
     @property
     def leases(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from protocol.errors import ErrorCode, WireError
 from supervisor.config import Config, ModelSpec, load_config
 from supervisor.config_gateway import GatewayConfig
-from supervisor.config_schema import SupervisorConfig
+from supervisor.config_schema import FIXED, FIXED_CHANGED, SupervisorConfig
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
@@ -21,12 +21,6 @@ from supervisor.timers import Timers
 from supervisor.workers.worker_life import Desired
 from supervisor.yaml_source import ConfigError
 
-FIXED: Final = (("supervisor", "listen"), ("supervisor", "keys"), ("supervisor", "usage"), ("cluster",))
-"""What is applied at the supervisor's start only: keys of a section, and a whole section."""
-FIXED_CHANGED: Final = (
-    "supervisor.listen, supervisor.keys, supervisor.usage and the section cluster are applied at the next start only: "
-    "put them back as they were, or shut down and serve again"
-)
 _OF_NO_SECTION: Final = ("default_model", "groups", "folders")
 
 

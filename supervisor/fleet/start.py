@@ -33,7 +33,7 @@ from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.estimates import ESTIMATED, Estimated
 from supervisor.placement.eviction import NoRoom, choose
 from supervisor.placement.gpu_requests import answer_with, question_of
-from supervisor.placement.policy import Holding, Placed, PlacementRefused, limits_elsewhere, place, place_unseen, rooms
+from supervisor.placement.policy import Holding, Placed, PlacementRefused, place, place_unseen, rooms
 from supervisor.placement.worker_memory import WorkerMemory
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
 from supervisor.workers.machines import Elsewhere
@@ -177,9 +177,6 @@ class Start(Admission):
         engine = self._spec.engine_spec
         needs = (replica.memory.needs or {}).get(1)
         if elsewhere is not None:
-            limits = limits_elsewhere(starts.registry.config.supervisor.vram_limit)
-            told = {gpu: dataclasses.asdict(limit) for gpu, limit in limits.items()}
-            elsewhere = dataclasses.replace(elsewhere, vram_limits=told)
             engine = dataclasses.replace(engine, sleep=False)
             replica.memory = WorkerMemory()
         elif engine.sleep and needs is not None:
@@ -213,7 +210,7 @@ class Start(Admission):
         starts.registry.launched(replica, process)
         if placed is not None:
             replica.memory.holding = Holding(replica.label, process.pid, placed.bytes, loading=True)
-        where = f"devices: {devices or 'cpu'}" if elsewhere is None else f"on {process.placed_on or 'another machine'}"
+        where = f"on {process.placed_on}" if process.placed_on else f"devices: {devices or 'cpu'}"
         what = f"spawned pid {process.pid}" if process.pid else "ordered"
         starts.log.info(
             "%s: %s, generation %d, %s", replica.shown, what, replica.generation, where, extra=about(replica.log_name)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from supervisor.placement.gpu_shares import Needs, Split, divide
-from supervisor.placement.gpus import EVERY, MOST_GPUS, Gpu
+from supervisor.placement.gpus import MOST_GPUS, Gpu
 from supervisor.placement.sizes import Limit
 
 
@@ -151,14 +151,6 @@ def limit_of(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None
     if limits is None or isinstance(limits, Limit):
         return limits.of(gpu.total) if limits else None
     return next((limit.of(gpu.total) for pin, limit in limits.items() if gpu.is_meant(pin)), None)
-
-
-def limits_elsewhere(limits: Mapping[str, Limit] | Limit | None) -> dict[str, Limit]:
-    """Return the limits that hold on other machines: one for every GPU, and those of GPUs named by their UUID. An index
-    means a GPU of the supervisor's own machine. ``limits`` as for ``rooms``, and so is the result."""
-    if isinstance(limits, Limit):
-        return {EVERY: limits}
-    return {gpu: limit for gpu, limit in (limits or {}).items() if gpu.startswith(EVERY)}
 
 
 def place(

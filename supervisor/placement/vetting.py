@@ -1,7 +1,7 @@
 """Find the models of a models.yaml that cannot be loaded, for commands that start nothing.
 
 A separate process (``estimates``) makes the checks that the model's worker makes before it loads. A fault of this
-machine (a missing GPU or package) is marked as such, because a file may be checked on another machine than it is for.
+machine (a missing GPU or package) is marked as such, because a file may be checked where it is not used later.
 """
 
 import os

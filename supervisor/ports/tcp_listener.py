@@ -1,4 +1,4 @@
-"""A port that is open to other machines, with CURVE, a list of keys, and limits that libzmq does not have.
+"""A port that is open to the network, with CURVE, a list of keys, and limits that libzmq does not have.
 
 * **The owner of a connection.** The handshake proves a public key. libzmq puts the key into the metadata of each
   message (User-Id). The listener looks up the key of the first message in the list.

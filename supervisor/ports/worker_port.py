@@ -1,5 +1,6 @@
-"""The ROUTERs that workers connect to: one over ipc and, in a cluster, another one over TCP (``remote_port``). Each
-worker has the routing id that it was started with. The loop drops frames from any other routing id.
+"""The ROUTERs that workers connect to: one over ipc, and those over TCP that the launcher adds.
+
+Each worker has the routing id that it was started with. The loop drops frames from any other routing id.
 
 No other process may connect. The reason: these sockets have a receive mark, because workers must wait for a supervisor
 that is slower than they are. At such a mark a peer can make libzmq 4.3.5 abort the process: the peer sends a PING of

@@ -1,7 +1,7 @@
 """Decide which processes may connect: answer ZAP (ZeroMQ RFC 27) inside the supervisor's loop.
 
 Over ipc, processes of the supervisor's own user may connect, and to the workers' socket only workers. Over TCP, clients
-with a key that is on the list may connect, and to the port for workers on other machines only these workers.
+with a key that is on the list may connect, and to the port for workers only workers that run.
 
 pyzmq's own authenticator does not look at uids. libzmq names the peer of an ipc connection as
 ``localhost:uid:gid:pid`` (SO_PEERCRED), which cannot be forged. Over CURVE libzmq names the client's public key, after
@@ -35,7 +35,7 @@ class ZapHandler:
     uid        the user whose processes may connect over ipc
     is_worker  tells whether the process with this pid is a worker, and may connect to the workers' socket
     ring       the keys of clients that may connect over TCP; None if none may
-    worker_keys  the keys of workers on other machines that run now, as Z85 text
+    worker_keys  the keys of workers that connect over TCP and run now, as Z85 text
     """
 
     def __init__(

@@ -112,12 +112,12 @@ class Launcher(Protocol):
         """
 
     def keep_spares(
-        self, wanted: Collection[tuple[str, str]], now: float, *, starting: bool, free: Callable[[], int]
+        self, wanted: Collection[tuple[str, Elsewhere | None]], now: float, *, starting: bool, free: Callable[[], int]
     ) -> None:
         """Make the spares that are wanted and missing, and end those that are not wanted. The loop calls this again and
         again.
 
-        wanted    (engine, ``node`` or "") of each model; empty for no spares
+        wanted    engine and ``ModelSpec.elsewhere`` of each model; empty for no spares
         starting  whether a worker starts, loads or wakes
         free      returns the bytes of host memory that are free; 0 if that is not known
         """
@@ -130,6 +130,10 @@ class Launcher(Protocol):
     def no_room(self, elsewhere: Elsewhere) -> NoMachineError | None:
         """Return why no other machine has room for a worker; None if one has."""
         return NoMachineError("models.yaml has no section cluster")
+
+    def adopt(self, settings: "SupervisorConfig") -> None:
+        """Apply the settings of models.yaml, when the supervisor starts and whenever it has read the file again."""
+        return
 
     @property
     def worker_keys(self) -> Collection[str]:
@@ -151,6 +155,6 @@ class Launcher(Protocol):
         """What is wrong with these workers as a whole, see ``supervisor.troubles``: name → words, None for nothing."""
         return {}
 
-    def describe(self, settings: "SupervisorConfig") -> dict[str, Any] | None:
+    def describe(self) -> dict[str, Any] | None:
         """Return what ``status`` shows of these workers as a whole; None without a cluster."""
         return None

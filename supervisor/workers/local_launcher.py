@@ -274,7 +274,7 @@ class LocalLauncher(Launcher):
 
     def keep_spares(
         self,
-        wanted: Collection[tuple[str, str]],
+        wanted: Collection[tuple[str, Elsewhere | None]],
         now: float,
         *,
         starting: bool,

@@ -1,8 +1,8 @@
 """The words of ``node`` in models.yaml, by which a model says on which machines its workers run. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 AUTO: Final = "auto"
 """Any machine: the supervisor's own while it has room, then any other."""
@@ -37,16 +37,14 @@ def is_name(node: str) -> bool:
 class Elsewhere:
     """What a worker wants of other machines than the supervisor's own. The launcher reads it, and nothing else does.
 
-    node         the machines that will do, as models.yaml names them
-    gpus         the number of their GPUs that the worker needs, which the cluster chooses; 0 for a worker on the CPU
-    vram         the bytes that the worker takes, if models.yaml says so: one size, or one for each GPU; else None
-    vram_limits  GPU (UUID or its beginning) → fields of ``placement.sizes.Limit``: the most that models.yaml allows
+    node  the machines that will do, as models.yaml names them
+    gpus  the number of their GPUs that the worker needs, which the cluster chooses; 0 for a worker on the CPU
+    vram  the bytes that the worker takes, if models.yaml says so: one size, or one for each GPU; else None
     """
 
     node: str
     gpus: int = 0
     vram: tuple[int, ...] | None = None
-    vram_limits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class NoMachineError(Exception):

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec
 from supervisor.cluster.agent_gpus import ROOM_WAIT_S
 from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
+from supervisor.cluster.cluster import limits_elsewhere
 from supervisor.cluster.remote_worker import RemoteWorker
-from supervisor.placement.policy import limits_elsewhere
 from supervisor.placement.sizes import Limit
 from supervisor.workers.machines import Elsewhere
 from tests.hanging_files import hanging_file
@@ -53,7 +53,7 @@ def far(box: Box, runtime_dir: Path) -> Iterator[Host]:
 def start(far: Host, size: int | None = 30 * GIB, **changes: Any) -> RemoteWorker:
     """Order a worker that needs so many bytes of one GPU."""
     vram = None if size is None else (size,)
-    wanted = {name: changes.pop(name) for name in ("node", "gpus", "vram", "vram_limits") if name in changes}
+    wanted = {name: changes.pop(name) for name in ("node", "gpus", "vram") if name in changes}
     elsewhere = Elsewhere(**{"node": "far", "gpus": 1, "vram": vram, **wanted})
     worker = far.launcher.start(replace(far.spec(), **changes), elsewhere)
     assert isinstance(worker, RemoteWorker)
@@ -131,8 +131,9 @@ def test_one_that_does_not_fit_is_refused_with_the_arithmetic(far: Host, box: Bo
 
 @pytest.mark.parametrize("limits", [Limit(share=0.5), {"GPU-1A2B3C4D": Limit(bytes=24 * GIB), "1": Limit(bytes=1)}])
 def test_vram_limit_holds_there(far: Host, limits: Any) -> None:
-    told = {gpu: asdict(limit) for gpu, limit in limits_elsewhere(limits).items()}
-    reason, why, retry = refused(far, start(far, vram_limits=told))
+    assert far.remote is not None
+    far.remote.limits = limits_elsewhere(limits)
+    reason, why, retry = refused(far, start(far))
     assert (reason, retry) == ("no room", False)
     assert "needs 30.0 GiB (vram in models.yaml), GPU 1 has 24.0 left of its vram_limit, 24.0" in why
 

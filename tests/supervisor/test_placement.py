@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from supervisor.cluster.cluster import limits_elsewhere
 from supervisor.placement.affinity import near_cpus, ranges
 from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs, Split, divide, parts_on
 from supervisor.placement.gpus import Gpu
@@ -14,7 +15,6 @@ from supervisor.placement.policy import (
     Holding,
     Placed,
     PlacementRefused,
-    limits_elsewhere,
     place,
     place_unseen,
     rooms,
