@@ -35,13 +35,12 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.spelling import spelled_name
 from supervisor.supervisor_status import SupervisorDescription
+from supervisor.troubles import NAME_NO_MODEL
 from supervisor.usage_keeper import UsageKeeper
 from supervisor.workers.launcher import local_pid
 from supervisor.workers.lifecycle import AT_REST, WorkerState
 from supervisor.workers.worker_life import Desired
 
-_OPEN_TROUBLES: Final = ("gpus", "gateway", "cluster", "listen")
-"""Troubles whose words name no model. A key for some models sees these only."""
 _FOR_PEOPLE: Final = ("message", "reason", "unloaded", "error_message")
 """Keys whose values are sentences."""
 Params = dict[str, Any]
@@ -126,7 +125,7 @@ class Calls:
         supervisor = parts.status.describe()
         if caller.models is not None:
             replicas = [replica for replica in replicas if caller.may_use(replica.model)]
-            supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in _OPEN_TROUBLES}
+            supervisor["troubles"] = {k: words for k, words in supervisor["troubles"].items() if k in NAME_NO_MODEL}
             supervisor["turnovers"] = [*_turnovers_for(caller, supervisor["turnovers"])]
             for keys in filter(None, (supervisor["http_keys"], supervisor["tcp"])):
                 keys["keys"] = [key for key in keys["keys"] if key["name"] == caller.name]  # others name their models

@@ -9,7 +9,7 @@ cannot be opened yet, the folders of models cannot be read.
 import logging
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.reloads import Reloads
@@ -27,6 +27,8 @@ LASTING_S = 300.0
 """Seconds after which a trouble that has not ended is an event."""
 LATELY_S = 10.0
 """Seconds for which refused requests are a trouble, and between two events about them."""
+NAME_NO_MODEL: Final = ("gpus", "gateway", "cluster", "listen")
+"""Troubles whose words name no model. A key for some models sees these only."""
 _SAID = {"log": EventKind.LOG, "queue": EventKind.QUEUE}
 """The troubles that ``look`` makes events of. Whoever finds one of the others says so itself."""
 

@@ -23,7 +23,7 @@ def read_box(name: str, **held: dict[int, int]) -> list[Gpu]:
         gpu = Gpu(
             report["index"], report["uuid"], report["total"], report["used"], report["free"],
             {int(pid): size for pid, size in report["processes"].items()},
-            report["mig"], frozenset(report["cpus"]), frozenset(report["nodes"]),
+            report["mig"], frozenset(report["cpus"]), frozenset(report["numa_nodes"]),
         )  # fmt: skip
         size = sum(more.values())
         box.append(replace(gpu, used=gpu.used + size, free=gpu.free - size, processes={**gpu.processes, **more}))
@@ -31,7 +31,7 @@ def read_box(name: str, **held: dict[int, int]) -> list[Gpu]:
 
 
 def main() -> None:
-    gpus = [asdict(gpu) | {"cpus": sorted(gpu.cpus), "nodes": sorted(gpu.nodes)} for gpu in read_once()]
+    gpus = [asdict(gpu) | {"cpus": sorted(gpu.cpus), "numa_nodes": sorted(gpu.numa_nodes)} for gpu in read_once()]
     json.dump({"about": f"recorded on {os.uname().machine}", "gpus": gpus}, sys.stdout, indent=1)
 
 

@@ -14,7 +14,7 @@ from protocol.process.engine_packages import missing_for
 from protocol.process.worker_exit import LOAD_ERROR_PREFIX
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.cluster.agent_messages import Admitted, Gpus, Order, Refused
-from supervisor.placement.affinity import near_cpus, nodes_of, ranges
+from supervisor.placement.affinity import near_cpus, numa_nodes, ranges
 from supervisor.placement.estimates import ESTIMATED, Estimated, Estimator, Question
 from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpu_shares import Needs, split_of
@@ -127,7 +127,7 @@ class AgentGpus:
         cpus = near_cpus(decision.gpus, os.sched_getaffinity(0))
         parts = needs[count].parts(count) if needs else {}
         unknown = None if needs else estimated.unknown
-        nodes = ranges(nodes_of(decision.gpus, cpus)) or None
+        nodes = ranges(numa_nodes(decision.gpus, cpus)) or None
         indices = [gpu.index for gpu in decision.gpus]
         return Fits(Admitted(indices, parts, unknown, ranges(cpus) or None, nodes), cpus)
 

@@ -1,6 +1,6 @@
 """The choice of a worker's CPUs: those next to its GPUs. Pure.
 
-No memory policy is needed: Linux takes each page from the node of the CPU that first touches the page.
+No memory policy is needed: Linux takes each page from the NUMA node of the CPU that first touches the page.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,9 +19,9 @@ def near_cpus(gpus: Sequence[Gpu], allowed: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(near)) if near and near != frozenset(allowed) else ()
 
 
-def nodes_of(gpus: Sequence[Gpu], cpus: Collection[int]) -> frozenset[int]:
+def numa_nodes(gpus: Sequence[Gpu], cpus: Collection[int]) -> frozenset[int]:
     """Return the NUMA nodes next to the GPUs of a worker that is kept to these CPUs. Empty for one that is not kept."""
-    return frozenset[int]().union(*(gpu.nodes for gpu in gpus)) if cpus else frozenset()
+    return frozenset[int]().union(*(gpu.numa_nodes for gpu in gpus)) if cpus else frozenset()
 
 
 def ranges(numbers: Collection[int]) -> str:

@@ -6,8 +6,8 @@ use the same indices, because workers get CUDA_DEVICE_ORDER=PCI_BUS_ID.
 The process that asks NVML (``nvml_child``) may fail in any way, since the driver runs in it. So every value of its
 messages is checked. ``gpu_reader`` sends the questions and receives the answers, each a JSON text:
 
-    child to supervisor, once the driver is open   {"gpus": [{uuid, cpus, nodes}]} or {"absent": why};
-                                                   cpus and nodes are masks in words of 64 bits
+    child to supervisor, once the driver is open   {"gpus": [{uuid, cpus, numa_nodes}]} or {"absent": why};
+                                                   cpus and numa_nodes are masks, in words of 64 bits
     supervisor to child                            {number, only}; only: indices of GPUs, or null for all
     child to supervisor                            {number, took_s, "gpus": [{index, total, used, free,
                                                    processes: [[pid, bytes or null]], mig}]}; in an answer about
@@ -57,12 +57,12 @@ class Sensors:
 class Gpu:
     """One GPU at one moment. Sizes are in bytes.
 
-    processes  pid → bytes that the process holds on this GPU; None where the driver does not say how many. In a
-               container the pids may be those of another pid namespace, and processes may be missing.
-    mig        whether the GPU is divided into MIG instances, which CUDA sees in its place
-    cpus       CPUs of this machine that are nearest to the GPU; empty if that is not known
-    nodes      NUMA nodes that are nearest to the GPU; empty if that is not known
-    sensors    what the GPU does, and how warm it is
+    processes   pid → bytes that the process holds on this GPU; None where the driver does not say how many. In a
+                container the pids may be those of another pid namespace, and processes may be missing.
+    mig         whether the GPU is divided into MIG instances, which CUDA sees in its place
+    cpus        CPUs of this machine that are nearest to the GPU; empty if that is not known
+    numa_nodes  NUMA nodes that are nearest to the GPU; empty if that is not known
+    sensors     what the GPU does, and how warm it is
     """
 
     index: int
@@ -73,7 +73,7 @@ class Gpu:
     processes: Mapping[int, int | None] = field(default_factory=dict)
     mig: bool = False
     cpus: frozenset[int] = frozenset()
-    nodes: frozenset[int] = frozenset()
+    numa_nodes: frozenset[int] = frozenset()
     sensors: Sensors = Sensors()
 
     def is_meant(self, pin: str) -> bool:
@@ -103,7 +103,7 @@ class FixedFacts:
 
     uuid: str
     cpus: frozenset[int]
-    nodes: frozenset[int]
+    numa_nodes: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +210,10 @@ def _fixed(entry: object) -> FixedFacts:
     uuid = reply.get("uuid")
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_TEXT or not (uuid.isascii() and uuid.isprintable()):
         raise BadAnswer("uuid is none")
-    cpus, nodes = (_set_bits([_is_number(w, key) for w in _list(reply, key, _WORDS)]) for key in ("cpus", "nodes"))
-    return FixedFacts(uuid, cpus, nodes)
+    cpus, numa_nodes = (
+        _set_bits([_is_number(w, key) for w in _list(reply, key, _WORDS)]) for key in ("cpus", "numa_nodes")
+    )
+    return FixedFacts(uuid, cpus, numa_nodes)
 
 
 def _gpu(entry: object, fixed: Sequence[FixedFacts]) -> Gpu:
@@ -224,7 +226,7 @@ def _gpu(entry: object, fixed: Sequence[FixedFacts]) -> Gpu:
         raise BadAnswer("mig is neither true nor false")
     held = dict(map(_process, _list(reply, "processes", MAX_ANSWER)))
     known = fixed[index]
-    return Gpu(index, known.uuid, total, used, free, held, mig, known.cpus, known.nodes, _sensors(reply))
+    return Gpu(index, known.uuid, total, used, free, held, mig, known.cpus, known.numa_nodes, _sensors(reply))
 
 
 def _sensors(reply: dict[str, Any]) -> Sensors:

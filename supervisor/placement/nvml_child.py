@@ -26,7 +26,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _LONGEST_QUESTION = 1 << 14
 _MASK_WORDS = 64
-"""Words of 64 bits: enough for 4096 CPUs, or nodes."""
+"""Words of 64 bits: enough for 4096 CPUs, or NUMA nodes."""
 
 
 class _Nvml:
@@ -40,7 +40,7 @@ class _Nvml:
     def fixed(self) -> list[dict[str, Any]]:
         """Return the facts about each GPU that never change."""
         return [
-            {"uuid": _text(self._nvml.nvmlDeviceGetUUID(h)), "cpus": self._cpus(h), "nodes": self._nodes(h)}
+            {"uuid": _text(self._nvml.nvmlDeviceGetUUID(h)), "cpus": self._cpus(h), "numa_nodes": self._numa_nodes(h)}
             for h in self._handles
         ]
 
@@ -99,7 +99,7 @@ class _Nvml:
         except self._nvml.NVMLError:
             return []
 
-    def _nodes(self, handle: Any) -> list[int]:
+    def _numa_nodes(self, handle: Any) -> list[int]:
         scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
         try:
             return list(self._nvml.nvmlDeviceGetMemoryAffinity(handle, _MASK_WORDS, scope))

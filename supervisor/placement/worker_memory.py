@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from protocol.process.worker_spec import EngineSpec
-from supervisor.placement.affinity import nodes_of, ranges
+from supervisor.placement.affinity import numa_nodes, ranges
 from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.policy import Holding, Placed, gib
@@ -85,7 +85,7 @@ class WorkerMemory:
         return {
             "placed": [gpu.index for gpu in gpus] or None,
             "cpus": ranges(self.cpus) or None,
-            "numa_nodes": ranges(nodes_of(gpus, self.cpus)) or None,
+            "numa_nodes": ranges(numa_nodes(gpus, self.cpus)) or None,
             "vram_estimate_bytes": sum(parts.values()) if parts else None,
             "vram_estimate": parts,
             "vram_loaded_bytes": sum(self.measured.values()) or None,

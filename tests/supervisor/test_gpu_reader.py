@@ -152,12 +152,12 @@ def test_what_cannot_be_is_refused(frame: bytes) -> None:
     [
         None,
         [1],
-        [{"uuid": "", "cpus": [], "nodes": []}],
-        [{"uuid": "GPU-é", "cpus": [], "nodes": []}],
-        [{"uuid": "GPU-0", "cpus": [-1], "nodes": []}],
-        [{"uuid": "GPU-0", "cpus": [1] * 65, "nodes": []}],
+        [{"uuid": "", "cpus": [], "numa_nodes": []}],
+        [{"uuid": "GPU-é", "cpus": [], "numa_nodes": []}],
+        [{"uuid": "GPU-0", "cpus": [-1], "numa_nodes": []}],
+        [{"uuid": "GPU-0", "cpus": [1] * 65, "numa_nodes": []}],
         [{"uuid": "GPU-0", "cpus": []}],
-        [{"uuid": "GPU-0", "cpus": [], "nodes": []}] * 257,
+        [{"uuid": "GPU-0", "cpus": [], "numa_nodes": []}] * 257,
     ],
 )
 def test_a_greeting_that_cannot_be_is_refused(gpus: object) -> None:
@@ -210,7 +210,7 @@ def test_it_reads_what_is_asked_for(reader: GpuReader, box: Box) -> None:
     box.holds(1, 8, None)
     first, second = reader.read()
     assert (first.uuid, first.total, first.free) == ("GPU-0a2b3c4d-0000", 80 * GIB, 80 * GIB)
-    assert (first.cpus, first.nodes, first.mig) == ({0, 1, 65}, {0}, False)
+    assert (first.cpus, first.numa_nodes, first.mig) == ({0, 1, 65}, {0}, False)
     assert (second.free, second.processes, second.mig, second.cpus) == (45 * GIB, {7: 3 * GIB, 8: None}, True, set())
     assert (first.sensors, second.sensors) == (Sensors(87, 71, 412.25, 700.0), Sensors(temperature=0))
     assert [(gpu.index, gpu.sensors) for gpu in reader.read([1, 5])] == [(1, Sensors())]
