@@ -48,15 +48,13 @@ class RouteKeys(TypedDict, total=False):
     progress: bool
     """Report the place in the queue, and how far the load and the prompt are, until the first token."""
     keep_alive: float | str
-    """For a lazy model: unload it when it has had no request for so long, as in Ollama. A number of seconds, or a text
-    such as `5m` or `1h30m`; 0: as soon as it has nothing to do; a negative one: never. It holds in place of the model's
-    `ttl` until the model is unloaded, or another request sets it. A key needs `--keep-alive` for it."""
+    """Unload a lazy model when it has had no request for so long, as in Ollama. It replaces the model's `ttl` until the
+    model is unloaded, or another request sets it. A key needs `--keep-alive` for it."""
     ttl: int
     """As `keep_alive`, by the name that LM Studio has for it: whole seconds."""
     on_behalf_of: str
-    """Send the request for the HTTP key with this id: the SHA-256 of its token, 64 digits of lower-case hex. Then that
-    key's rights, models, limits and place in the queue apply. Only connections over ipc, and keys with the right
-    ``gateway``, may give it."""
+    """Send the request for the HTTP key with this id. Its rights, models, limits and place in the queue apply. Only
+    connections over ipc, and keys with the right ``gateway``, may give it."""
     trace_ids: list[str]
     """Names of the request, such as the id of the HTTP request that it belongs to. The verb ``story`` finds the request
     by them."""
