@@ -9,7 +9,7 @@ from protocol.process.gateway_settings import SHARE, ProgressPlace, ReasoningKey
 from protocol.process.web_hosts import parse_authority, written_origin
 from protocol.values import Read, Within
 from supervisor.config_values import UserPath
-from supervisor.placement.sizes import parse_size
+from supervisor.spelling import parse_size
 
 DEFAULT_PORT = 8000
 _LISTEN = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?")

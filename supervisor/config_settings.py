@@ -9,10 +9,10 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import yaml
 
 from protocol.process.masking import masked
-from supervisor.cli.figures import duration
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import ClusterConfig, FolderConfig, GroupConfig, SupervisorConfig
+from supervisor.spelling import duration
 from supervisor.yaml_source import KeyPath, YamlSource
 
 _SECONDS = ("duration", "duration, or never", "duration from 1s to 24h")

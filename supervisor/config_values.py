@@ -1,6 +1,5 @@
 """Read the values of models.yaml that have a form of their own: durations, GPUs, sizes of memory. Pure."""
 
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,36 +9,17 @@ from protocol.process.progress_lease import MAX_LEASE_S
 from protocol.process.worker_spec import OFF
 from protocol.values import Read, Within
 from supervisor.keys.endpoint import parse_listen
-from supervisor.placement.sizes import Limit, parse_limit, parse_size
-from supervisor.spelling import quotes_for
+from supervisor.spelling import Limit, parse_duration, parse_limit, parse_size, quotes_for
 from supervisor.workers.machines import parse_node
 
-_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 MIN_LEASE_S = 1.0
 MOST_MARKER = 64
 """Characters of a marker of reasoning."""
 MOST_DESCRIPTION = 300
 """Characters of a model's description. Every answer of GET /v1/models has it, once for each name."""
-MAX_DURATION_S = 7 * 24 * 3600.0
-"""The longest duration in seconds. No key needs a longer one, and no clock overflows."""
-
-
 LEAST_HELD, MOST_HELD = 64 << 10, 64 << 30
 """Bytes of events that may wait for a slow client: the lowest and the highest limit."""
 MOST_DAYS = 36_500
-
-
-def parse_duration(value: object) -> float:
-    """Return the seconds of ``5m``, ``90s``, ``250ms``, ``1h``, or of a number of seconds. Raises ValueError."""
-    seconds = math.nan
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = value
-    elif isinstance(value, str) and (match := _DURATION.match(value)):
-        seconds = float(match[1]) * _SECONDS[match[2]]
-    if not 0 <= seconds <= MAX_DURATION_S:
-        raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h, a week at most")
-    return float(seconds)
 
 
 def parse_days(value: object) -> int:

@@ -1,7 +1,107 @@
-"""Show a value of a file or a request in an error message, as YAML and JSON spell it. Python's spelling differs."""
+"""How people write values, and how they are shown to people. Pure.
 
+This module reads durations (``5m``) and sizes (``20GiB``, ``20GB``, ``24G``, ``90%``) of files, requests and commands.
+It spells values in error messages as YAML and JSON do. Python's spelling differs.
+"""
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+MAX_DURATION_S = 7 * 24 * 3600.0
+"""The longest duration in seconds. No key of models.yaml needs a longer one, and no clock overflows."""
+CLOCK_UNITS = ("ms", "s", "m", "h")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+_PARTS = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|[smhdw]))+")
+_PART = re.compile(r"([0-9.]+)(ms|[smhdw])")
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?) ?(B|[KMGT]|[KMGT]iB|[kKMGT]B)$")
+_SHARE = re.compile(r"^(\d+(?:\.\d+)?) ?%$")
+MAX_BYTES = 1 << 50
 MOST_SHOWN = 60
 """The most characters of a value that a message repeats. If a value is longer, the message names its type."""
+
+
+def seconds_of(text: str, units: Collection[str] = CLOCK_UNITS, *, several: bool = False) -> float | None:
+    """Return the seconds of a text such as ``5m``; None for another text.
+
+    units    those that the text may have, of ms, s, m, h, d and w
+    several  whether the text may have several numbers, as ``1h30m`` has
+    """
+    found = _PART.findall(text) if _PARTS.fullmatch(text) else []
+    if not found or (len(found) > 1 and not several) or not {unit for _, unit in found} <= set(units):
+        return None
+    return sum(float(number) * _SECONDS[unit] for number, unit in found)
+
+
+def parse_duration(value: object, units: Collection[str] = CLOCK_UNITS) -> float:
+    """Return the seconds of ``5m``, ``90s``, ``250ms``, ``1h``, or of a number of seconds. Raises ValueError."""
+    seconds = seconds_of(value, units) if isinstance(value, str) else math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = value
+    if seconds is None or not 0 <= seconds <= MAX_DURATION_S:
+        raise ValueError("must be a duration such as 250ms, 30s, 5m or 1h, a week at most")
+    return float(seconds)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text: ``0.2 s``, ``45 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, of, smaller, smaller_of in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= of:
+            return f"{whole // of} {unit} {whole % of // smaller_of} {smaller}"
+    return f"{whole} s"
+
+
+def parse_size(value: object) -> int:
+    """Return a size in bytes. ``GiB`` and ``G`` are 2**30, ``GB`` is 10**9, a number is bytes. Raises ValueError."""
+    size = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _SIZE.match(value)):
+        unit = match[2]
+        base = 1000 if len(unit) == 2 else 1024
+        power = 0 if unit == "B" else "KMGT".index(unit[0].upper()) + 1
+        size = int(float(match[1]) * base**power)
+    if not 0 < size <= MAX_BYTES:
+        raise ValueError("must be a size such as 20GiB, 512MiB or 20GB")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A part of a GPU's memory: a number of bytes, or a share of all its memory (above 0, at most 1)."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    def of(self, total: int) -> int:
+        """Return the limit in bytes on a GPU of ``total`` bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.share is not None
+        return int(total * self.share)
+
+
+def parse_limit(value: object) -> Limit:
+    """Return the limit that a text such as ``20GiB`` or ``90%`` means. Raises ValueError."""
+    if isinstance(value, str) and (match := _SHARE.match(value)) and 0 < float(match[1]) <= 100:
+        return Limit(share=float(match[1]) / 100)
+    try:
+        return Limit(bytes=parse_size(value))
+    except ValueError:
+        raise ValueError("must be a size such as 20GiB or 20GB, or a share of the GPU such as 90%") from None
+
+
+def size(count: int) -> str:
+    """Return bytes in a readable unit: ``2.7 GiB``, ``120 MiB``, ``0 bytes``."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    if count >= 2**20:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**10:.0f} KiB" if count >= 2**10 else f"{count} bytes"
 
 
 def spelled(value: object) -> str:

@@ -29,7 +29,8 @@ DECISIONS = (
     *(f"workers/{name}.py" for name in ("lifecycle", "worker_life", "stop_ladder", "exits", "hang_detector")),
     *(f"ports/{name}.py" for name in ("arrivals", "flood", "greeting", "probes")),
     "schema_validation.py",
-    *(f"placement/{name}.py" for name in ("policy", "gpu_shares", "sizes", "affinity", "eviction", "vram_return")),
+    "spelling.py",
+    *(f"placement/{name}.py" for name in ("policy", "gpu_shares", "affinity", "eviction", "vram_return")),
     *(f"placement/{name}.py" for name in ("gpus", "circuit_breaker")),
 )
 """Modules of supervisor that only decide. They use no sockets, no clock and no processes."""

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import click
 
-from supervisor.cli import figures
 from supervisor.cli.command import Command
 from supervisor.cli.hints import completed
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import Column, table, terminal_width
 from supervisor.cli.text_width import clean, wrapped
 from supervisor.cli.watch import show, watch
+from supervisor.spelling import duration
 
 Values = Mapping[str, Any]
 NO_CLUSTER: Final = (
@@ -104,7 +104,7 @@ def text_of(found: Values | None, width: int | None) -> str:
     elif found["answered_s"] is None:
         head.append("it has not answered yet")
     elif found["answered_s"] > LATE_S:
-        head.append(f"Ray has not answered for {figures.duration(found['answered_s'])}: what follows is that old")
+        head.append(f"Ray has not answered for {duration(found['answered_s'])}: what follows is that old")
     rows = [_row(node) for node in found["nodes"]]
     rows += [_gone(node) for node in found["gone"]]
     tail = [f"{each['name']} waits: {each['reason']}" for each in found["waiting"]]
@@ -119,7 +119,7 @@ def _lines(texts: Sequence[str], width: int | None) -> str:
 def _row(node: Values) -> tuple[object, ...]:
     """Return the cells of a machine, in the order of COLUMNS."""
     name = f"{node['name']} (here)" if node["own"] else node["name"]
-    heard = None if node["heard_s"] is None else figures.duration(node["heard_s"])
+    heard = None if node["heard_s"] is None else duration(node["heard_s"])
     leased = _count(node["gpus"] - node["free"])
     return (
         name, "there", node["address"], _count(node["gpus"]), leased, node["version"], heard, _workers(node["workers"])
@@ -128,7 +128,7 @@ def _row(node: Values) -> tuple[object, ...]:
 
 def _gone(node: Values) -> tuple[object, ...]:
     """Return the cells of a machine that is gone, in the order of COLUMNS."""
-    since = f"gone for {figures.duration(node['gone_s'])}"
+    since = f"gone for {duration(node['gone_s'])}"
     return node["name"], since, node["address"], _count(node["gpus"]), None, None, None, None
 
 

@@ -13,10 +13,10 @@ import click
 from protocol.client.async_client import AsyncClient, AsyncStream, Delta, Progress
 from protocol.errors import ErrorCode, WireError
 from protocol.process.terminal_text import steer
-from supervisor.cli.figures import size
 from supervisor.cli.history import History
 from supervisor.cli.live_lines import bar
 from supervisor.cli.options import way_to
+from supervisor.spelling import size
 
 HINT_AFTER_S = 2.0
 """Seconds after the first Ctrl-C until the user gets a hint, if the answer has not ended, that a second Ctrl-C leaves

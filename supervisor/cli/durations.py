@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from supervisor.config_values import parse_duration
+from supervisor.spelling import CLOCK_UNITS, parse_duration
 
 
 class Duration(click.ParamType[float]):
@@ -15,8 +15,6 @@ class Duration(click.ParamType[float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the seconds of a text."""
         try:
-            if isinstance(value, str) and value.endswith("d"):
-                return parse_duration(float(value[:-1]) * 86400)
-            return parse_duration(value)
+            return parse_duration(value, (*CLOCK_UNITS, "d"))
         except ValueError:
             self.fail(f"{value!r} is no duration: give one such as 90s, 15m, 1h or 2d, a week at most", param, ctx)

@@ -6,28 +6,9 @@ from datetime import datetime
 from typing import Any
 
 from protocol.process.worker_spec import PAGE_TOKENS
+from supervisor.spelling import duration, size
 
 Values = Mapping[str, Any]
-
-
-def size(count: int) -> str:
-    """Return bytes in a readable unit: ``2.7 GiB``, ``120 MiB``, ``0 bytes``."""
-    if count >= 2**30:
-        return f"{count / 2**30:.1f} GiB"
-    if count >= 2**20:
-        return f"{count / 2**20:.0f} MiB"
-    return f"{count / 2**10:.0f} KiB" if count >= 2**10 else f"{count} bytes"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text: ``0.2 s``, ``45 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for unit, of, smaller, smaller_of in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= of:
-            return f"{whole // of} {unit} {whole % of // smaller_of} {smaller}"
-    return f"{whole} s"
 
 
 def seconds(value: float) -> str:

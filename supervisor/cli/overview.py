@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from supervisor.cli import figures
+from supervisor.spelling import duration, size
 
 Values = Mapping[str, Any]
 Entries = list[tuple[str, list[str]]]
@@ -24,7 +25,7 @@ def of_supervisor(s: Values) -> Entries:
     """Return the lines about the supervisor."""
     counters = s["counters"]
     found = {
-        "process": f"pid {s['pid']}, version {s['version']}, up for {figures.duration(s['uptime_s'])}",
+        "process": f"pid {s['pid']}, version {s['version']}, up for {duration(s['uptime_s'])}",
         "shutting down": "yes" if s.get("shutting_down") else None,
         "config": s["config"],
         "runtime_dir": s["runtime_dir"],
@@ -72,17 +73,17 @@ def _entries(found: Mapping[str, str | None]) -> Entries:
 
 
 def _state(m: Values) -> str:
-    text = f"{m['state']} for {figures.duration(m['state_s'])}"
+    text = f"{m['state']} for {duration(m['state_s'])}"
     if progress := m.get("progress"):
         return f"{text}, {figures.progress(progress)}"
     if m["state"] == "ready" and (seconds := m.get("load_seconds")) is not None:
         text += f", loaded in {figures.seconds(seconds)}"
         text += ", can sleep" if m.get("can_sleep") else ""
     if m["state"] == "asleep":
-        text += f", {figures.size(m['host_bytes'])} of host memory"
+        text += f", {size(m['host_bytes'])} of host memory"
     if (seconds := m.get("wake_s")) is not None:
         text += f", last woken in {figures.seconds(seconds)}"
-    return f"{text}, until it is unloaded {figures.duration(m['until_s'])}" if m.get("until_s") is not None else text
+    return f"{text}, until it is unloaded {duration(m['until_s'])}" if m.get("until_s") is not None else text
 
 
 def _last_exit(m: Values) -> str | None:
@@ -117,8 +118,8 @@ def _context(m: Values) -> str:
 
 def _vram(m: Values) -> str | None:
     held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
-    parts = [f"{figures.size(held)} held"] if held is not None else []
-    parts += [f"{figures.size(estimated)} estimated"] if estimated else []
+    parts = [f"{size(held)} held"] if held is not None else []
+    parts += [f"{size(estimated)} estimated"] if estimated else []
     if m.get("vram_return") in ("awaited", "not back"):
         parts.append(f"that of the last process is {'not back yet' if m['vram_return'] == 'awaited' else 'not back'}")
     return ", ".join(parts) or None
@@ -127,7 +128,7 @@ def _vram(m: Values) -> str | None:
 def _requests(m: Values) -> str:
     text = f"{m['active']} active, {m['queued']} queued"
     if m.get("idle_s") is not None:
-        return f"{text}, idle for {figures.duration(m['idle_s'])}"
+        return f"{text}, idle for {duration(m['idle_s'])}"
     return f"{text}, {m['tokens_per_s']} tokens/s" if m["active"] else text
 
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
-from supervisor.cli.figures import duration, size
+from supervisor.spelling import duration, size
 
 WINDOW_S: Final = 15.0
 """The rate is that of the last seconds, because a load from a cold disk begins more slowly than it goes on."""

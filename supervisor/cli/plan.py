@@ -29,7 +29,7 @@ PARTS = ("weights", "cache", "draft", "workspace", "context", "declared")
 
 
 def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
-    from supervisor.placement.sizes import parse_size
+    from supervisor.spelling import parse_size
 
     if value is None:
         return None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from supervisor.cli.figures import size
+from supervisor.spelling import size
 
 if TYPE_CHECKING:
     from supervisor.placement.fit import PlacementCandidate

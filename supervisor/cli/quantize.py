@@ -17,13 +17,13 @@ from supervisor.cli.command import Command
 from supervisor.cli.config_file import find_config
 from supervisor.cli.detach import child_environment
 from supervisor.cli.errors import CommandFailure
-from supervisor.cli.figures import size
 from supervisor.cli.live_lines import LiveLines
 from supervisor.cli.options import as_json
 from supervisor.cli.quantize_job import Job
 from supervisor.cli.quantize_trial import try_out
 from supervisor.cli.signalled import Signalled, raised
 from supervisor.model_search import name_of
+from supervisor.spelling import size
 from supervisor.worker_modules import CONVERSION
 
 if TYPE_CHECKING:

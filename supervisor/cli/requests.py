@@ -14,6 +14,7 @@ from supervisor.cli.command import Command
 from supervisor.cli.options import as_json, connect, supervisor_options
 from supervisor.cli.tables import Column, table, terminal_width
 from supervisor.cli.watch import show, watch
+from supervisor.spelling import duration
 
 if TYPE_CHECKING:
     from protocol.client.sync_client import Client
@@ -159,7 +160,7 @@ def _row(each: dict[str, Any]) -> tuple[object, ...]:
     prompt = f"~{each['prompt_tokens_estimate']}" if each["prompt_tokens"] is None else each["prompt_tokens"]
     return (
         each["id"], each["model"], state, each["key"], prompt, each["tokens"], each["priority"],
-        figures.duration(each["age_ms"] / 1000), each["worker"],
+        duration(each["age_ms"] / 1000), each["worker"],
     )  # fmt: skip
 
 

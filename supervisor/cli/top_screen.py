@@ -9,6 +9,7 @@ from supervisor.cli import figures
 from supervisor.cli.colours import painted
 from supervisor.cli.tables import GAP, Column, lined_up
 from supervisor.cli.text_width import clean, head
+from supervisor.spelling import duration, size
 
 Values = Mapping[str, Any]
 HISTORY: Final = 24
@@ -155,7 +156,7 @@ def _head(status: Values, requests: Sequence[Values], width: int) -> Iterator[st
         else f"{ready} of {figures.counted(len(models), 'worker')} ready",
         f"{running} running, {waiting} waiting",
         f"{speed:.0f} tokens/s",
-        f"up {figures.duration(supervisor['uptime_s'])}",
+        f"up {duration(supervisor['uptime_s'])}",
         f"modelctl {supervisor['version']}",
     ]
     text = parts[0]
@@ -164,7 +165,7 @@ def _head(status: Values, requests: Sequence[Values], width: int) -> Iterator[st
     yield head(text, width)
     for gpu in status.get("gpus") or ():
         used, total = gpu["used_bytes"], gpu["total_bytes"]
-        parts = [f"GPU {gpu['index']} {_bar(used, total)} {figures.size(used)} of {figures.size(total)}"]
+        parts = [f"GPU {gpu['index']} {_bar(used, total)} {size(used)} of {size(total)}"]
         parts += [sensors] if (sensors := figures.sensors(gpu)) else []
         yield head(", ".join(parts), width)
     if why := status.get("gpus_unknown"):
@@ -199,7 +200,7 @@ def _models(readings: Readings, view: View, width: int) -> list[Line]:
             model["name"], state, model.get("node") or "-", str(model["gpu"]), str(model["active"]),
             str(model["queued"]), f"{model['tokens_per_s']:.0f}", _line(readings.speeds[model["name"]]),
             figures.cache_in_use(stats) or "-",
-            figures.size(model["vram_bytes"]) if model.get("vram_bytes") else "-", str(model["restarts"]),
+            size(model["vram_bytes"]) if model.get("vram_bytes") else "-", str(model["restarts"]),
             model.get("reason") or "-",
         )  # fmt: skip
         rows.append((cells, ("models", model["name"], model["state"])))
@@ -225,7 +226,7 @@ def _requests(readings: Readings, view: View, width: int) -> list[Line]:
         prompt = f"~{each['prompt_tokens_estimate']}" if each["prompt_tokens"] is None else str(each["prompt_tokens"])
         cells = (
             each["id"], each["model"], each["key"] or "-", state, prompt, str(each["tokens"]),
-            "-" if each["speed"] is None else f"{each['speed']:.0f}", figures.duration(each["age_ms"] / 1000),
+            "-" if each["speed"] is None else f"{each['speed']:.0f}", duration(each["age_ms"] / 1000),
         )  # fmt: skip
         rows.append((cells, ("requests", each["id"], each["state"])))
     lines = _table(REQUESTS, rows, width, "requests")

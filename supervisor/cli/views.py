@@ -14,6 +14,7 @@ from supervisor.cli.tables import Column, table, terminal_width
 from supervisor.cli.text_width import clean, wrapped
 from supervisor.cli.watch import show, watch
 from supervisor.phase_lines import percentage_of
+from supervisor.spelling import size
 
 NODE = Column("NODE", drop=4)
 ALSO_CALLED = Column("ALSO CALLED", drop=14, least=16)
@@ -174,8 +175,8 @@ def _where(m: dict[str, Any]) -> str:
 def _vram(m: dict[str, Any]) -> str | None:
     """Return the memory that the model holds, and in brackets the estimate."""
     held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
-    text = "-" if held is None else figures.size(held)
-    return f"{text} ({figures.size(estimated)})" if estimated else None if held is None else text
+    text = "-" if held is None else size(held)
+    return f"{text} ({size(estimated)})" if estimated else None if held is None else text
 
 
 def _until(m: dict[str, Any]) -> str | None:
@@ -188,7 +189,7 @@ def _until(m: dict[str, Any]) -> str | None:
 
 
 def _gpu(gpu: dict[str, Any]) -> str:
-    used, total, free = (figures.size(gpu[key]) for key in ("used_bytes", "total_bytes", "free_bytes"))
+    used, total, free = (size(gpu[key]) for key in ("used_bytes", "total_bytes", "free_bytes"))
     memory = f"{used} of {total} in use, {free} free  {gpu['uuid']}"
     return f"{memory}\n  {sensors}" if (sensors := figures.sensors(gpu)) else memory
 

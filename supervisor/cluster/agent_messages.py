@@ -14,7 +14,7 @@ from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
 from supervisor.placement.gpus import MAX_GPUS
-from supervisor.placement.sizes import Limit
+from supervisor.spelling import Limit
 from supervisor.workers.machines import Elsewhere
 
 BEAT_S: Final = 0.25

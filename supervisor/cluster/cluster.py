@@ -18,12 +18,12 @@ from supervisor.cluster.store_keeper import ModelStore
 from supervisor.config_schema import ClusterConfig, SupervisorConfig
 from supervisor.event_history import EventKind, noted
 from supervisor.placement.gpus import EVERY, Gpu
-from supervisor.placement.sizes import Limit
 from supervisor.placement.vram import described_gpu
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context, try_bind
 from supervisor.reactor import Reactor
 from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.spelling import Limit
 from supervisor.workers.launcher import Launched, Launcher
 from supervisor.workers.machines import Elsewhere, NoMachineError
 

@@ -46,8 +46,8 @@ from supervisor.cluster.store_places import directories_of
 from supervisor.event_history import EventKind, noted
 from supervisor.model_logs import about
 from supervisor.placement.gpu_shares import needs_text
-from supervisor.placement.sizes import Limit
 from supervisor.placement.worker_memory import loaded_text
+from supervisor.spelling import Limit
 from supervisor.workers.hang_detector import CheckClock
 from supervisor.workers.launcher import Launched
 from supervisor.workers.machines import Elsewhere, NoMachineError, is_name

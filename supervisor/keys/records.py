@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 from protocol.client.client_key import KEY_NAME, is_key
 from protocol.verbs import Right
 from supervisor.keys.rights import TOKEN_ID, Identity
+from supervisor.spelling import seconds_of
 
 MAX_KEYS = 10_000
 MAX_IN_FLIGHT = 100_000
@@ -31,8 +32,6 @@ _IDS = ("public_key", "token_sha256")
 _TIME = re.compile(r"^[0-9TZ:.+-]{1,40}$")
 _EXPIRY = re.compile(r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")
 _PATTERN = re.compile(r"^[a-z0-9*?\[\]!._-]{1,64}$")
-_LIFETIME = re.compile(r"^([0-9]{1,9})(s|m|h|d|w)$")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 LIMITS = {
     "max_in_flight": MAX_IN_FLIGHT, "requests_per_minute": MAX_RATE, "tokens_per_minute": MAX_RATE,
     "tokens_per_day": MAX_RATE, "keep_alive_s": MAX_KEEP_ALIVE_S,
@@ -116,11 +115,10 @@ def parse_models(text: str) -> tuple[str, ...]:
 
 def parse_lifetime(text: str) -> int:
     """Return the seconds of a text such as ``30d`` or ``12h``. Raises KeysProblem."""
-    match = _LIFETIME.fullmatch(text)
-    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
-    if not 1 <= seconds <= MAX_LIFETIME_S:
+    seconds = None if "." in text else seconds_of(text, ("s", "m", "h", "d", "w"))
+    if seconds is None or not 1 <= seconds <= MAX_LIFETIME_S:
         raise KeysProblem(f"{text[:32]!a} is no lifetime: write 12h, 30d or 8w, ten years at most")
-    return seconds
+    return int(seconds)
 
 
 def parse_expiry(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from supervisor.placement.gpu_shares import Needs, parts_on
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.groups import Groups, Holder, choose_leavers, describe, missing_places
 from supervisor.placement.policy import GpuRequest, Holding, Placed, PlacementRefused, place, rooms
-from supervisor.placement.sizes import Limit
+from supervisor.spelling import Limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from supervisor.placement.gpu_shares import Needs, Split, divide
 from supervisor.placement.gpus import MOST_GPUS, Gpu
-from supervisor.placement.sizes import Limit
+from supervisor.spelling import Limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from supervisor.model_logs import about
 from supervisor.placement.gpu_reader import START_S, GpuReader
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown
 from supervisor.placement.policy import limit_of
-from supervisor.placement.sizes import Limit
 from supervisor.placement.vram_return import Return, VramReturns, listing
+from supervisor.spelling import Limit
 from supervisor.timers import Timers
 
 POLL_S = 0.02

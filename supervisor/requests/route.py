@@ -1,13 +1,12 @@
 """Check the ``route`` of a GENERATE: the part of a request that the supervisor itself reads. Pure."""
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import RequestError
 from supervisor.keys.rights import TOKEN_ID, TOKEN_ID_RULE
-from supervisor.spelling import spelled, spelled_name
+from supervisor.spelling import seconds_of, spelled, spelled_name
 
 PRIORITIES = ("interactive", "normal", "batch")
 MAX_MS = 86_400_000
@@ -19,9 +18,6 @@ MOST_NOTES = 32
 MAX_NOTE = 256
 MAX_STAY_S = 366 * 86_400
 """One year. For a longer time a client asks for ever, with a negative number."""
-_DURATION = re.compile(r"(-?)(0|(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ms|s|m|h))+)")
-_PART = re.compile(r"([0-9.]+)(ms|s|m|h)")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +77,10 @@ def stay_of(given: dict[str, Any]) -> tuple[float, str] | None:
 
 def _seconds(keep_alive: Any) -> float | None:
     """Return the seconds that a value of ``keep_alive`` means; None if it is not valid."""
-    if type(keep_alive) is str and (match := _DURATION.fullmatch(keep_alive)):
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(match[2]))
-        keep_alive = -seconds if match[1] else seconds
+    if type(keep_alive) is str:
+        positive = keep_alive.removeprefix("-")
+        seconds = 0 if positive == "0" else seconds_of(positive, several=True)
+        keep_alive = -seconds if seconds is not None and positive != keep_alive else seconds
     if type(keep_alive) not in (int, float) or not keep_alive <= MAX_STAY_S:
         return None
     return math.inf if keep_alive < 0 else float(keep_alive)

@@ -4,7 +4,8 @@ from datetime import datetime
 
 import pytest
 
-from supervisor.cli.figures import duration, engine_lines, lines, percent, size
+from supervisor.cli.figures import engine_lines, lines, percent
+from supervisor.spelling import duration, size
 
 NOON = datetime(2026, 11, 23, 12).timestamp()
 EXLLAMAV2 = {

@@ -20,7 +20,7 @@ from supervisor.cluster.agent_gpus import ROOM_WAIT_S
 from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
 from supervisor.cluster.cluster import limits_elsewhere
 from supervisor.cluster.remote_worker import RemoteWorker
-from supervisor.placement.sizes import Limit
+from supervisor.spelling import Limit
 from supervisor.workers.machines import Elsewhere
 from tests.hanging_files import hanging_file
 from tests.hidden_packages import Hidden

@@ -13,8 +13,9 @@ from supervisor.config import Config, load_config
 from supervisor.config_gateway import GatewayConfig
 from supervisor.config_model import ModelConfig
 from supervisor.config_schema import SupervisorConfig
-from supervisor.config_values import parse_duration, parse_gpu
+from supervisor.config_values import parse_gpu
 from supervisor.requests.credit_control import SendBufferLimits
+from supervisor.spelling import parse_duration
 from supervisor.yaml_source import ConfigError
 from tests.serving import ROOT
 

@@ -19,7 +19,7 @@ from supervisor.placement.policy import (
     place_unseen,
     rooms,
 )
-from supervisor.placement.sizes import Limit, parse_limit, parse_size
+from supervisor.spelling import Limit, parse_limit, parse_size
 from tests.boxes import read_box
 
 GIB = 1 << 30

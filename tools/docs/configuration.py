@@ -16,7 +16,8 @@ from protocol.values import Read, Within
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
 from supervisor.config_schema import ClusterConfig, FileConfig, FolderConfig, GroupConfig, SupervisorConfig
-from supervisor.config_values import parse_days, parse_duration, parse_lease
+from supervisor.config_values import parse_days, parse_lease
+from supervisor.spelling import parse_duration
 from tools.docs.markdown import page, text
 
 ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers": EmbeddedOptions}

@@ -22,8 +22,8 @@ from supervisor.config_defaults import NO_DEFAULTS
 from supervisor.config_gateway import Address
 from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
 from supervisor.config_schema import FileConfig
-from supervisor.config_values import LEAST_HELD, MAX_DURATION_S, MIN_LEASE_S, MOST_HELD, MOST_MARKER
-from supervisor.placement.sizes import MAX_BYTES
+from supervisor.config_values import LEAST_HELD, MIN_LEASE_S, MOST_HELD, MOST_MARKER
+from supervisor.spelling import MAX_BYTES, MAX_DURATION_S
 from supervisor.yaml_source import NOTE_PREFIX
 from tools.docs.configuration import split
 

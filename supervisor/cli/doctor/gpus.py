@@ -12,8 +12,8 @@ import psutil
 from protocol.process.engine_packages import install_command
 from supervisor.cli.detach import child_environment
 from supervisor.cli.doctor.findings import Finding, bad, ok, warn
-from supervisor.cli.figures import size
 from supervisor.packages import directory_of
+from supervisor.spelling import size
 from supervisor.worker_modules import ENGINE_PROBE
 
 NVML_S: Final = 20.0

@@ -11,9 +11,9 @@ from typing import Final
 import psutil
 
 from supervisor.cli.doctor.findings import Finding, bad, ok, warn
-from supervisor.cli.figures import size
 from supervisor.compiled_modules import loss
 from supervisor.ports.descriptors import COMFORTABLE, needed
+from supervisor.spelling import size
 
 GIB: Final = 1 << 30
 SCARCE_SHM: Final = 256 << 20
