@@ -23,6 +23,7 @@ in which they were decided. The following cases depend on that order:
 """
 
 import time
+from collections.abc import Sequence
 
 from protocol.codec import decode
 from protocol.messages import SUPERVISOR_TO_WORKER, JobMessage
@@ -30,7 +31,7 @@ from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.on_demand import OnDemandLoader
 from supervisor.fleet.reloads import Reloads
 from supervisor.ports.client_ports import ClientPorts
-from supervisor.ports.worker_ports import WorkerPorts
+from supervisor.ports.worker_port import WorkerPort
 from supervisor.requests.effect_queue import EffectQueue, EndConnection
 from supervisor.requests.in_flight import ToClient, ToWorker, Wake
 from supervisor.requests.scheduler import Scheduler
@@ -43,7 +44,7 @@ class EffectRunner:
         self,
         queue: EffectQueue,
         clients: ClientPorts,
-        workers: WorkerPorts,
+        workers: Sequence[WorkerPort],
         scheduler: Scheduler,
         fleet: Fleet,
         on_demand: OnDemandLoader,
@@ -81,7 +82,7 @@ class EffectRunner:
         replica = self._fleet.registry.replicas.get(effect.worker)
         if replica is None or replica.generation != effect.generation:
             return  # the process has ended, and the scheduler knows
-        if not self._workers.send(replica.routing_id, effect.frame):
+        if not any(port.send(replica.routing_id, effect.frame) for port in self._workers):
             # The worker is not connected any more. The loop is about to see its exit, which ends all its requests. Or
             # the worker is 10,000 frames behind, and would lose a request silently.
             message = decode(effect.frame, SUPERVISOR_TO_WORKER)

@@ -1,7 +1,7 @@
 """The supervisor: one process, one thread, one loop over plain sockets, pidfds, signals and a heap of timers.
 
 This module makes all parts, and passes each input to the part that handles it: messages of clients to
-``client_messages``, frames of workers to ``worker_frames``, exits to ``fleet``. These parts decide, and add effects to
+``client_messages``, frames of workers to ``worker_traffic``, exits to ``fleet``. These parts decide, and add effects to
 a queue. The loop has the effects carried out after each message, frame, exit and timer (``effect_runner``).
 """
 
@@ -61,7 +61,6 @@ from supervisor.ports.request_authorizer import REVOKE_S, RequestAuthorizer
 from supervisor.ports.sockets import Context
 from supervisor.ports.tcp_listener import open_tcp_port
 from supervisor.ports.worker_port import RELAY, open_local_port
-from supervisor.ports.worker_ports import WorkerPorts
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import Reactor
 from supervisor.request_log import CHECK_S as REQUEST_LOG_CHECK_S
@@ -82,7 +81,6 @@ from supervisor.timers import EarliestTimer
 from supervisor.troubles import Troubles
 from supervisor.usage_keeper import CHECK_S as USAGE_CHECK_S
 from supervisor.usage_keeper import UsageKeeper
-from supervisor.worker_frames import WorkerFrames
 from supervisor.worker_traffic import WorkerTraffic
 from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
 from supervisor.workers.launcher import Launcher
@@ -175,10 +173,11 @@ class Supervisor:
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )
         self._manager = service_manager(self._fleet, self._reloads, self._shutdown, self._gateway, self._clients, log)
-        self._frames = WorkerFrames(self._fleet, self._scheduler, self._queries, self._authorizer, self._effects)
-        local, back_file = open_local_port(self._context, back, front, self._frames.slot_of)
-        others = self._launchers.open_ports(self._context, front, self._frames.slot_of)
-        self._workers = WorkerPorts([local, *others])
+        self._traffic = WorkerTraffic(
+            self._launchers, self._fleet, self._scheduler, self._queries, self._authorizer, self._effects
+        )
+        local, back_file = open_local_port(self._context, back, front, self._traffic.slot_of)
+        self._workers = (local, *self._launchers.open_ports(self._context, front, self._traffic.slot_of))
         # Parts that bring the others together.
         self._troubles = Troubles(
             log,
@@ -193,7 +192,7 @@ class Supervisor:
             self._folders,
         )
         status = SupervisorDescription(
-            runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, self._workers, self._frames,
+            runtime.path, log, self._fleet, self._reloads, self._scheduler, self._clients, local, self._traffic,
             self._authorizer, self._zap, self._shutdown, self._gateway, self._usage, self._troubles, self._launcher,
             self._launchers, self._request_log,
         )  # fmt: skip
@@ -209,7 +208,6 @@ class Supervisor:
         self._runner = EffectRunner(
             self._effects, self._clients, self._workers, self._scheduler, self._fleet, self._on_demand, self._reloads
         )
-        self._traffic = WorkerTraffic(self._launchers, self._workers, self._frames, self._fleet, self._runner.run)
         files = (front_file, admin_file, back_file)
         self._runtime_watch = RuntimeWatch(runtime, files, self._launcher.record_again, log)
 
@@ -228,7 +226,7 @@ class Supervisor:
             )  # fmt: skip
         for note in self._fleet.registry.config.notes:
             self._log.info("%s", note)
-        if not self._workers.relays:
+        if not self._workers[0].relays:
             self._log.warning("tokens are forwarded by Python, which takes longer: %s", load_compiled(RELAY)[1])
         self._logs.apply()
         self._launchers.sweep(self._fleet.vram.holders())
@@ -257,7 +255,7 @@ class Supervisor:
         """Name a handler for each socket and descriptor that the loop waits for."""
         watch = self._reactor.watch
         watch(self._zap.socket, self._admit_newcomers)
-        self._traffic.watch(self._reactor)
+        self._traffic.watch(self._reactor, self._workers, self._runner.run)
         for port in self._clients:
             handler = partial(self._on_port, port)
             watch(port.socket, handler, busy=port is not self._clients.admin, waiting=port.is_waiting)
@@ -307,7 +305,8 @@ class Supervisor:
         if self._usage is not None:
             self._usage.close()
         self._request_log.close()
-        self._workers.close()
+        for worker_port in self._workers:
+            worker_port.close()
         self._zap.socket.close(linger=0)
         self._context.term()
         self._fleet.vram.close()

@@ -16,15 +16,14 @@ from supervisor.gateway_process import GatewayProcesses
 from supervisor.logs import log_path, log_trouble
 from supervisor.ports.client_ports import ClientPorts
 from supervisor.ports.request_authorizer import RequestAuthorizer
-from supervisor.ports.worker_port import RELAY
-from supervisor.ports.worker_ports import WorkerPorts
+from supervisor.ports.worker_port import RELAY, WorkerPort
 from supervisor.ports.zap import ZapHandler
 from supervisor.request_log import RequestLog
 from supervisor.requests.scheduler import Scheduler
 from supervisor.shutdown import SupervisorShutdown
 from supervisor.troubles import Troubles
 from supervisor.usage_keeper import UsageKeeper
-from supervisor.worker_frames import WorkerFrames
+from supervisor.worker_traffic import WorkerTraffic
 from supervisor.workers.launcher import Launcher
 from supervisor.workers.local_launcher import LocalLauncher
 
@@ -40,8 +39,8 @@ class SupervisorDescription:
         reloads: Reloads,
         scheduler: Scheduler,
         clients: ClientPorts,
-        workers: WorkerPorts,
-        frames: WorkerFrames,
+        workers: WorkerPort,
+        traffic: WorkerTraffic,
         authorizer: RequestAuthorizer,
         zap: ZapHandler,
         shutdown: SupervisorShutdown,
@@ -64,7 +63,7 @@ class SupervisorDescription:
         self._scheduler = scheduler
         self._clients = clients
         self._workers = workers
-        self._frames = frames
+        self._traffic = traffic
         self._authorizer = authorizer
         self._zap = zap
         self._shutdown = shutdown
@@ -116,5 +115,5 @@ class SupervisorDescription:
             "connections_denied": self._zap.denied,
             "connections_cut_off": sum(c.cut_off for c in counters),
             "bad_frames": sum(c.bad_frames for c in counters),
-            "worker_frames_dropped": self._frames.dropped + self._scheduler.dropped_frames,
+            "worker_frames_dropped": self._traffic.dropped + self._scheduler.dropped_frames,
         }

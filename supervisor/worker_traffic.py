@@ -1,56 +1,160 @@
-"""What comes from workers: their frames over each port, and the ends of their processes."""
+"""Handle what comes from workers: their frames over each port, and the ends of their processes."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from protocol.codec import decode, decode_events, is_events, pack_body, unpack_body
+from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.messages import (
+    WORKER_TO_SUPERVISOR,
+    AnswerMessage,
+    Compiled,
+    Events,
+    Hello,
+    Parked,
+    Prefill,
+    ProgressMessage,
+    Ready,
+    Slept,
+    Stats,
+    Woke,
+)
 from supervisor.fleet.fleet import Fleet
+from supervisor.fleet.replica import Replica
+from supervisor.ports.request_authorizer import RequestAuthorizer
 from supervisor.ports.worker_port import WorkerPort
-from supervisor.ports.worker_ports import WorkerPorts
 from supervisor.reactor import Reactor
-from supervisor.worker_frames import WorkerFrames
+from supervisor.requests.effect_queue import EffectQueue
+from supervisor.requests.pending_queries import PendingQueries
+from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.worker_events import TOKENS_PER_MS
+from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.workers import worker_reports
 from supervisor.workers.launcher import Launcher
+from supervisor.workers.lifecycle import IllegalTransition
 
 LAST_FRAMES_TURNS = 16
 """How many times the frames of workers are drained before the requests of a dead worker are handled."""
 
 
 class WorkerTraffic:
-    """Passes the frames and the ends of workers to the parts that handle them.
+    """Handles the ends of workers, and all of their frames that compiled code does not pass on by itself.
 
-    run  carries out what the handlers have decided
+    dropped  frames that were not handled: those of a former generation, and those of a worker that was killed
     """
 
     def __init__(
-        self, launcher: Launcher, ports: WorkerPorts, frames: WorkerFrames, fleet: Fleet, run: Callable[[], None]
+        self,
+        launcher: Launcher,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        queries: PendingQueries,
+        authorizer: RequestAuthorizer,
+        effects: EffectQueue,
     ) -> None:
-        self._launcher, self._ports, self._frames = launcher, ports, frames
-        self._fleet, self._run = fleet, run
+        self.dropped = 0
+        self._launcher = launcher
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._queries = queries
+        self._authorizer = authorizer
+        self._effects = effects
 
-    def watch(self, reactor: Reactor) -> None:
-        """Name a handler for each socket and descriptor that the loop waits for, and begin what is done repeatedly."""
-        for port in self._ports:
-            reactor.watch(port.socket, partial(self._on_workers, port), busy=True)
-        reactor.watch(self._launcher.descriptor, self._on_ends)
+    def watch(self, reactor: Reactor, ports: Sequence[WorkerPort], run: Callable[[], None]) -> None:
+        """Name a handler for each socket and descriptor that the loop waits for.
+
+        run  carries out what the handlers have decided
+        """
+        for port in ports:
+            reactor.watch(port.socket, partial(self._on_workers, port, run), busy=True)
+        reactor.watch(self._launcher.descriptor, partial(self._on_ends, ports, run))
         self._launcher.watch(reactor)
 
-    def _on_workers(self, port: WorkerPort) -> bool:
+    def slot_of(self, routing_id: bytes) -> WorkerSlot | None:
+        """Return the worker slot for the fast path; None if all frames of this worker must pass through Python."""
+        replica = self._living(routing_id)
+        return None if replica is None else self._scheduler.worker_slot(replica.name)
+
+    def _on_workers(self, port: WorkerPort, run: Callable[[], None]) -> bool:
         """Handle the frames that workers have sent to a port. Return whether there may be more."""
         for routing_id, frame in port.receive():
-            self._frames.handle(routing_id, frame)
-            self._run()  # before compiled code passes on what this worker has sent next
+            self.handle(routing_id, frame)
+            run()  # before compiled code passes on what this worker has sent next
         return port.more
 
-    def _on_ends(self) -> None:
+    def _on_ends(self, ports: Sequence[WorkerPort], run: Callable[[], None]) -> None:
         """Handle the ends of workers, after the last frames that they sent.
 
         A complete answer may lie in the socket. It must not turn into ``worker_died`` because the pidfd was read first.
         """
         if ended := self._launcher.ended():
             for _ in range(LAST_FRAMES_TURNS):
-                more = [self._on_workers(port) for port in self._ports]
+                more = [self._on_workers(port, run) for port in ports]
                 if not any(more):
                     break
         for process in ended:
-            self._frames.note_end(self._fleet.registry.worker_of(process))
+            self._end_queries(self._fleet.registry.worker_of(process))
             self._fleet.on_exit(process)
-            self._run()
+            run()
+
+    def _end_queries(self, replica: Replica) -> None:
+        """Tell the clients that wait for this worker's answers that its process has ended."""
+        message = f"{replica.name}: the worker process ended before it could answer"
+        body = pack_body({"error": WireError(ErrorCode.WORKER_DIED, message).to_wire()})
+        self._effects.add(asker.reply(body) for asker in self._queries.worker_gone(replica.name))
+
+    def handle(self, routing_id: bytes, frame: bytes | None) -> None:
+        """Handle one frame. None stands for a message of several parts, which no worker sends."""
+        replica = self._living(routing_id)
+        if frame is None or replica is None:
+            self.dropped += 1
+            return
+        try:
+            self._handle(replica, frame)
+        except (FrameError, IllegalTransition) as e:
+            # The frame may have held the last event of a request. Without that event the request would wait for ever.
+            # Or the worker breaks the protocol (READY before HELLO). Its requests go on in other workers.
+            self.dropped += 1
+            self._fleet.kill(replica, f"it sent what cannot be: {e}")
+
+    def _living(self, routing_id: bytes) -> Replica | None:
+        replica = self._fleet.registry.replica_of(routing_id)
+        return None if replica is None or replica.killed_for is not None else replica
+
+    def _handle(self, replica: Replica, frame: bytes) -> None:
+        worker, fleet, scheduler = replica.name, self._fleet, self._scheduler
+        match decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR):
+            case Events() as message:
+                self._effects.add(scheduler.events(worker, frame, message, time.monotonic()))
+                fleet.after_events(replica)
+            case Prefill(channel, request, done, total):
+                self._effects.add(scheduler.prefill(worker, (channel, request), done, total))
+            case Parked(channel, request):
+                self._effects.add(scheduler.parked(worker, (channel, request), time.monotonic()))
+                fleet.after_events(replica)
+            case Compiled(channel, request, party, milliseconds):
+                now = time.monotonic()
+                self._effects.add(scheduler.compiled(worker, (channel, request), party, milliseconds, now))
+                self._authorizer.charge_party(party, TOKENS_PER_MS * milliseconds)
+            case AnswerMessage(ask, body):
+                unpack_body(body)  # a body that is no map is the worker's fault, and no client could read it
+                if (asker := self._queries.answered(worker, ask)) is not None:
+                    self._effects.add([asker.reply(body)])
+            case Stats(body):
+                replica.stats = worker_reports.checked_stats(body)
+            case ProgressMessage(body):
+                replica.progress = worker_reports.checked_progress(body)
+                self._effects.add(scheduler.report_loading(replica.model, replica.progress))
+            case Hello(body):
+                worker_reports.checked_hello(body)
+                fleet.connected(replica)
+            case Ready(body):
+                fleet.loaded(replica, worker_reports.checked_ready(body))
+            case Slept(body):
+                fleet.sleepers.slept(replica, worker_reports.checked_slept(body))
+                fleet.starts.memory_came_back(worker)
+            case Woke(body):
+                fleet.sleepers.woke(replica, worker_reports.checked_woke(body))
+            case message:
+                raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")

@@ -14,7 +14,7 @@ PACKAGES = ("modelctl", "protocol", "answer_formats", "exporter", "model_worker"
 ROOMS = ("keys", "usage", "requests", "ports", "workers", "placement", "cluster", "fleet")
 """The subpackages of supervisor. Each may import only those before it."""
 LOOP = (
-    *("loop", "calls", "client_messages", "worker_frames"),
+    *("loop", "calls", "client_messages", "worker_traffic"),
     *("effect_runner", "shutdown", "supervisor_status"),
 )
 """Modules of supervisor that connect the rooms, so no room imports them."""

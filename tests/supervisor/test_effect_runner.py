@@ -43,7 +43,7 @@ class Box:
             advance_soon=lambda: self._note("advance"),
         )
         workers: Any = SimpleNamespace(send=self._send_to_worker)
-        self.runner = EffectRunner(self.queue, everything, workers, *[everything] * 4)
+        self.runner = EffectRunner(self.queue, everything, [workers], *[everything] * 4)
 
     def run(self, *effects: Any) -> list[Any]:
         self.queue.add(effects)
