@@ -201,7 +201,7 @@ class Admission:
         if awaited != self._shown:
             self._shown = awaited
             self.replica.waits = f"queued: waits for {awaited_text(awaited)}" if awaited else ""
-            self._starts.control.waits_for(self.replica.model, awaited)
+            self._starts.fleet.waits_for(self.replica.model, awaited)
 
     def _make_room(
         self, missing: Mapping[int, int], candidates: Sequence[EvictionCandidate]
@@ -223,10 +223,7 @@ class Admission:
             return chosen
         self._say_evicted(missing, chosen)
         for eviction in chosen:
-            if eviction.sleeps:
-                self._starts.control.put_to_sleep(eviction.worker, f"evicted for {replica.label}")
-            else:
-                self._starts.control.unload(eviction.worker, f"evicted for {replica.label}")
+            self._starts.sleepers.evict(eviction.worker, f"evicted for {replica.label}", sleeps=eviction.sleeps)
         return tuple(eviction.worker for eviction in chosen)
 
     def _candidates(self, reading: Sequence[Gpu], now: float) -> list[EvictionCandidate]:

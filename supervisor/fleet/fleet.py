@@ -239,10 +239,6 @@ class Fleet:
         """Clean up after a start that has ended without a process. ``Start`` calls this."""
         self._ended(replica, report, None)
 
-    def put_to_sleep(self, worker: str, cause: str) -> None:
-        """Order an idle worker to sleep, see ``Sleepers``."""
-        self.sleepers.put_to_sleep(worker, cause)
-
     def let_yield(self, replica: Replica, to: str) -> None:
         """Have a worker take no new requests while another one waits for its place, or let it go on. ``Starts`` calls
         this, and again while the other one waits, since a new process of the worker takes requests.
@@ -263,10 +259,6 @@ class Fleet:
     def waits_for(self, model: str, others: Awaited) -> None:
         """Note what the requests of a model wait for. ``Starts`` calls this."""
         self._scheduler.waits_for(model, others)
-
-    def not_woken(self, replica: Replica, why: str) -> None:
-        """Take note that a worker found no room to wake. ``Wake`` calls this."""
-        self.sleepers.not_woken(replica, why)
 
     def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
         """Carry out what follows when there is no process any more, or when none could be started."""

@@ -3,11 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.fleet.sleepers import Sleepers
 from supervisor.placement.eviction import EvictionCandidate, NoRoom
 from supervisor.placement.groups import (
     Groups,
@@ -21,21 +22,10 @@ from supervisor.placement.groups import (
 )
 from supervisor.workers.lifecycle import GOING_DOWN, WorkerState
 
+if TYPE_CHECKING:
+    from supervisor.fleet.admission import Admission
+
 _LEAVING = (*GOING_DOWN, WorkerState.FALLING_ASLEEP)
-
-
-class PlaceControl(Protocol):
-    """The methods of the fleet that groups use."""
-
-    def unload(self, worker: str, cause: str) -> None: ...
-    def put_to_sleep(self, worker: str, cause: str) -> None: ...
-
-
-class UnderWay(Protocol):
-    """A start or a wake that is under way."""
-
-    replica: Replica
-    has_places: bool
 
 
 class GroupPlaces:
@@ -47,12 +37,12 @@ class GroupPlaces:
     def __init__(
         self,
         registry: ReplicaRegistry,
-        control: PlaceControl,
-        under_way: Callable[[], Collection[UnderWay]],
+        sleepers: Sleepers,
+        under_way: Callable[[], Collection["Admission"]],
         log: logging.Logger,
     ) -> None:
         self._registry = registry
-        self._control = control
+        self._sleepers = sleepers
         self._under_way = under_way
         self._log = log
 
@@ -156,8 +146,5 @@ class GroupPlaces:
         for replica in workers:
             if replica.state in _LEAVING:
                 continue
-            if replica.can_sleep:
-                self._control.put_to_sleep(replica.name, cause)
-            else:
-                self._control.unload(replica.name, cause)
+            self._sleepers.evict(replica.name, cause, sleeps=replica.can_sleep)
         return [replica.name for replica in workers]

@@ -4,17 +4,12 @@
 """
 
 import logging
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.replica import Replica
 from supervisor.workers.hang_detector import CheckClock, HangDetector, HangVerdict
 from supervisor.workers.launcher import Launched
-
-
-class Killer(Protocol):
-    def __call__(self, replica: Replica, why: str, reason: str, /) -> None: ...
 
 
 class HangWatch:
@@ -23,7 +18,7 @@ class HangWatch:
     kill  ends a worker's process: (worker, message for the log, reason in the exit report)
     """
 
-    def __init__(self, kill: Killer, log: logging.Logger) -> None:
+    def __init__(self, kill: Callable[[Replica, str, str], None], log: logging.Logger) -> None:
         self._kill = kill
         self._log = log
         self._clock = CheckClock()

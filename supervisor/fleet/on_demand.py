@@ -70,9 +70,9 @@ class OnDemandLoader:
             elif not idle or not replica.can_sleep:
                 continue
             elif replica.sleep_wanted is not None:
-                self._fleet.put_to_sleep(replica.name, replica.sleep_wanted)
+                self._fleet.sleepers.put_to_sleep(replica.name, replica.sleep_wanted)
             elif after is not None and idle_s >= after:
-                self._fleet.put_to_sleep(replica.name, f"idle for {after:g} s")
+                self._fleet.sleepers.put_to_sleep(replica.name, f"idle for {after:g} s")
 
     def sleep(self, replica: Replica, cause: str) -> None:
         """Put a worker to sleep as soon as it has no request. Raises WireError if it cannot sleep."""
@@ -96,7 +96,7 @@ class OnDemandLoader:
         if why is not None:
             raise WireError(ErrorCode.UNSUPPORTED, f"model {name!r} cannot sleep: {why}")
         if self._registry.is_idle(replica):
-            self._fleet.put_to_sleep(replica.name, cause)
+            self._fleet.sleepers.put_to_sleep(replica.name, cause)
         else:
             replica.sleep_wanted = cause
 

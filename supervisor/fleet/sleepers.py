@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from protocol.codec import encode
 from protocol.errors import WireError
@@ -19,18 +19,12 @@ from supervisor.requests.effect_queue import EffectQueue
 from supervisor.requests.in_flight import ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.workers.lifecycle import Event, WorkerState
-from supervisor.workers.worker_life import Transition
+
+if TYPE_CHECKING:
+    from supervisor.fleet.fleet import Fleet
 
 ASSUMED_RATE = 10e9
 """Bytes per second at which a model is assumed to wake, until this machine has been measured."""
-
-
-class SleepControl(Protocol):
-    """The methods of the fleet that sleep uses."""
-
-    def carry_out(self, replica: Replica, transition: Transition) -> None: ...
-    def start(self, worker: str, cause: str) -> None: ...
-    def unload(self, worker: str, cause: str) -> None: ...
 
 
 class Sleepers:
@@ -38,14 +32,14 @@ class Sleepers:
 
     def __init__(
         self,
-        control: SleepControl,
+        fleet: "Fleet",
         registry: ReplicaRegistry,
         scheduler: Scheduler,
         vram: Vram,
         effects: EffectQueue,
         log: logging.Logger,
     ) -> None:
-        self._control = control
+        self._fleet = fleet
         self._registry = registry
         self._scheduler = scheduler
         self._vram = vram
@@ -95,11 +89,18 @@ class Sleepers:
             size, bound = gib(replica.sleep_bytes), gib(self.bound)
             why = f"it would take {size} GiB of host memory to sleep, and models may take {bound} (host_memory)"
             self._say(replica, f"is unloaded: {why}")
-            self._control.unload(worker, f"{cause}; {why}")
+            self._fleet.unload(worker, f"{cause}; {why}")
             return
         for other in leave:
-            self._control.unload(other, f"made room in host memory for {replica.label}")
-        self._control.carry_out(replica, replica.life.sleep(time.monotonic(), cause))
+            self._fleet.unload(other, f"made room in host memory for {replica.label}")
+        self._fleet.carry_out(replica, replica.life.sleep(time.monotonic(), cause))
+
+    def evict(self, worker: str, cause: str, *, sleeps: bool) -> None:
+        """Put an idle worker to sleep, or unload it, because another one needs its memory or its place."""
+        if sleeps:
+            self.put_to_sleep(worker, cause)
+        else:
+            self._fleet.unload(worker, cause)
 
     def tell(self, replica: Replica) -> None:
         """Send SLEEP."""
@@ -111,7 +112,7 @@ class Sleepers:
         if refused := facts["refused"]:
             self._say(replica, f"cannot sleep, and is unloaded: {refused}")
             life.unload_cause = f"{life.unload_cause}; it cannot sleep: {refused}" if life.unload_cause else refused
-            self._control.carry_out(replica, life.apply(Event.CANNOT_SLEEP, now, refused))
+            self._fleet.carry_out(replica, life.apply(Event.CANNOT_SLEEP, now, refused))
             return
         replica.host_bytes = facts["host_bytes"]
         if replica.process is not None:
@@ -119,11 +120,11 @@ class Sleepers:
             held = self._vram.describe(replica.name, replica.process.pid)["vram_by_gpu"] or {}
             replica.memory.fell_asleep(held)
         cause = f"{gib(facts['host_bytes'])} GiB of host memory, in {facts['seconds']:.2f} s"
-        self._control.carry_out(replica, life.apply(Event.SLEPT, now, cause))
+        self._fleet.carry_out(replica, life.apply(Event.SLEPT, now, cause))
         if (woken := life.settle(now)) is not None:
-            self._control.carry_out(replica, woken)
+            self._fleet.carry_out(replica, woken)
         elif replica.state is WorkerState.ASLEEP and replica.desired_spec is not replica.spec:
-            self._control.unload(replica.name, "its configuration has changed")
+            self._fleet.unload(replica.name, "its configuration has changed")
 
     # --- waking -------------------------------------------------------------------------------------------------
 
@@ -135,14 +136,14 @@ class Sleepers:
             self._rate = replica.sleep_bytes / replica.wake_s
         replica.memory.woke()
         cause = f"awake in {facts['seconds']:.2f} s"
-        self._control.carry_out(replica, replica.life.apply(Event.WOKE, time.monotonic(), cause))
+        self._fleet.carry_out(replica, replica.life.apply(Event.WOKE, time.monotonic(), cause))
 
     def not_woken(self, replica: Replica, why: str) -> None:
         """Let a worker sleep on that finds no room. The requests that wait for it end with the reason."""
         self._log.warning(
             "%s: stays asleep: %s", replica.shown, why, extra=noted(EventKind.REFUSAL, replica.log_name)
         )  # fmt: skip
-        self._control.carry_out(replica, replica.life.no_room(time.monotonic(), f"no room to wake: {why}"))
+        self._fleet.carry_out(replica, replica.life.no_room(time.monotonic(), f"no room to wake: {why}"))
 
     def turn_away(self, replica: Replica, error: WireError, now: float) -> None:
         """End the requests that wait, if no worker of the model serves. The next request wakes this one."""

@@ -164,7 +164,7 @@ class Start(Admission):
         starts.let_yield(self, ())
         self._say(f"{no}: unloading {', '.join(sorted(self.leaving))}")
         for worker in sorted(self.leaving):
-            starts.control.unload(worker, f"evicted for {self.replica.label}")
+            starts.fleet.unload(worker, f"evicted for {self.replica.label}")
 
     def _launch(self, devices: str, placed: Placed | None, elsewhere: Elsewhere | None = None) -> None:
         """Start the process.
@@ -244,7 +244,7 @@ class Start(Admission):
 
     def _refuse(self, report: ExitReport) -> None:
         self._end()
-        self._starts.control.not_started(self.replica, report)
+        self._starts.fleet.not_started(self.replica, report)
         self._starts.advance()
 
     # --- what the log is told -----------------------------------------------------------------------------------

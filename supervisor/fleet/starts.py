@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from supervisor.config import ModelSpec
 from supervisor.event_history import EventKind, noted
@@ -21,35 +21,24 @@ from supervisor.placement.gpu_shares import Needs
 from supervisor.placement.policy import Holding, Placed, place, rooms
 from supervisor.placement.vram import Vram
 from supervisor.requests.effect_queue import EffectQueue
-from supervisor.requests.in_flight import Awaited
 from supervisor.timers import Timers
-from supervisor.workers.exits import ExitReport
 from supervisor.workers.launcher import Launcher
 
-
-class StartControl(Protocol):
-    """The methods of the fleet that a start uses."""
-
-    def put_to_sleep(self, worker: str, cause: str) -> None: ...
-    def unload(self, worker: str, cause: str) -> None: ...
-    def not_woken(self, replica: Replica, why: str) -> None: ...
-    def let_yield(self, replica: Replica, to: str) -> None: ...
-    def waits_for(self, model: str, others: Awaited) -> None: ...
-    def not_started(self, replica: Replica, report: ExitReport) -> None: ...
+if TYPE_CHECKING:
+    from supervisor.fleet.fleet import Fleet
 
 
 class Starts:
     """The starts that are under way. Runs on the supervisor's one thread. The loop calls ``answered`` when
     ``descriptor`` is readable.
 
-    control   the fleet
     outer     the supervisor's own CUDA_VISIBLE_DEVICES; None if it has none
     cpus      CPUs that the supervisor itself may use
     """
 
     def __init__(
         self,
-        control: StartControl,
+        fleet: "Fleet",
         registry: ReplicaRegistry,
         vram: Vram,
         launcher: Launcher,
@@ -61,7 +50,7 @@ class Starts:
         cpus: Collection[int],
         log: logging.Logger,
     ) -> None:
-        self.control = control
+        self.fleet = fleet
         self.registry = registry
         self.vram = vram
         self.launcher = launcher
@@ -76,7 +65,7 @@ class Starts:
         self._under_way: dict[str, Admission] = {}
         self._number = 0
         self._said_unseen = False
-        self.places = GroupPlaces(registry, control, self._under_way.values, log)
+        self.places = GroupPlaces(registry, sleepers, self._under_way.values, log)
 
     @property
     def descriptor(self) -> int:
@@ -87,14 +76,14 @@ class Starts:
         self.estimator.ended()
 
     def begin(self, replica: Replica) -> None:
-        """Begin the start of a worker's next process. If the start ends without a process, ``StartControl.not_started``
+        """Begin the start of a worker's next process. If the start ends without a process, ``Fleet.not_started``
         is called, but never from within this call."""
         self._number += 1
         start = self._under_way[replica.name] = Start(self, replica, self._number)
         start.begin()
 
     def begin_wake(self, replica: Replica) -> None:
-        """Begin to wake a worker that sleeps. If it stays asleep, ``StartControl.not_woken`` is called, but never from
+        """Begin to wake a worker that sleeps. If it stays asleep, ``Sleepers.not_woken`` is called, but never from
         within this call."""
         self._number += 1
         self._under_way[replica.name] = Wake(self, replica, self._number)
@@ -132,7 +121,7 @@ class Starts:
         start.yielding = workers
         to = {worker: each.replica.label for each in self._under_way.values() for worker in each.yielding}
         for replica in self.registry.replicas.values():
-            self.control.let_yield(replica, to.get(replica.name, ""))
+            self.fleet.let_yield(replica, to.get(replica.name, ""))
 
     def fits_surge(self, old: Replica, after: ModelSpec) -> bool:
         """Return whether a successor would find room beside the old worker, as far as that is known without reading the

@@ -58,7 +58,7 @@ class Wake(Admission):
 
     def _turn_away(self, refused: PlacementRefused) -> None:
         self._end()
-        self._starts.control.not_woken(self.replica, refused.message)
+        self._starts.sleepers.not_woken(self.replica, refused.message)
         self._starts.at_next_turn(self._starts.advance)
 
     def cancel(self) -> bool:

@@ -79,7 +79,7 @@ class Placing:
     def cancel(self, name: str) -> bool:
         return self._starts.cancel(self._registry.replicas[name])
 
-    def start(self, spec: WorkerSpec) -> Process:
+    def start(self, spec: WorkerSpec, elsewhere: None) -> Process:
         """Record a start instead of launching a process."""
         self.placed.append((spec.engine.model, spec.visible_devices))
         return Process()
