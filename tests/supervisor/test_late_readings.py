@@ -33,6 +33,7 @@ class Process:
     """A process that was never started, since these tests check decisions only."""
 
     pid = 4_000_000
+    placed_on = ""
 
 
 class Placing:
