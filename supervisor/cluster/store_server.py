@@ -3,11 +3,10 @@
 It listens on a TCP port of its own with CURVE. The supervisor tells it which keys may connect, and which directories
 each of them may read. A process of its own reads disks, hashes and sends, so that none of that holds up tokens.
 
-The supervisor talks to it through standard input, a SOCK_SEQPACKET socket. The store ends with the supervisor.
+The supervisor talks to it through a ``helper_link``. The store ends with the supervisor.
 """
 
 import os
-import socket
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +14,7 @@ import zmq
 
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import FrameError
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.helper_link import HelperLink, become_helper
 from supervisor.cluster.store_catalogue import Catalogue, Listed, StoreProblem, open_as
 from supervisor.cluster.store_messages import (
     MAX_REQUEST,
@@ -33,7 +31,6 @@ from supervisor.cluster.store_messages import (
 )
 from supervisor.ports.zap import REMOTE_DOMAIN, ZapHandler
 
-MAX_PACKET: Final = 256 << 10
 BUSY: Final = 64
 """Requests that are answered before the supervisor's orders are read again."""
 
@@ -48,7 +45,7 @@ class StoreServer:
     Raises zmq.ZMQError if the port cannot be bound.
     """
 
-    def __init__(self, link: socket.socket, endpoint: str, secret: str) -> None:
+    def __init__(self, link: HelperLink, endpoint: str, secret: str) -> None:
         self._link = link
         self._may: dict[str, frozenset[str]] = {}
         """The directories that each key may read."""
@@ -74,27 +71,23 @@ class StoreServer:
     def run(self) -> None:
         """Serve until the supervisor ends the connection."""
         poller = zmq.Poller()
-        for source in (self._link, self._zap.socket, self._router):
+        for source in (self._link.descriptor, self._zap.socket, self._router):
             poller.register(source, zmq.POLLIN)
         while True:
             poller.poll()
-            if not self._take_orders():
+            try:
+                self._take_orders()
+            except EOFError:
                 return
             self._zap.handle()
             for _ in range(BUSY):
                 if not self._serve():
                     break
 
-    def _take_orders(self) -> bool:
-        """Do what the supervisor has ordered. Return whether it is still there."""
-        while True:
-            try:
-                packet = self._link.recv(MAX_PACKET)
-            except BlockingIOError:
-                return True
-            if not packet:
-                return False
-            order = unpack_body(packet)
+    def _take_orders(self) -> None:
+        """Do what the supervisor has ordered. Raises EOFError if it is gone."""
+        while (record := self._link.receive()) is not None:
+            order = unpack_body(record)
             if "admit" in order:
                 self._may[order["admit"]] = frozenset(order["directories"])
             else:
@@ -147,12 +140,8 @@ class StoreServer:
 
 def main() -> None:
     """Serve the supervisor at standard input. Its first packet says where to listen."""
-    if not die_with(os.getppid()):
-        return
-    set_title("model store")
-    link = socket.socket(fileno=os.dup(0))
-    first = unpack_body(link.recv(MAX_PACKET))
-    link.setblocking(False)
+    link = become_helper("model store")
+    first = unpack_body(link.receive(None) or b"")
     try:
         server = StoreServer(link, first["listen"], first["secret"])
     except zmq.ZMQError as e:
