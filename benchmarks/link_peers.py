@@ -12,8 +12,6 @@ A few processes hold all workers.
 import heapq
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections import defaultdict, deque
@@ -26,12 +24,13 @@ import zmq
 from protocol import __version__, limits
 from protocol.codec import EventWriter, decode, encode, pack_body
 from protocol.messages import SUPERVISOR_TO_WORKER, Cancel, EventEntry, Hello, JobMessage, Ready, Shutdown, Stats
-from protocol.process.parent_death import die_with
+from protocol.process.helper_link import HelperLink, become_helper
+from protocol.process.helper_process import HelperProcess
 from protocol.process.socket_calls import has_input
 from protocol.process.worker_spec import LinkKeys
 from supervisor.cluster.agent_messages import BEAT_S, Beat, Ended, Order, Signal, Up, read_to_agent
 from supervisor.cluster.agent_messages import pack as pack_agent
-from supervisor.cluster.driver_messages import MAX_PACKET, AgentLeft, EndAgent, Node, Nodes, StartAgent, pack, read
+from supervisor.cluster.driver_messages import AgentLeft, EndAgent, Node, Nodes, StartAgent, pack, read
 
 PLAN = "plan.json"
 """The file in the driver's directory: peers (number of processes), nodes (number of machines), rate (steps per second
@@ -61,7 +60,7 @@ class Peer:
 class Peers:
     """The workers of one process, and their clock."""
 
-    def __init__(self, driver: socket.socket, rate: float, batch: int) -> None:
+    def __init__(self, driver: HelperLink, rate: float, batch: int) -> None:
         self._driver, self._period, self._batch = driver, 1 / rate, batch
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 16_000)
@@ -71,7 +70,6 @@ class Peers:
         self._started = 0
         self._orders: deque[StartAgent] = deque()
         self._start_at = 0.0
-        driver.setblocking(False)
 
     def run(self) -> None:
         while True:
@@ -100,12 +98,12 @@ class Peers:
     def _hear(self) -> None:
         while True:
             try:
-                packet = self._driver.recv(MAX_PACKET)
-            except BlockingIOError:
-                return
-            if not packet:
+                record = self._driver.receive()
+            except EOFError:
                 os._exit(0)
-            message = read(packet)
+            if record is None:
+                return
+            message = read(record)
             if isinstance(message, StartAgent):
                 self._orders.append(message)
             elif isinstance(message, EndAgent) and message.number in self._peers:
@@ -191,44 +189,39 @@ class Peers:
         self._driver.send(pack(AgentLeft(peer.number, "")))
 
 
-def drive(directory: Path, supervisor: socket.socket) -> None:
+def drive(directory: Path, supervisor: HelperLink) -> None:
     """Hand the starts to the processes of peers in turn, and the ends to the supervisor."""
     plan = json.loads((directory / PLAN).read_text())
     links = []
     for _ in range(plan["peers"]):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "benchmarks.link_peers", str(directory), "peers"]
-        subprocess.Popen(command, stdin=theirs.fileno())
-        theirs.close()
-        links.append(ours)
+        links.append(HelperProcess(command, os.environ, apart=False, errors=None))
     nodes = [Node("head", "head", "127.0.0.1", 0.0, 0.0, 0.0, True)]
     nodes += [Node(f"id-{n}", f"machine-{n:03}", "127.0.0.1", 8.0, 8.0, 0.0, False) for n in range(plan["nodes"])]
     supervisor.send(pack(Nodes([vars(node) for node in nodes])))
     poller = zmq.Poller()
     for each in (supervisor, *links):
-        poller.register(each.fileno(), zmq.POLLIN)
+        poller.register(each.descriptor, zmq.POLLIN)
     while True:
         ready = dict(poller.poll())
-        if supervisor.fileno() in ready:
-            if not (packet := supervisor.recv(MAX_PACKET)):
-                return
-            message = read(packet)
+        if supervisor.descriptor in ready and (record := supervisor.receive()) is not None:
+            message = read(record)
             assert isinstance(message, StartAgent | EndAgent)
-            links[message.number % len(links)].send(packet)
+            links[message.number % len(links)].send(record)
         for link in links:
-            if link.fileno() in ready:
-                supervisor.send(link.recv(MAX_PACKET))
+            link.flush()
+            if link.descriptor in ready and (record := link.receive()) is not None:
+                supervisor.send(record)
 
 
 def main() -> None:
-    if not die_with(os.getppid()):
-        return
-    directory, standard_input = Path(sys.argv[1]), socket.socket(fileno=os.dup(0))
+    directory, link = Path(sys.argv[1]), become_helper("peers", ignored=())
     if sys.argv[2:] == ["peers"]:
         plan = json.loads((directory / PLAN).read_text())
-        Peers(standard_input, plan["rate"], plan["batch"]).run()
+        Peers(link, plan["rate"], plan["batch"]).run()
     else:
-        drive(directory, standard_input)
+        with suppress(EOFError):
+            drive(directory, link)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the supervisor and its helper process that talks to Ray tell each other.
 
-A message is one packet of a SOCK_SEQPACKET pair with one msgpack map. The key ``kind`` names the class.
+A message is one record of a ``helper_link`` with one msgpack map. The key ``kind`` names the class.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError
-
-MAX_PACKET: Final = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,17 @@ import math
 import os
 import queue
 import select
-import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from protocol.codec import unpack_body
 from protocol.errors import FrameError
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.helper_link import HelperLink, become_helper
 from supervisor.cluster.agent_messages import is_gpu
 from supervisor.cluster.driver_messages import (
-    MAX_PACKET,
     AgentLeft,
     EndAgent,
     FromDriver,
@@ -65,7 +63,7 @@ except AuthenticationError:
 class Driver:
     """The connection to the supervisor, and the actors that were started."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: HelperLink) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -97,10 +95,10 @@ class Driver:
         self._said: list[dict[str, Any]] | None = None
 
     def run(self) -> None:
-        """Serve the supervisor until it ends the connection."""
+        """Serve the supervisor until it ends the connection. Raises EOFError then."""
         own = self._ray.get_runtime_context().get_node_id()
         poll = select.poll()
-        for source in (self._link, self._wake):
+        for source in (self._link.descriptor, self._wake):
             poll.register(source, select.POLLIN)
         look_at = 0.0
         while True:
@@ -124,11 +122,8 @@ class Driver:
                     node_id, told = self._read.get()
                     self._devices[node_id] = _devices_of(told)
                     self._read_at[node_id] = time.monotonic() + READ_GPUS_S
-            if self._link.fileno() in ready:
-                packet = self._link.recv(MAX_PACKET)
-                if not packet:
-                    return
-                message = read(packet)
+            if self._link.descriptor in ready and (record := self._link.receive()) is not None:
+                message = read(record)
                 if isinstance(message, StartAgent):
                     self._start(message)
                 elif isinstance(message, KeepSpares):
@@ -315,11 +310,8 @@ def line_of(error: Exception) -> str:
 
 def main() -> None:
     """Connect to the cluster of the first argument, and serve the supervisor at standard input."""
-    parent, address = os.getppid(), sys.argv[1]
-    if not die_with(parent):
-        return
-    set_title("driver of Ray")
-    link = socket.socket(fileno=os.dup(0))
+    address = sys.argv[1]
+    link = become_helper("driver of Ray", ignored=())
     try:
         import ray
 
@@ -333,7 +325,8 @@ def main() -> None:
     if (why := why_open(ray.get_runtime_context().gcs_address)) is not None:
         link.send(pack(Unusable(f"the Ray cluster {address} is not used: {why}")))
         return
-    Driver(link).run()
+    with suppress(EOFError):
+        Driver(link).run()
 
 
 if __name__ == "__main__":

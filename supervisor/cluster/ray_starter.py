@@ -2,9 +2,6 @@
 
 import logging
 import os
-import select
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -12,9 +9,10 @@ from collections.abc import Collection, Mapping
 
 from protocol.errors import FrameError
 from protocol.process.helper_environment import helper_environment
+from protocol.process.helper_process import HelperProcess
+from supervisor.attempts import Restarts
 from supervisor.cluster.choice import choose
 from supervisor.cluster.driver_messages import (
-    MAX_PACKET,
     AgentLeft,
     EndAgent,
     KeepSpares,
@@ -30,12 +28,16 @@ from supervisor.cluster.driver_messages import (
 from supervisor.cluster.listed_machines import Machines
 from supervisor.cluster.starting import AgentEnd
 from supervisor.event_history import EventKind, noted
+from supervisor.helper import Helper, HelperWatch
 from supervisor.workers.machines import NoMachineError
 
 _COMMAND = (sys.executable, "-P", "-m", "supervisor.cluster.ray_driver")
 NOT_YET = "the Ray cluster has not answered yet"
 AGAIN_S = 5.0
 """Seconds between two starts of the helper."""
+MOST_UNSENT = 1 << 20
+"""Bytes that may wait for the helper. A helper that reads so slowly is killed."""
+_ENDED = "it has ended"
 
 
 class RayStarter:
@@ -59,42 +61,19 @@ class RayStarter:
         """By machine, the number of agents in ``_started``, and the sum of their GPUs. When each start added them up
         for each machine, 1,000 starts took 3.3 s of processor, and 2,000 took 24 s."""
         self._ends: list[AgentEnd] = []
-        self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._readable, select.EPOLLIN)
-        self._link: socket.socket | None = None
         self._spares: KeepSpares | None = None
         """What the helper was told last."""
-        self._begin()
+        self._why = _ENDED
+        """Why the helper is to end, or has ended."""
+        self._watch = HelperWatch()
+        self.descriptor = self._watch.descriptor
+        self._helper = Helper(self._watch, self._begin, self._take, self._lose, Restarts(AGAIN_S, AGAIN_S))
+        self._helper.check(time.monotonic())
 
-    def _begin(self) -> None:
-        self._begun = time.monotonic()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _begin(self) -> HelperProcess:
+        self._spares, self._why = None, _ENDED
         ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "HOME"}
-        try:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_PACKET)
-            self._process = subprocess.Popen(
-                [*_COMMAND, self._address],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
-                env=helper_environment(**ray),
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        self._link, self._spares = ours, None
-        self._epoll.register(ours, select.EPOLLIN)
-
-    @property
-    def descriptor(self) -> int:
-        return self._epoll.fileno()
+        return HelperProcess([*_COMMAND, self._address], helper_environment(**ray))
 
     @property
     def nodes(self) -> list[Node]:
@@ -109,7 +88,7 @@ class RayStarter:
     def _choose(
         self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
     ) -> Node:
-        if self.unreachable or self._link is None or not self.nodes:
+        if self.unreachable or self._helper.process is None or not self.nodes:
             raise NoMachineError(self.unreachable or self.trouble or NOT_YET)
         free = {node.name: self._free(node) for node in self.nodes}
         return choose(self.nodes, free, wanted, gpus, beside, self._held, without)
@@ -133,62 +112,43 @@ class RayStarter:
     def keep_spares(self, wanted: Collection[tuple[str, str]], *, starting: bool) -> None:
         """Have spare agents kept, see ``driver_messages.KeepSpares``. The loop calls this again and again."""
         told = KeepSpares([list(pair) for pair in sorted(wanted)], starting)
-        if self._link is not None and told != self._spares:
+        if self._helper.process is not None and told != self._spares:
             self._spares = told
             self._send(told)
 
     def ended(self) -> list[AgentEnd]:
-        self._receive()
-        try:
-            os.eventfd_read(self._readable)
-        except BlockingIOError:
-            pass
+        self._watch.hear()
         ends, self._ends = self._ends, []
         return ends
 
     def check(self, now: float) -> None:
         """Start the helper again if it has ended. Call this every second or so."""
-        if self._link is None and now - self._begun > AGAIN_S:
-            try:
-                self._begin()
-            except OSError as e:
-                self._log.warning("the helper that talks to Ray cannot be started: %s", e)
+        try:
+            self._helper.check(now)
+        except OSError as e:
+            self._log.warning("the helper that talks to Ray cannot be started: %s", e)
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._process.kill()
-        self._process.wait()
-        self._epoll.close()
-        os.close(self._readable)
+        self._helper.end()
 
-    def _receive(self) -> None:
-        while self._link is not None:
-            try:
-                packet = self._link.recv(MAX_PACKET)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            try:
-                if not packet:
-                    raise EOFError("it has ended")
-                message = read(packet)
-            except (FrameError, EOFError) as e:
-                self._lose(str(e))
-                return
-            if isinstance(message, Nodes):
-                self._adopt(message.read())
-            elif isinstance(message, Looked):
-                self.machines.confirm(time.monotonic())
-            elif isinstance(message, AgentLeft):
-                if message.number in self._started:
-                    self._forget(message.number)
-                    self._ends.append(AgentEnd(message.number, message.why))
-            elif isinstance(message, Unusable):
-                if message.why != self.trouble:
-                    self._log.error("cluster: %s", message.why, extra=noted(EventKind.CLUSTER))
-                self.trouble = message.why
+    def _take(self, record: bytes) -> None:
+        try:
+            message = read(record)
+        except FrameError as e:
+            self._give_up(str(e))
+            return
+        if isinstance(message, Nodes):
+            self._adopt(message.read())
+        elif isinstance(message, Looked):
+            self.machines.confirm(time.monotonic())
+        elif isinstance(message, AgentLeft):
+            if message.number in self._started:
+                self._forget(message.number)
+                self._ends.append(AgentEnd(message.number, message.why))
+        elif isinstance(message, Unusable):
+            if message.why != self.trouble:
+                self._log.error("cluster: %s", message.why, extra=noted(EventKind.CLUSTER))
+            self.trouble = message.why
 
     def _forget(self, number: int) -> None:
         """Count an agent no more, because it has ended."""
@@ -206,24 +166,20 @@ class RayStarter:
             self._log.warning("cluster: machine %s is gone", name, extra=noted(EventKind.CLUSTER))
         self.trouble = ""
 
-    def _lose(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
+        if self._helper.process is not None:
+            self._why = why
+            self._helper.process.kill()
+
+    def _lose(self, _: HelperProcess) -> None:
         """Note that the helper is gone. Ray ends all its actors, and so all agents end."""
-        assert self._link is not None
-        self._epoll.unregister(self._link)
-        self._link.close()
-        self._link = None
-        self._process.kill()
-        self._process.wait()
         self._ends += [AgentEnd(number, "the connection to the Ray cluster was lost") for number in self._started]
         for started in (self._started, self._held, self._leased):
             started.clear()
         self.machines.lose()
-        self.trouble = self.trouble or f"the helper that talks to Ray: {why}"
+        self.trouble = self.trouble or f"the helper that talks to Ray: {self._why}"
 
     def _send(self, message: ToDriver) -> None:
-        try:
-            if self._link is not None:
-                self._link.send(pack(message))
-        except OSError as e:
-            self._lose(f"it does not read ({e.strerror})")
-            os.eventfd_write(self._readable, 1)
+        self._helper.send(pack(message))
+        if self._helper.process is not None and self._helper.process.unsent > MOST_UNSENT:
+            self._give_up("it does not read")

@@ -10,14 +10,13 @@ back, it does so as another member, and its former agents are killed.
 import asyncio
 import contextlib
 import os
-import socket
 import sys
 import time
 from pathlib import Path
 
+from protocol.process.helper_link import HelperLink
 from protocol.process.parent_death import die_with
 from supervisor.cluster.driver_messages import (
-    MAX_PACKET,
     AgentLeft,
     EndAgent,
     FromDriver,
@@ -36,10 +35,9 @@ PING_S = 0.2
 class Driver:
     """The connection to the supervisor, and one to each machine."""
 
-    def __init__(self, directory: Path, link: socket.socket) -> None:
+    def __init__(self, directory: Path, link: HelperLink) -> None:
         self._directory, self._link = directory, link
         self._noticed_s = float(os.environ[NOTICED])
-        link.setblocking(False)
         self._members: dict[str, tuple[str, asyncio.StreamWriter]] = {}
         """The id and the connection of each living machine, by its name."""
         self._agents: dict[int, str] = {}
@@ -49,14 +47,17 @@ class Driver:
         names = sorted(path.stem for path in self._directory.glob("*.driver"))
         for name in names:
             asyncio.ensure_future(self._keep(name)).add_done_callback(_fail)
-        asyncio.get_running_loop().add_reader(self._link, self._hear)
+        asyncio.get_running_loop().add_reader(self._link.descriptor, self._hear)
         await asyncio.Event().wait()
 
     def _hear(self) -> None:
-        packet = self._link.recv(MAX_PACKET)
-        if not packet:
+        try:
+            record = self._link.receive()
+        except EOFError:
             os._exit(0)
-        message = read(packet)
+        if record is None:
+            return
+        message = read(record)
         if isinstance(message, StartAgent):
             self._agents[message.number] = message.node_id
             self._pass_on(message, message.node_id)
@@ -133,8 +134,8 @@ def _fail(done: "asyncio.Future[None]") -> None:
 
 
 def main() -> None:
-    if die_with(os.getppid()):
-        asyncio.run(Driver(Path(sys.argv[1]), socket.socket(fileno=os.dup(0))).run())
+    if die_with(os.getppid()):  # it keeps its command line, by which the run finds it
+        asyncio.run(Driver(Path(sys.argv[1]), HelperLink(0)).run())
 
 
 if __name__ == "__main__":

@@ -22,15 +22,17 @@ from supervisor.workers.machines import Elsewhere, NoMachineError
 from tests.plain_agents import ROOT
 
 DRIVER = """
-import os, socket, sys
+import sys
+from protocol.process.helper_link import become_helper, serve
 from supervisor.cluster.driver_messages import *
 machines, gpus = map(int, sys.argv[1].split("x"))
-link = socket.socket(fileno=os.dup(0))
+link = become_helper("driver of Ray")
 nodes = [Node(str(n), f"machine-{n}", "127.0.0.1", gpus, gpus, 0.0, False) for n in range(machines)]
 link.send(pack(Nodes([vars(node) for node in nodes])))
-while packet := link.recv(MAX_PACKET):
-    if isinstance(message := read(packet), EndAgent):
+def take(record):
+    if isinstance(message := read(record), EndAgent):
         link.send(pack(AgentLeft(message.number, "")))
+serve(link, take)
 """
 WITHIN = 30.0
 LOG = logging.getLogger("test")
@@ -70,7 +72,8 @@ def test_gpus_are_leased_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None
         starter.end(3)
         until(starter, lambda: "machine-1" not in starter._held)
         assert starter.choose("others", 2) == "machine-1"
-        starter._process.kill()
+        assert starter._helper.process is not None
+        starter._helper.process.kill()
         until(starter, lambda: starter.trouble)
         assert [starter._started, starter._held, starter._leased] == [{}, {}, {}]
 
