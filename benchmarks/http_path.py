@@ -36,6 +36,7 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
     from gateway.reports import Reports
     from gateway.server import serve
     from protocol.process.gateway_settings import GatewaySettings
+    from protocol.process.helper_link import HelperLink
 
     def tell() -> None:
         while told.recv() is not None:
@@ -44,7 +45,8 @@ def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None
     threading.Thread(target=tell, daemon=True).start()
     nobody, ours = socket.socketpair()
     with nobody, ours:
-        serve(GatewaySettings(runtime_dir=runtime_dir, auth="none"), [listener], Reports(ours))
+        reports = Reports(HelperLink(ours.fileno()))
+        serve(GatewaySettings(runtime_dir=runtime_dir, auth="none"), [listener], reports)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A gateway process.
 
-Its standard input is a socket. It reads its settings there as a line of JSON (``protocol.process.gateway_settings``),
-and later lines about its log. It reports there whether it serves.
+Its standard input is a link (``protocol.process.helper_link``). It reads its settings there as JSON
+(``protocol.process.gateway_settings``), and later records about its log. It reports there whether it serves.
 """
 
 import os
@@ -10,6 +10,7 @@ import socket
 from gateway.reports import Reports
 from protocol.process.core_dumps import forbid_core_dumps
 from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.helper_link import HelperLink
 from protocol.process.log_output import LogOutput, never_wait
 from protocol.process.masking import mask
 from protocol.process.parent_death import die_with
@@ -18,13 +19,9 @@ from protocol.process.process_title import set_title
 
 def main() -> None:
     """Serve until told to end."""
-    channel = socket.socket(fileno=os.dup(0))  # the log takes the place of standard input
-    given = b""
-    while b"\n" not in given and (more := channel.recv(1 << 16)):
-        given += more
-    packed, _, unread = given.partition(b"\n")
-    settings = GatewaySettings.from_json(packed)
-    reports = Reports(channel, unread)
+    link = HelperLink(os.dup(0))  # the log takes the place of standard input
+    settings = GatewaySettings.from_json(link.receive(None) or b"")
+    reports = Reports(link)
     if settings.parent is not None and not die_with(settings.parent):
         os._exit(0)
     mask(settings.masks)

@@ -6,7 +6,6 @@ keeps new connections waiting, and clients are not refused.
 
 import logging
 import os
-import select
 import socket
 import time
 from dataclasses import replace
@@ -26,6 +25,7 @@ from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.config_watch import signature_of
 from supervisor.event_history import EventKind, noted
 from supervisor.gateway_child import GatewayChild
+from supervisor.helper import HelperWatch
 from supervisor.logs import log_dir, log_path, prepare
 
 CHECK_S = 0.25
@@ -45,31 +45,28 @@ class GatewayProcesses:
     problem  why no gateway answers, for people. None while one does or starts, and without a section ``gateway``
     """
 
-    def __init__(self, config: GatewayConfig | None, settings: GatewaySettings, log: logging.Logger) -> None:
+    def __init__(
+        self, config: GatewayConfig | None, settings: GatewaySettings, log: logging.Logger, watch: HelperWatch
+    ) -> None:
         self.problem: str | None = None
         self._config = config
         self._settings = settings
         self._log = log
         self._style = LogStyle()
         self._sockets: list[socket.socket] = []
-        self._children: dict[int, GatewayChild] = {}
-        """The processes that were not collected yet, by pidfd."""
+        self._watch = watch
+        self._children: list[GatewayChild] = []
+        """The processes that were not collected yet."""
         self._ended_sessions = EndedSessions()
-        self._epoll = select.epoll()
         self._restarts = 0
         self._begin_counts()
-
-    @property
-    def descriptor(self) -> int:
-        """A descriptor that is readable when a process says something or has ended: call ``hear`` then."""
-        return self._epoll.fileno()
 
     def check(self) -> None:
         """Open the port if it is not open, start each process that does not run, and kill those that hang.
 
         A process that ended a moment after its start is not started again at once.
         """
-        for child in self._children.values():
+        for child in self._children:
             if (done := child.check()) is not None:
                 self._log.warning("gateway: %s", done, extra=NOTED)
         if self._config is None:
@@ -84,20 +81,11 @@ class GatewayProcesses:
             if number not in running and restarts.next(now):
                 self._start(number)
 
-    def hear(self) -> None:
-        """Take what the processes say, collect those that have ended, and start others in their places."""
-        readable = {descriptor for descriptor, _ in self._epoll.poll(0)}
-        for child in list(self._children.values()):
-            if child.pidfd in readable:
-                self._collect(child)
-            elif child.socket.fileno() in readable:
-                says_more, ended = child.hear()
-                if not says_more:
-                    self._epoll.unregister(child.socket)  # it is ending
-                self._end_sessions(ended)
+    def _take(self, child: GatewayChild, record: bytes) -> None:
+        if (session := child.take(record)) is not None:
+            self._end_session(session)
         if self._is_ready():
             self.problem = None
-        self.check()
 
     def adopt(self, config: GatewayConfig | None, settings: GatewaySettings) -> bool:
         """Serve with other settings. The processes that run complete their answers, while others take new connections.
@@ -124,7 +112,7 @@ class GatewayProcesses:
                 self._sockets.pop().close()
         self._config, self._settings, self.problem = config, settings, None
         self._begin_counts()
-        for child in self._children.values():
+        for child in self._children:
             child.retire()
         return True
 
@@ -132,30 +120,30 @@ class GatewayProcesses:
         """Have the processes, and those that are started later, write their log in this way."""
         if style != self._style:
             self._style = style
-            for child in self._children.values():
+            for child in self._children:
                 child.write_log(style)
 
-    def _end_sessions(self, sessions: list[str]) -> None:
-        """Tell all processes, and those that are started later, which sessions of the page were ended at one."""
-        for session in sessions:
-            self._ended_sessions.add(Session.of(session), time.time())
-            for child in self._children.values():
-                child.end_session(session)
+    def _end_session(self, session: str) -> None:
+        """Tell all processes, and those that are started later, which session of the page was ended at one."""
+        self._ended_sessions.add(Session.of(session), time.time())
+        for child in self._children:
+            child.end_session(session)
 
     def close(self, within_s: float = LEAVE_S) -> None:
         """End the processes, and wait for that. Processes that take longer than ``within_s`` seconds are killed."""
-        for child in self._children.values():
+        for child in self._children:
             child.retire()
         deadline = time.monotonic() + within_s
-        for child in self._children.values():
-            child.end(max(0.0, deadline - time.monotonic()))
+        for child in self._children:
+            if not child.wait(deadline - time.monotonic()):
+                child.kill()
+                child.wait()
         self._children.clear()
         self._close_sockets()
-        self._epoll.close()
 
     def kill(self) -> None:
         """Kill all processes. ``close`` need not wait for them then."""
-        for child in self._children.values():
+        for child in self._children:
             child.kill()
 
     @property
@@ -180,7 +168,7 @@ class GatewayProcesses:
 
     def _serving(self) -> list[GatewayChild]:
         """Return the processes that take connections."""
-        return [child for child in self._children.values() if not child.retired]
+        return [child for child in self._children if not child.retired]
 
     def _is_ready(self) -> bool:
         serving = self._serving()
@@ -226,24 +214,22 @@ class GatewayProcesses:
             self.problem = f"cannot be started: {e.strerror or e}"
             self._log.error("gateway: %s", self.problem, extra=NOTED)
             return
-        self._children[child.pidfd] = child
-        self._epoll.register(child.pidfd, select.EPOLLIN)
-        self._epoll.register(child.socket, select.EPOLLIN)
+        self._children.append(child)
+        self._watch.add(child, self._take, self._collect)
         self._log.info("gateway: started pid %d", child.pid, extra=NOTED)
 
     def _collect(self, child: GatewayChild) -> None:
-        """Collect a process that has ended. Closing its descriptors takes them out of the epoll."""
-        del self._children[child.pidfd]
-        self._end_sessions(child.hear()[1])
-        ended = child.collect()
+        """Take note that a process has ended, and start another one in its place."""
+        self._children.remove(child)
         if child.retired:
-            self._log.info("gateway: %s, as it was told", ended, extra=NOTED)
-            return
-        self._restarts += 1
-        self.problem = ended
-        if child.trouble is None and self._settings.log is not None:
-            self.problem += f": {self._settings.log} may say why"
-        self._log.warning("gateway: %s", self.problem, extra=NOTED)
+            self._log.info("gateway: %s, as it was told", child.end, extra=NOTED)
+        else:
+            self._restarts += 1
+            self.problem = child.end
+            if child.trouble is None and self._settings.log is not None:
+                self.problem += f": {self._settings.log} may say why"
+            self._log.warning("gateway: %s", self.problem, extra=NOTED)
+        self.check()
 
 
 def url(config: GatewayConfig) -> str:

@@ -164,7 +164,7 @@ class Supervisor:
         back = back_endpoint(runtime.path)
         self._fleet = Fleet(config, self._scheduler, timers, self._launchers, self._effects, runtime.path, back, log)
         self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
-        self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log)
+        self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log, self._helpers)
         self._logs = LogControl(self._fleet.registry, log, self._gateway, self._effects)
         self._folders = FolderKeeper(config, self._take_found, log, self._helpers)
         self._reloads = Reloads(self._fleet, self._scheduler, timers, self._adopt, self._folders.layered, log)
@@ -262,7 +262,6 @@ class Supervisor:
             watch(port.monitor, handler)
         watch(self._signals.receiver, self._on_signals)
         watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
-        watch(self._gateway.descriptor, self._gateway.hear)
         watch(self._helpers.descriptor, self._helpers.hear)
 
     def _begin_rounds(self) -> None:

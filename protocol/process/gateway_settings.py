@@ -15,12 +15,12 @@ SHARE: Final = 4
 STORED_ITEMS: Final = 128 * MIB
 """Bytes of responses' items that one gateway process keeps, unless models.yaml says it."""
 READY: Final = b"+"
-"""What a gateway process writes to its standard input, a socket, about once a second while it serves."""
+"""The record that a gateway process sends about once a second while it serves."""
 TROUBLE: Final = b"!"
-"""What it writes before the reason why it cannot serve."""
+"""How the record begins that says why the process cannot serve."""
 ENDED: Final = b"-"
-"""What it writes before a session of the page that was ended (``Session.text``), and a newline. The answer to the other
-processes is a line of JSON with the key ``ended``."""
+"""How the record begins that names a session of the page that was ended (``Session.text``). The other processes get it
+as JSON with the key ``ended``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class GatewaySettings:
     parent         pid of the process that started this one, and with which it ends; None to live on
     masks          texts that the process must not show → what it shows in their place (``masking``)
     log            path of the process's log; None to write to standard error
-    log_style      how the log is written at first. Lines of ``LogStyle.to_json`` behind the settings change it
+    log_style      how the log is written at first. Records of ``LogStyle.to_json`` after the settings change it
     """
 
     runtime_dir: str | None = None
@@ -91,8 +91,8 @@ class GatewaySettings:
     log_style: LogStyle = DEFAULT_STYLE
 
     def to_json(self) -> bytes:
-        """Return the settings as a line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+        """Return the settings as JSON."""
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "GatewaySettings":

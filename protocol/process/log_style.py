@@ -34,8 +34,8 @@ class LogStyle:
         return self.format == "json"
 
     def to_json(self) -> bytes:
-        """Return the style as a line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+        """Return the style as JSON."""
+        return json.dumps(asdict(self)).encode()
 
 
 DEFAULT_STYLE: Final = LogStyle()

@@ -62,6 +62,7 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
     from protocol.process.engine_packages import missing_for_gateway
     from protocol.process.log_output import begin_log, never_wait
     from supervisor.gateway_process import CHECK_S, GatewayProcesses, settings_of, with_seal_secret
+    from supervisor.helper import HelperWatch
 
     config = _config_of(given)
     style = LogStyle(log_level, log_format)
@@ -79,7 +80,8 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
         raise CommandFailure(exit_codes.CONFIG, "not_installed", missing)
     never_wait()
     begin_log("gateway", style)
-    processes = GatewayProcesses(config, settings, logging.getLogger("modelctl"))
+    watch = HelperWatch()
+    processes = GatewayProcesses(config, settings, logging.getLogger("modelctl"), watch)
     signals: list[int] = []
 
     def stop(number: int, _: object) -> None:
@@ -94,10 +96,10 @@ def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) ->
         if not processes.is_open:
             raise CommandFailure(exit_codes.CONFIG, "cannot_listen")  # the log has said why
         poll = select.poll()
-        poll.register(processes.descriptor, select.POLLIN)
+        poll.register(watch.descriptor, select.POLLIN)
         while not signals:
             if poll.poll(CHECK_S * 1000):
-                processes.hear()
+                watch.hear()
             processes.check()
     finally:
         processes.close(PATIENCE_S)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.helper_link import HelperLink
 from tests.serving import ROOT, WITHIN, Serving
 
 
@@ -49,7 +50,8 @@ class Gateway:
             given = GatewaySettings(
                 **({"auth": "none", "port": self.port, "listeners": (listener.fileno(),)} | where | settings)
             )
-            self._reports, channel = socket.socketpair()
+            reports, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._link = HelperLink(reports.detach())
             with channel:
                 self.process = subprocess.Popen(
                     [sys.executable, *program],
@@ -60,8 +62,7 @@ class Gateway:
                 )
         if descriptors is not None:  # before the settings, for which the process waits
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
-        self._reports.sendall(given.to_json())
-        self._reports.shutdown(socket.SHUT_WR)
+        self._link.send(given.to_json())
 
     @property
     def url(self) -> str:
@@ -73,4 +74,4 @@ class Gateway:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.process.terminate()
         self.process.wait(WITHIN)
-        self._reports.close()
+        self._link.close()

@@ -20,6 +20,7 @@ from protocol.process.gateway_settings import GatewaySettings
 from supervisor import gateway_child
 from supervisor.config_gateway import Address, GatewayConfig
 from supervisor.gateway_process import GatewayProcesses
+from supervisor.helper import HelperWatch
 from supervisor.logs import MAX_LOG_BYTES
 from tests.deterministic_engine import answer
 from tests.gateway.asking import ask, begin, described
@@ -178,11 +179,12 @@ def test_a_process_that_hangs_is_replaced(serving: Serving, monkeypatch: pytest.
     monkeypatch.setattr(gateway_child, "HANG_S", 2.0)
     config = GatewayConfig(listen=Address("127.0.0.1", free_port()), auth="none")
     settings = GatewaySettings(runtime_dir=str(serving.runtime_dir), auth="none", parent=os.getpid())
-    gateway = GatewayProcesses(config, settings, logging.getLogger("test"))
+    watch = HelperWatch()
+    gateway = GatewayProcesses(config, settings, logging.getLogger("test"), watch)
 
     def described() -> dict[str, Any]:
         gateway.check()
-        gateway.hear()
+        watch.hear()
         found = gateway.describe()
         assert found is not None
         return found
