@@ -22,7 +22,7 @@ from supervisor.config_environment import overlay
 from supervisor.config_folders import SECTION as FOLDERS
 from supervisor.config_folders import Folder, FoundModel, engines_of, lay_folders, lay_suitable
 from supervisor.config_gateway import GatewayConfig, gateway_problems
-from supervisor.config_model import ENGINE_KEYS, ModelConfig
+from supervisor.config_model import ModelConfig, marked
 from supervisor.config_rules import (
     cluster_problems,
     combination_problems,
@@ -45,6 +45,7 @@ from supervisor.workers.machines import AUTO, Elsewhere
 from supervisor.yaml_source import NOTE_PREFIX, ConfigError, KeyPath, Problem, YamlSource
 
 DEMO_PREFIX = "demo:"
+_PATHS = ("model_dir", "draft_model", "lora", "chat_template")
 
 
 class ModelSpec:
@@ -123,19 +124,23 @@ class ModelSpec:
     def process_key(self) -> tuple[object, ...]:
         """Return the settings that a worker gets at its start. If they change, the worker must be replaced.
 
-        ``model_roots`` are not among them: a running worker has read its files.
+        ``model_roots`` are not among them: a running worker has read its files. Paths are those in ``engine_spec``,
+        since one may be written in several ways.
         """
-        config = self.config
-        return (
-            replace(self.engine_spec, model_roots=()), config.gpu, config.gpus, config.node, config.sampling,
-            config.forced, config.limits, config.step_timeout, config.tool_format, config.reasoning,
-        )  # fmt: skip
+        keys = [key for key in marked(ModelConfig, "workers") if key not in _PATHS]
+        return (replace(self.engine_spec, model_roots=()), *(getattr(self.config, key) for key in keys))
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Return the keys that a worker is told as they are, by their names in ``WorkerSpec``, if they are set."""
+        found = {key: getattr(self.config, key) for key in marked(ModelConfig, "told")}
+        return {key: value for key, value in found.items() if value is not None}
 
     @property
     def engine_spec(self) -> EngineSpec:
         config = self.config
-        keys = frozenset[str]().union(*ENGINE_KEYS.values())
-        options = {key: value for key in sorted(keys) if (value := getattr(config, key)) is not None}
+        keys = sorted(marked(ModelConfig, "engines"))
+        options = {key: value for key in keys if (value := getattr(config, key)) is not None}
         if self.draft_model:
             options["draft_model"] = str(self.draft_model)
         if self.template_file:

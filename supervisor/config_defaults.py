@@ -4,22 +4,21 @@ A model's own key wins, also if its value is null. Maps of options are merged by
 for a model is not laid beneath it: a file may hold models of several engines, and models that are lazy and others.
 """
 
+from dataclasses import fields
 from typing import Any, Final
 
-from protocol.values import Unfit
-from supervisor.config_model import ENGINE_KEYS, LAZY_KEYS, ModelConfig
+from protocol.values import Unfit, hints_of
+from supervisor.config_model import ENGINE_KEYS, ONE, ModelConfig, marked
 from supervisor.schema_validation import fit
 from supervisor.yaml_source import KeyPath, YamlSource
 from supervisor.yaml_variables import Quoted
 
 SECTION: Final = "defaults"
 NO_DEFAULTS: Final = {
-    "model_dir": "is the directory of one model; write it below the model",
-    "aliases": "are names of one model; write them below the model",
-    "description": "is the description of one model; write it below the model",
+    key.name: f"{key.metadata[ONE]} below the model" for key in fields(ModelConfig) if ONE in key.metadata
 }
 """Keys of a model that would be wrong for several, and why."""
-MERGED: Final = ("sampling", "forced", "limits", "variants", "template_kwargs", "options")
+MERGED: Final = [name for name, hint in hints_of(ModelConfig).items() if "dict[" in str(hint)]
 """Keys whose maps are merged. The value of any other key is taken whole."""
 
 
@@ -65,7 +64,7 @@ def _meant(defaults: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     without = of_engines - ENGINE_KEYS.get(engine, {"options"}) if isinstance(engine, str) else of_engines
     lazy = whole.get("lazy")
     if (lazy.unquoted if isinstance(lazy, Quoted) else lazy) is not True:
-        without |= set(LAZY_KEYS)
+        without |= {*marked(ModelConfig, "lazy")}
     return [key for key in defaults if key not in without]
 
 

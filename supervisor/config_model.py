@@ -5,8 +5,10 @@ paragraph of one or two lines. ``Default:`` says in words what an unset key mean
 is a value as it stands in the file.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any, Final
 
 from protocol.values import Within
 from supervisor.config_values import (
@@ -28,18 +30,26 @@ from supervisor.config_values import (
 from supervisor.placement.gpus import MOST_GPUS
 from supervisor.requests.model_queue import QueueLimits
 
-ENGINE_KEYS: dict[str, frozenset[str]] = {
-    "exllamav2": frozenset({
-        "cache_size", "cache_mode", "chunk_size", "rope_scale", "rope_alpha", "gpu_split", "autosplit_reserve",
-        "tensor_parallel", "draft_model", "draft_cache_mode", "draft_rope_scale", "draft_rope_alpha", "draft_tokens",
-        "ngram_draft", "lora", "graphs", "max_gap_ms", "sleep_cache", "chat_template",
-    }),
-    "transformers": frozenset({"chunk_size", "threads", "chat_template"}),
-}  # fmt: skip
-"""Keys of models.yaml that only some engines know. An engine named by an import string takes ``options`` instead."""
-
-LAZY_KEYS = ("ttl", "pinned", "priority", "sleep_after", "sleep", "sleep_cache")
-"""Keys that only lazy models may have."""
+ENGINES: Final = ("exllamav2", "transformers")
+"""The engines of modelctl."""
+# The metadata of a field say what the other parts of modelctl do with the key. A key without any is applied by the
+# supervisor, also when a reload changes it.
+WORKERS: Final = {"workers": True}
+"""The worker of a model reads the key at its start. So a reload that changes the key exchanges the workers."""
+TOLD: Final = WORKERS | {"told": True}
+"""Like WORKERS. The field of ``WorkerSpec`` that has the key's name gets the value."""
+EXLLAMAV2: Final = WORKERS | {"engines": ("exllamav2",)}
+TRANSFORMERS: Final = WORKERS | {"engines": ("transformers",)}
+BOTH: Final = WORKERS | {"engines": ENGINES}
+"""Only these engines know the key. They find it in the ``options`` of ``EngineSpec``. Its default is None."""
+LAZY: Final = {"lazy": True}
+"""Only a lazy model may have the key."""
+ONE: Final = "one"
+"""The key may not stand in ``defaults``. The text says why, and to write it below the model."""
+LATER: Final = {"later": True}
+"""A reload changes the key for workers that are started after it."""
+AT_START: Final = {"at_start": True}
+"""A reload refuses a change of the key, which the supervisor reads at its start only."""
 
 _QUEUE = QueueLimits()
 
@@ -98,7 +108,7 @@ class VariantConfig:
 class ModelConfig:
     """One entry under ``models``. Most keys have the names that EXL2 users know from other servers."""
 
-    model_dir: UserPath
+    model_dir: UserPath = field(metadata=WORKERS | {ONE: "is the directory of one model; write it"})
     """Directory of the model, with config.json, tokenizer.json and the weights (``*.safetensors``).
 
     The path is absolute, or relative to models.yaml. ``demo:letters``, ``demo:stories`` and ``demo:agent`` are shipped
@@ -106,7 +116,7 @@ class ModelConfig:
 
     Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
     """
-    engine: str = "exllamav2"
+    engine: str = field(default="exllamav2", metadata=WORKERS)
     """Engine that computes the model.
 
     ``exllamav2`` serves EXL2, GPTQ and fp16 models on NVIDIA GPUs. ``transformers`` serves small models, on the CPU or
@@ -114,7 +124,7 @@ class ModelConfig:
 
     Example: transformers
     """
-    gpu: Gpu = None
+    gpu: Gpu = field(default=None, metadata=WORKERS)
     """The GPU or GPUs of every worker of this model.
 
     An index counts as nvidia-smi counts. ``auto`` is the GPU with the most free memory. A list splits the model over
@@ -123,12 +133,12 @@ class ModelConfig:
     Default: required for exllamav2, cpu for the other engines
     Example: [0, 1]
     """
-    gpus: Annotated[int, Within(1, MOST_GPUS)] = 1
+    gpus: Annotated[int, Within(1, MOST_GPUS)] = field(default=1, metadata=WORKERS)
     """With ``gpu: auto``: the number of GPUs of every worker, all of one machine, for engines that can use several.
 
     Example: 2
     """
-    node: Node = None
+    node: Node = field(default=None, metadata=WORKERS)
     """The [other machines](operate.md#workers-on-other-machines) of the ``cluster`` on which the model's workers run.
 
     A name means one machine. ``auto`` is any machine, the supervisor's own first, and ``others`` any but that one.
@@ -146,29 +156,29 @@ class ModelConfig:
     Default: the estimate of the engine
     Example: 12GiB
     """
-    max_seq_len: Tokens | None = None
+    max_seq_len: Tokens | None = field(default=None, metadata=WORKERS)
     """Most tokens of context of one request: prompt and answer together.
 
     Default: the model's own context
     Example: 16384
     """
-    max_batch_size: Annotated[int, Within(1, 1024)] = 8
+    max_batch_size: Annotated[int, Within(1, 1024)] = field(default=8, metadata=WORKERS)
     """Most requests that a worker decodes together. Further requests wait in the queue.
 
     Example: 16
     """
-    cache_size: Tokens | None = None
+    cache_size: Tokens | None = field(default=None, metadata=EXLLAMAV2)
     """Tokens in the cache of a worker, for all its running requests together. A multiple of 256.
 
     Default: the larger of max_seq_len and 256 × max_batch_size
     Example: 65536
     """
-    cache_mode: CacheMode | None = None
+    cache_mode: CacheMode | None = field(default=None, metadata=EXLLAMAV2)
     """Precision of the cache. A coarser cache takes less memory.
 
     Example: Q8
     """
-    chunk_size: Tokens | None = None
+    chunk_size: Tokens | None = field(default=None, metadata=BOTH)
     """Most prompt tokens that one step of the engine computes. For engine exllamav2, a multiple of 256.
 
     A smaller chunk makes the other requests wait less while a long prompt is read.
@@ -176,7 +186,7 @@ class ModelConfig:
     Default: 2048 for exllamav2, or the context where that is less
     Example: 1024
     """
-    rope_scale: Factor | None = None
+    rope_scale: Factor | None = field(default=None, metadata=EXLLAMAV2)
     """Linear scaling of the rotary embedding: positions are divided by this number.
 
     A max_seq_len above the model's own context needs rope_scale or rope_alpha.
@@ -184,25 +194,25 @@ class ModelConfig:
     Default: the model's own
     Example: 2.0
     """
-    rope_alpha: Factor | None = None
+    rope_alpha: Factor | None = field(default=None, metadata=EXLLAMAV2)
     """NTK scaling of the rotary embedding's base.
 
     Default: 1
     Example: 2.6
     """
-    gpu_split: list[Annotated[float, Within(0, 1e6, above=True)]] | None = None
+    gpu_split: list[Annotated[float, Within(0, 1e6, above=True)]] | None = field(default=None, metadata=EXLLAMAV2)
     """GiB of weights on each GPU of the worker, in the order of the list ``gpu``.
 
     Default: the engine splits the layers automatically
     Example: [20, 22.5]
     """
-    autosplit_reserve: list[Annotated[int, Within(0, 1 << 20)]] | None = None
+    autosplit_reserve: list[Annotated[int, Within(0, 1 << 20)]] | None = field(default=None, metadata=EXLLAMAV2)
     """MiB that the automatic split leaves free on each GPU of the worker, in the order of the list ``gpu``.
 
     Default: 256 on each
     Example: [512, 96]
     """
-    tensor_parallel: bool | None = None
+    tensor_parallel: bool | None = field(default=None, metadata=EXLLAMAV2)
     """Split every layer over the worker's GPUs, instead of placing whole layers. See ``gpu`` and ``gpus``.
 
     It needs EXL2 weights of Llama, Mistral or Qwen2. Use it for a model that fits on no single GPU: it is slower than
@@ -210,47 +220,47 @@ class ModelConfig:
 
     Example: true
     """
-    draft_model: UserPath | None = None
+    draft_model: UserPath | None = field(default=None, metadata=EXLLAMAV2)
     """Directory of a small model with the same vocabulary, for speculative decoding. Written like model_dir.
 
     Default: no speculation
     Example: ~/models/Llama-3.2-1B-exl2-4.0bpw
     """
-    draft_cache_mode: CacheMode | None = None
+    draft_cache_mode: CacheMode | None = field(default=None, metadata=EXLLAMAV2)
     """Precision of the draft model's cache.
 
     Default: the same as cache_mode
     Example: Q6
     """
-    draft_rope_scale: Factor | None = None
+    draft_rope_scale: Factor | None = field(default=None, metadata=EXLLAMAV2)
     """Linear scaling of the draft model's rotary embedding.
 
     Default: the draft model's own
     Example: 2.0
     """
-    draft_rope_alpha: Factor | None = None
+    draft_rope_alpha: Factor | None = field(default=None, metadata=EXLLAMAV2)
     """NTK scaling of the draft model's rotary embedding.
 
     Default: 1
     Example: 2.6
     """
-    draft_tokens: Annotated[int, Within(1, 16)] | None = None
+    draft_tokens: Annotated[int, Within(1, 16)] | None = field(default=None, metadata=EXLLAMAV2)
     """Tokens that are speculated in each step, with draft_model or ngram_draft.
 
     Example: 6
     """
-    ngram_draft: bool | None = None
+    ngram_draft: bool | None = field(default=None, metadata=EXLLAMAV2)
     """Speculate from repetitions in the text, without a draft model.
 
     Example: true
     """
-    lora: list[LoraConfig] | None = None
+    lora: list[LoraConfig] | None = field(default=None, metadata=EXLLAMAV2)
     """LoRA adapters that apply to every request of the model.
 
     Default: none
     Example: [{dir: ~/loras/pirate, scaling: 1.0}]
     """
-    graphs: bool | None = None
+    graphs: bool | None = field(default=None, metadata=EXLLAMAV2)
     """Capture the steps of decoding as CUDA graphs when the model is loaded. Queue each one before the last is read.
 
     A step is then one launch instead of hundreds, which makes a model several times faster. Chunks of prompts beside
@@ -260,7 +270,7 @@ class ModelConfig:
     Default: true
     Example: false
     """
-    max_gap_ms: Annotated[int, Within(1, 60_000)] | None = None
+    max_gap_ms: Annotated[int, Within(1, 60_000)] | None = field(default=None, metadata=EXLLAMAV2)
     """The longest pause of running answers while other prompts are read, in milliseconds.
 
     A prompt is read in chunks, and answers wait for each chunk. A chunk is as large as this limit allows, and at least
@@ -269,7 +279,7 @@ class ModelConfig:
     Default: 30
     Example: 60
     """
-    threads: Annotated[int, Within(1, 1024)] | None = None
+    threads: Annotated[int, Within(1, 1024)] | None = field(default=None, metadata=TRANSFORMERS)
     """CPU threads of each worker. One thread keeps several models from competing for the cores.
 
     Example: 4
@@ -294,7 +304,7 @@ class ModelConfig:
 
     Example: 1000000
     """
-    sampling: dict[str, Any] | None = None
+    sampling: dict[str, Any] | None = field(default=None, metadata=TOLD)
     """Defaults for options that a request leaves out, by name.
 
     [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here. ``preset: steady``
@@ -303,7 +313,7 @@ class ModelConfig:
     Default: the neutral defaults of the options
     Example: {preset: steady, temperature: 0.7, max_tokens: 512}
     """
-    forced: dict[str, Any] | None = None
+    forced: dict[str, Any] | None = field(default=None, metadata=TOLD)
     """Values of options that count for every request, whatever the request asks for.
 
     A request with another value is served with the forced one. The header ``x-modelctl-changed`` of its answer and
@@ -313,7 +323,7 @@ class ModelConfig:
     Default: requests choose
     Example: {temperature: 0.7, repetition_penalty: 1.0}
     """
-    limits: dict[str, Any] | None = None
+    limits: dict[str, Any] | None = field(default=None, metadata=TOLD)
     """Limits that a request may not exceed, by the option's name. ``prompt_tokens`` limits the length of the prompt.
 
     A request beyond a limit is refused with an error that names the option. Its value is never reduced silently. A
@@ -323,7 +333,7 @@ class ModelConfig:
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
     """
-    chat_template: UserPath | None = None
+    chat_template: UserPath | None = field(default=None, metadata=BOTH)
     """The chat template for all conversations, in place of the one that the model's directory has.
 
     A value with ``/`` or with ``.jinja`` at its end is a file of at most 1 MiB: absolute, or relative to models.yaml.
@@ -340,14 +350,14 @@ class ModelConfig:
     Default: none
     Example: {enable_thinking: false}
     """
-    description: Description = None
+    description: Description = field(default=None, metadata={ONE: "is the description of one model; write it"})
     """The purpose of the model, in one line for people. `modelctl status`, the page and GET /v1/models show it. Line
     breaks become spaces. A reload changes it without a restart of workers.
 
     Default: none
     Example: "for code: slow, and the best that we have"
     """
-    aliases: list[str] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list, metadata={ONE: "are names of one model; write them"})
     """Further names of the model, for clients that ask for a fixed name. Letters, digits, ``.``, ``_``, ``-``, ``/``
     and ``:``, as in Ollama's names. A name belongs to one model only, and may be neither that of a variant
     (``NAME:VARIANT``) nor that of a worker (``NAME:2``). A reload changes aliases without a restart of workers.
@@ -370,7 +380,7 @@ class ModelConfig:
 
     Example: false
     """
-    tool_format: ToolFormat = None
+    tool_format: ToolFormat = field(default=None, metadata=TOLD)
     """The format in which the model writes calls of tools. ``off``: the model does not call tools. Its reasoning and
     its text are told apart all the same.
 
@@ -380,13 +390,13 @@ class ModelConfig:
     Default: the format that the chat template shows
     Example: hermes
     """
-    reasoning: Reasoning = None
+    reasoning: Reasoning = field(default=None, metadata=TOLD)
     """The markers between which the model writes its reasoning. ``off``: the model does not reason.
 
     Default: the markers that the chat template shows
     Example: {start: <think>, end: </think>}
     """
-    step_timeout: Lease | None = None
+    step_timeout: Lease | None = field(default=None, metadata=WORKERS)
     """Longest time that one step of the engine may take. After that time the supervisor kills the worker as hung.
 
     Default: the value of supervisor.watch.step
@@ -413,13 +423,13 @@ class ModelConfig:
 
     Example: true
     """
-    ttl: Ttl = None
+    ttl: Ttl = field(default=None, metadata=LAZY)
     """For a lazy model: unload it after this time without a request.
 
     Default: never
     Example: 10m
     """
-    sleep: Sleep = "ram"
+    sleep: Sleep = field(default="ram", metadata=LAZY)
     """For a lazy model: what becomes of it when another model needs its GPU memory, and after ``sleep_after``.
 
     ``ram``: it goes to sleep, if its engine can. Its process lives, its weights stay in host memory, and the next
@@ -427,13 +437,13 @@ class ModelConfig:
 
     Example: off
     """
-    sleep_after: Ttl = None
+    sleep_after: Ttl = field(default=None, metadata=LAZY)
     """For a lazy model: put it to sleep after this time without a request.
 
     Default: never
     Example: 2m
     """
-    sleep_cache: HostMemory = None
+    sleep_cache: HostMemory = field(default=None, metadata=EXLLAMAV2 | LAZY)
     """For a lazy model: host memory for the cached prompts of a model that sleeps. They are not computed again then.
 
     The prompts that were used last are kept. Without it, a model that wakes has an empty cache.
@@ -441,17 +451,17 @@ class ModelConfig:
     Default: none is kept
     Example: 4GiB
     """
-    pinned: bool = False
+    pinned: bool = field(default=False, metadata=LAZY)
     """For a lazy model: keep it loaded, also when another model needs its GPU memory.
 
     Example: true
     """
-    priority: Annotated[int, Within(-1000, 1000)] = 0
+    priority: Annotated[int, Within(-1000, 1000)] = field(default=0, metadata=LAZY)
     """For a lazy model: models of lower priority are unloaded first when GPU memory is needed.
 
     Example: 10
     """
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] | None = field(default=None, metadata=WORKERS)
     """Settings of an engine that is named by an import string. The engine checks them when it loads.
 
     Default: none
@@ -464,3 +474,16 @@ class ModelConfig:
         if self.gpu in (None, "cpu"):
             return 0
         return len(self.gpu) if isinstance(self.gpu, tuple) else self.gpus
+
+
+@cache
+def marked(kind: type[Any], mark: str) -> tuple[str, ...]:
+    """Return the keys of a section whose metadata have a mark. ``kind``: the dataclass of the section."""
+    return tuple(key.name for key in fields(kind) if key.metadata.get(mark))
+
+
+ENGINE_KEYS: Final[Mapping[str, frozenset[str]]] = {
+    engine: frozenset(key.name for key in fields(ModelConfig) if engine in key.metadata.get("engines", ()))
+    for engine in ENGINES
+}
+"""Keys that only some engines know. An engine named by an import string takes ``options`` instead."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from protocol.limits import MODEL_NAME_PATTERN
 from protocol.process.worker_spec import OFF, PAGE_TOKENS
-from supervisor.config_model import ENGINE_KEYS, LAZY_KEYS, ModelConfig, VariantConfig
+from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig, marked
 from supervisor.config_schema import ClusterConfig, GroupConfig, HeldConfig
 from supervisor.workers.machines import AUTO
 from supervisor.yaml_source import KeyPath
@@ -194,7 +194,7 @@ def _template_problems(path: KeyPath, variables: dict[str, Any]) -> list[tuple[K
 
 def _demand_problems(config: ModelConfig) -> list[tuple[str, str]]:
     """Return (key, message) for keys that only lazy models may have, and for keys that contradict each other."""
-    given = [key for key in LAZY_KEYS if getattr(config, key) != getattr(ModelConfig, key)]
+    given = [key for key in marked(ModelConfig, "lazy") if getattr(config, key) != getattr(ModelConfig, key)]
     why = "is for a model that a request can start: add lazy: true, or remove it"
     problems = [(key, why) for key in given if not config.lazy]
     if config.pinned and config.ttl is not None:

@@ -10,7 +10,7 @@ from protocol.process.log_style import Format, Level, LogStyle
 from protocol.process.progress_lease import DEFAULT_LEASES, Leases
 from protocol.values import Within
 from supervisor.config_gateway import GatewayConfig
-from supervisor.config_model import ModelConfig
+from supervisor.config_model import AT_START, LATER, ModelConfig, marked
 from supervisor.config_values import Days, Duration, HeldSize, HostMemory, Lease, Listen, StoreSize, UserPath, VramLimit
 from supervisor.requests.credit_control import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
@@ -188,8 +188,8 @@ class SupervisorConfig:
     restart: RestartConfig = field(default_factory=RestartConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     poison: PoisonConfig = field(default_factory=PoisonConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
-    usage: UsageConfig = field(default_factory=UsageConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig, metadata=LATER)
+    usage: UsageConfig = field(default_factory=UsageConfig, metadata=AT_START)
     held: HeldConfig = field(default_factory=HeldConfig)
     log_level: Level = "info"
     """The least level of the lines in the logs of the supervisor, the workers and the gateway: ``debug``, ``info``,
@@ -204,7 +204,7 @@ class SupervisorConfig:
 
     Example: json
     """
-    model_roots: list[UserPath] | None = None
+    model_roots: list[UserPath] | None = field(default=None, metadata=LATER)
     """Directories into which the files of models' directories may be links: absolute, or relative to models.yaml.
     Weights may be links to other places, too, see [Security](security.md#linked-files). Changed roots apply to workers
     that are started from now on.
@@ -219,13 +219,13 @@ class SupervisorConfig:
     Default: no request log is written
     Example: /var/log/modelctl/requests.jsonl
     """
-    listen: Listen = None
+    listen: Listen = field(default=None, metadata=AT_START)
     """TCP endpoint for clients with a key (``modelctl keys new``). A change takes a restart of the supervisor.
 
     Default: the supervisor listens on no port
     Example: tcp://192.168.1.5:5570
     """
-    keys: UserPath | None = None
+    keys: UserPath | None = field(default=None, metadata=AT_START)
     """Directory of the keys: absolute, or relative to models.yaml. A change takes a restart of the supervisor.
 
     Default: $MODELCTL_KEYS, else ~/.config/modelctl/keys
@@ -237,7 +237,7 @@ class SupervisorConfig:
 
     Example: 2m
     """
-    vram_limit: VramLimit = None
+    vram_limit: VramLimit = field(default=None, metadata=LATER)
     """Most memory of a GPU that all models together may take: one limit for every GPU, or a map from GPU to limit.
 
     One limit for every GPU holds on all machines of a cluster. In a map, an index means a GPU of the supervisor's own
@@ -429,12 +429,13 @@ class FileConfig:
     """
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     gateway: GatewayConfig | None = None
-    cluster: ClusterConfig | None = None
+    cluster: ClusterConfig | None = field(default=None, metadata=AT_START)
 
 
-FIXED: Final = (("supervisor", "listen"), ("supervisor", "keys"), ("supervisor", "usage"), ("cluster",))
-"""What is applied at the supervisor's start only: keys of a section, and a whole section."""
+FIXED_KEYS: Final = marked(SupervisorConfig, "at_start")
+FIXED_SECTIONS: Final = marked(FileConfig, "at_start")
+_FIXED: Final = (*(f"supervisor.{key}" for key in FIXED_KEYS), *(f"the section {name}" for name in FIXED_SECTIONS))
 FIXED_CHANGED: Final = (
-    "supervisor.listen, supervisor.keys, supervisor.usage and the section cluster are applied at the next start only: "
-    "put them back as they were, or shut down and serve again"
+    f"{', '.join(_FIXED[:-1])} and {_FIXED[-1]} are applied at the next start only: put them back as they were, or "
+    "shut down and serve again"
 )

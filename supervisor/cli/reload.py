@@ -20,9 +20,6 @@ from supervisor.cli.waiting import RolloutReport, goes_on, wait_for_gateway, wai
 if TYPE_CHECKING:
     from supervisor.yaml_source import Problem
 
-_APPLIED = dict.fromkeys(("vram_limit", "watch", "model_roots"), "applied to workers that are started from now on")
-"""The text for a changed key of the section ``supervisor`` if running workers keep the key's old value."""
-
 
 @click.command(
     cls=Command,
@@ -79,7 +76,7 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
                 click.echo(f"{model_report['model']}: {_outcome(model_report)}")
         for key in done["settings"]:
             name = key if key in of_gateway else f"supervisor.{key}"
-            click.echo(f"{name}: {_APPLIED.get(key, 'applied')}")
+            click.echo(f"{name}: {_applied(key)}")
         if not done["settings"] and all(model_report["change"] == "unchanged" for model_report in done["models"]):
             click.echo("nothing has changed")
     failed = [] if unready is None else [f"the gateway does not answer: {unready}"]
@@ -118,6 +115,15 @@ def _prepare(client: Client, *, quiet: bool) -> "Sequence[Problem]":
         return e.problems
     compile_for(config.engines, quiet=quiet)
     return ()
+
+
+def _applied(key: str) -> str:
+    """Return what has become of a changed key of the section ``supervisor``."""
+    from supervisor.config_model import marked
+    from supervisor.config_schema import SupervisorConfig
+
+    later = key in marked(SupervisorConfig, "later")  # running workers keep the key's old value
+    return "applied to workers that are started from now on" if later else "applied"
 
 
 def _outcome(model: dict[str, Any]) -> str:

@@ -2,15 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from functools import partial, reduce
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
 
 from protocol.errors import ErrorCode, WireError
+from protocol.values import hints_of
 from supervisor.config import Config, ModelSpec, load_config
 from supervisor.config_gateway import GatewayConfig
-from supervisor.config_schema import FIXED, FIXED_CHANGED, SupervisorConfig
+from supervisor.config_schema import FIXED_CHANGED, FIXED_KEYS, FIXED_SECTIONS, SupervisorConfig
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replica import Replica
@@ -73,10 +73,10 @@ class Reloads:
         return self.reload(config, cause, how, only)
 
     def fixed_of(self, config: Config) -> list[tuple[str, ...]]:
-        """Return the places of FIXED that differ in a file, and that a reload cannot apply."""
-        return [
-            place for place in FIXED if reduce(getattr, place, self._registry.config) != reduce(getattr, place, config)
-        ]
+        """Return the keys and sections that differ in a file, and that a reload cannot apply."""
+        before = self._registry.config
+        keys = [("supervisor", key) for key in differing(before.supervisor, config.supervisor, FIXED_KEYS)]
+        return [*keys, *((name,) for name in differing(before, config, FIXED_SECTIONS))]
 
     def preview(self, config: Config) -> tuple[list[str], dict[str, Change]]:
         """Return what a reload would change now: the settings as ``Rollout`` has them, and the change of each model."""
@@ -190,16 +190,13 @@ def _check_names(config: Config) -> None:
 def settings_changed(before: Config, after: Config) -> list[str]:
     """Return the keys that differ, apart from those of models: of the section ``supervisor`` without its name, then
     ``gateway.KEY``, ``default_model``, ``groups`` and ``folders``."""
-    found = differing(SupervisorConfig, before.supervisor, after.supervisor)
-    found += [f"gateway.{key}" for key in differing(GatewayConfig, before.gateway, after.gateway)]
+    found = differing(before.supervisor, after.supervisor, hints_of(SupervisorConfig))
+    found += [f"gateway.{key}" for key in differing(before.gateway, after.gateway, hints_of(GatewayConfig))]
     found += ["default_model"] if before.names.default != after.names.default else []
     found += ["groups"] if before.groups != after.groups else []
     return found + (["folders"] if before.folders != after.folders else [])
 
 
-def differing(kind: type[Any], before: object, after: object) -> list[str]:
-    """Return the keys of a section that have other values now. A missing section (None) differs in every key.
-
-    kind  the dataclass of the section
-    """
-    return [key.name for key in fields(kind) if getattr(before, key.name, None) != getattr(after, key.name, None)]
+def differing(before: object, after: object, keys: Iterable[str]) -> list[str]:
+    """Return the keys of a section that have other values now. A missing section (None) differs in every key."""
+    return [key for key in keys if getattr(before, key, None) != getattr(after, key, None)]

@@ -188,12 +188,7 @@ class Start(Admission):
             generation=replica.generation,
             visible_devices=devices,
             cpus=replica.memory.cpus,
-            sampling=config.sampling or {},
-            forced=config.forced or {},
             masks=masks(),
-            limits=config.limits or {},
-            tool_format=config.tool_format,
-            reasoning=config.reasoning,
             endpoint=starts.back_endpoint,
             routing_id=replica.routing_id,
             log_path=str(replica.log_path),
@@ -201,6 +196,7 @@ class Start(Admission):
             leases=starts.registry.config.supervisor.leases(config),
             name=replica.label,
             log=replica.log_style,
+            **self._spec.told,
         )
         try:
             process = starts.launcher.start(spec, elsewhere)

@@ -1,17 +1,23 @@
 """Each key on the configuration page has a text, a default and an example that the schema accepts."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from model_worker.engines.exllamav2.options import DEFAULT_CHUNK_SIZE
-from supervisor.config_model import ENGINE_KEYS, ModelConfig
-from supervisor.config_schema import FileConfig
+from protocol.process.worker_spec import WorkerSpec
+from supervisor.config import ModelSpec
+from supervisor.config_model import ENGINE_KEYS, ModelConfig, marked
+from supervisor.config_schema import FileConfig, SupervisorConfig
+from supervisor.fleet.rollout import Change, changes
 from supervisor.schema_validation import fit
-from tools.docs.configuration import Key, all_keys, example_value, keys_of
+from tools.docs.configuration import ENGINE_OPTIONS, Key, all_keys, example_value, keys_of
 
 KEYS = {key.path: key for key in all_keys()}
+PATHS = ("model_dir", "draft_model", "lora", "chat_template")
+"""Keys of a model whose paths ``ModelSpec`` gets in another way."""
 
 
 def file_with(key: Key) -> dict[str, Any]:
@@ -65,6 +71,29 @@ def test_defaults_come_from_the_schema_and_from_the_engines() -> None:
     assert "`256` for transformers" in KEYS["chunk_size"].default
     assert KEYS["graphs"].default == "`true`", "once, though the key's text and the engine's options say it"
     assert KEYS["supervisor.held.client"].default == "`16MiB`"
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in keys_of(ModelConfig) if key.path not in (*PATHS, "engine")], ids=lambda key: key.path
+)
+def test_the_field_of_a_key_says_whether_a_change_exchanges_the_workers(key: Key) -> None:
+    own = {"model_dir": ".", "engine": "transformers"}
+    before, after = (
+        ModelSpec("a", fit(ModelConfig, own | keys), Path("/models/a")) for keys in ({}, {key.path: example_value(key)})
+    )
+    # Another number of workers is an exchange. A lazy model may sleep, which its worker prepares for.
+    exchanges = key.path in (*marked(ModelConfig, "workers"), "replicas", "lazy")
+    expected = Change.WORKERS if exchanges else Change.SETTINGS
+    assert changes({"a": [before]}, {"a": after}) == {"a": expected}
+
+
+def test_what_the_fields_say_fits_what_reads_the_keys() -> None:
+    assert {*marked(ModelConfig, "told")} <= {each.name for each in fields(WorkerSpec)}
+    for engine, known in ENGINE_KEYS.items():
+        assert known - {"lora"} <= {each.name for each in fields(ENGINE_OPTIONS[engine])}
+    kinds = (ModelConfig, SupervisorConfig, FileConfig)
+    marks = {mark for kind in kinds for each in fields(kind) for mark in each.metadata}
+    assert marks == {"workers", "told", "engines", "lazy", "one", "later", "at_start"}
 
 
 @dataclass(frozen=True)
