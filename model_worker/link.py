@@ -32,7 +32,7 @@ from protocol.messages import (
     Woke,
 )
 from protocol.process.peer_user import check_listener
-from protocol.process.silent_links import end_when_silent
+from protocol.process.silent_links import end_when_silent, prove_keys
 from protocol.process.socket_calls import has_input, monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_DISCONNECTED
 from protocol.process.worker_spec import WorkerSpec
@@ -66,9 +66,7 @@ class SupervisorLink:
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._by_key = spec.keys is not None
         if spec.keys is not None:
-            socket.curve_serverkey = spec.keys.server.encode()
-            socket.curve_publickey, socket.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
-            socket.setsockopt(zmq.IPV6, int("[" in spec.endpoint))
+            prove_keys(socket, spec.endpoint, spec.keys)
             end_when_silent(socket, spec.link_lease_s)
         connected = zmq.EVENT_HANDSHAKE_SUCCEEDED if self._by_key else zmq.EVENT_CONNECTED
         self._monitor = socket.get_monitor_socket(connected | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)

@@ -1,4 +1,4 @@
-"""Have the kernel end TCP connections to machines that are lost, or behind a network that is cut.
+"""TCP connections between machines. The kernel ends those to machines that are lost, or behind a network that is cut.
 
 Without that, a connection over which nothing is sent stays for ever when the other machine is gone, and one over which
 something is sent stays for a quarter of an hour. The heartbeats of ZMTP are no remedy here. The supervisor's sockets
@@ -9,6 +9,8 @@ left, or when the peer has sent a heartbeat and leaves.
 from typing import Any, Final
 
 import zmq
+
+from protocol.process.worker_spec import LinkKeys
 
 MARGIN_S: Final = 5.0
 """Seconds beyond a lease. A network that comes back within the lease finds the connections as they were."""
@@ -27,3 +29,10 @@ def end_when_silent(socket: "zmq.Socket[Any]", lease_s: float) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PROBE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_S)
     socket.setsockopt(zmq.TCP_MAXRT, round(1000 * (lease_s + MARGIN_S)))  # TCP_USER_TIMEOUT: also with bytes on the way
+
+
+def prove_keys(socket: "zmq.Socket[Any]", endpoint: str, keys: LinkKeys) -> None:
+    """Have a socket prove its keys to the endpoint, and demand the endpoint's. Call this before ``connect``."""
+    socket.curve_serverkey = keys.server.encode()
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))

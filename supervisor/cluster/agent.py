@@ -32,6 +32,7 @@ from protocol.errors import FrameError
 from protocol.process.parent_death import die_with
 from protocol.process.process_title import set_title
 from protocol.process.progress_lease import WorkerPhase
+from protocol.process.silent_links import prove_keys
 from supervisor.cluster.agent_gpus import REPORT_S, AgentGpus, Fits
 from supervisor.cluster.agent_messages import (
     BEAT_S,
@@ -127,9 +128,7 @@ class Agent:
         link.setsockopt(zmq.RCVHWM, SOCKET_MARK)
         link.setsockopt(zmq.MAXMSGSIZE, MAX_LOG)
         link.setsockopt(zmq.RECONNECT_IVL, -1)  # the key may be taken off the list meanwhile: the lease decides
-        link.setsockopt(zmq.IPV6, int("[" in spec.endpoint))
-        link.curve_serverkey = spec.keys.server.encode()
-        link.curve_publickey, link.curve_secretkey = spec.keys.public.encode(), spec.keys.secret.encode()
+        prove_keys(link, spec.endpoint, spec.keys)
         link.connect(spec.endpoint)
         self._starter = starter
         self._timers, self._launcher, self._log = starter.timers, starter.launcher, starter.log

@@ -10,7 +10,7 @@ import zmq
 
 from protocol.process.worker_spec import WorkerSpec
 from supervisor.attempts import ListenAttempts, ListenError
-from supervisor.cluster.port import RemotePort, remote_port
+from supervisor.cluster.port import RemotePort
 from supervisor.cluster.ray_starter import RayStarter
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
@@ -100,7 +100,7 @@ class Cluster(Launcher):
         self, context: Context, clients: ClientPort, slot_of: Callable[[bytes], WorkerSlot | None]
     ) -> list[RemotePort]:
         address, lease = self._attempts.address, self._config.lease
-        self._port = remote_port(context, address, self._secret, clients, slot_of, self._remote.takes, lease)
+        self._port = RemotePort(context, address, self._secret, clients, slot_of, self._remote.takes, lease)
         self._listen(time.monotonic())
         if not self._attempts.may_pass:
             self._port.close()

@@ -19,7 +19,7 @@ from protocol.process.socket_calls import has_input, monitor_event
 from supervisor.ports.accepted import AcceptedDescriptors
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.monitors import open_monitor
-from supervisor.ports.sockets import Context
+from supervisor.ports.sockets import Context, admit_keys_only
 from supervisor.ports.tcp_listener import MAX_STRANGERS, bytes_both_ways
 from supervisor.ports.worker_port import WorkerPort, worker_router
 from supervisor.ports.zap import REMOTE_DOMAIN
@@ -31,21 +31,34 @@ proof. It sends some 70 further bytes if it accepts the key, and some ten if it 
 
 
 class RemotePort(WorkerPort):
-    """The port, which also watches its connections.
+    """The port, which is not bound yet. It also watches its connections.
 
     monitor   socket with the events of connections, for ``read_monitor``
     accepted  connections that were taken so far
-    takes     handles a frame of an agent. Returns False for a frame of a worker, which ``receive`` yields then
     """
 
     def __init__(
         self,
         context: Context,
-        socket: zmq.Socket[bytes],
+        endpoint: str,
+        secret_key: bytes,
         clients: ClientPort,
         slot_of: Callable[[bytes], WorkerSlot | None],
         takes: Callable[[bytes, bytes | None], bool],
+        lease_s: float,
     ) -> None:
+        """Make the port.
+
+        endpoint    tcp://IP:PORT, an address of this machine that the other machines can reach
+        secret_key  the port's secret key for CURVE, as Z85 text
+        clients, slot_of  as for ``WorkerPort``
+        takes       handles a frame of an agent. Returns False for a frame of a worker, which ``receive`` yields then
+        lease_s     seconds after which a machine counts as lost. Connections to it end shortly after
+        """
+        socket = worker_router(context)
+        admit_keys_only(socket, endpoint, secret_key, REMOTE_DOMAIN)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+        end_when_silent(socket, lease_s)
         super().__init__(socket, clients, slot_of)
         self._takes = takes
         self.monitor = open_monitor(context, socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -70,31 +83,3 @@ class RemotePort(WorkerPort):
     def close(self) -> None:
         self.monitor.close(linger=0)
         super().close()
-
-
-def remote_port(
-    context: Context,
-    endpoint: str,
-    secret_key: bytes,
-    clients: ClientPort,
-    slot_of: Callable[[bytes], WorkerSlot | None],
-    takes: Callable[[bytes, bytes | None], bool],
-    lease_s: float,
-) -> RemotePort:
-    """Return the port, which is not bound yet.
-
-    endpoint    tcp://IP:PORT, an address of this machine that the other machines can reach
-    secret_key  the port's secret key for CURVE, as Z85 text
-    clients, slot_of  as for ``WorkerPort``
-    takes       as for ``RemotePort``
-    lease_s     seconds after which a machine counts as lost. Connections to it end shortly after
-    """
-    socket = worker_router(context)
-    socket.curve_server = True
-    socket.curve_secretkey = secret_key
-    socket.setsockopt(zmq.ZAP_DOMAIN, REMOTE_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-    end_when_silent(socket, lease_s)
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-    return RemotePort(context, socket, clients, slot_of, takes)

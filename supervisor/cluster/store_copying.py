@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import zmq
 
 from protocol.errors import FrameError
 from protocol.process.private_paths import NotPrivate
+from protocol.process.silent_links import prove_keys
 from protocol.process.worker_spec import LinkKeys
 from supervisor.cluster.agent_messages import Copying, StoreAccess
 from supervisor.cluster.store_copies import Copies, Copy, NoRoomError, WrongSumError, digest_of
@@ -69,7 +71,8 @@ class Fetching(threading.Thread):
         self, context: "zmq.Context[Any]", access: StoreAccess, keys: LinkKeys, directories: Sequence[str]
     ) -> None:
         super().__init__(daemon=True, name="copying")
-        self._access, self._keys, self._directories, self._context = access, keys, directories, context
+        self._access, self._directories, self._context = access, directories, context
+        self._keys = replace(keys, server=access.server)
         self._stopped = threading.Event()
         self.places: dict[str, str] = {}
         self.problem = ""
@@ -127,9 +130,7 @@ class Fetching(threading.Thread):
         link.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER)
         link.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         link.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
-        link.setsockopt(zmq.IPV6, int("[" in self._access.endpoint))
-        link.curve_serverkey = self._access.server.encode()
-        link.curve_publickey, link.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
+        prove_keys(link, self._access.endpoint, self._keys)
         link.connect(self._access.endpoint)
 
     def _copy(self) -> None:

@@ -29,6 +29,7 @@ from supervisor.cluster.store_messages import (
     pack,
     read_request,
 )
+from supervisor.ports.sockets import admit_keys_only
 from supervisor.ports.zap import REMOTE_DOMAIN, ZapHandler
 
 BUSY: Final = 64
@@ -53,10 +54,7 @@ class StoreServer:
         context = zmq.Context()
         self._zap = ZapHandler(context, os.getuid(), worker_keys=self._may)
         self._router = router = context.socket(zmq.ROUTER)
-        router.curve_server = True
-        router.curve_secretkey = secret.encode()
-        router.setsockopt(zmq.ZAP_DOMAIN, REMOTE_DOMAIN)
-        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        admit_keys_only(router, endpoint, secret.encode(), REMOTE_DOMAIN)
         router.setsockopt(zmq.HANDSHAKE_IVL, 3000)
         router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
@@ -65,7 +63,6 @@ class StoreServer:
         router.setsockopt(zmq.RCVHWM, BUSY)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST)
         router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.IPV6, int("[" in endpoint))
         router.bind(endpoint)
 
     def run(self) -> None:

@@ -19,7 +19,6 @@ from supervisor import logs
 from supervisor.config import Config, ModelSpec
 from supervisor.event_history import EventKind, noted
 from supervisor.fleet.hang_watch import HangWatch
-from supervisor.fleet.preparations import Preparations
 from supervisor.fleet.replica import ROOM_RETRY_S, Replica
 from supervisor.fleet.replica_registry import ReplicaRegistry
 from supervisor.fleet.sleepers import Sleepers
@@ -70,7 +69,6 @@ class Fleet:
         self._log = log
         self._hang_watch = HangWatch(self.kill, log)
         self._start_lines = StartLines(log)
-        self._preparations = Preparations()
 
     # --- orders -------------------------------------------------------------------------------------------------
 
@@ -213,8 +211,9 @@ class Fleet:
         now = time.monotonic()
         self._hang_watch.check(self.registry.replicas.values(), now)
         self._start_lines.check(self.registry.replicas.values(), now)
-        for model, progress in self._preparations.news(self.registry.replicas.values()):
-            self._effects.add(self._scheduler.report_loading(model, progress))
+        for replica in self.registry.replicas.values():
+            if (progress := replica.prepared_further()) is not None:
+                self._effects.add(self._scheduler.report_loading(replica.model, progress))
 
     def cut_logs(self) -> None:
         """Keep the logs of the workers small while they run. The loop calls this every ``logs.CUT_S`` seconds."""

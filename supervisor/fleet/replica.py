@@ -82,6 +82,8 @@ class Replica:
         """The time of ``last_exit`` in seconds since 1970."""
         self.restarts = 0
         self.progress: dict[str, Any] = {}
+        self._prepared: dict[str, Any] | None = None
+        """``Launched.progress`` as ``prepared_further`` saw it last."""
         self.info: dict[str, Any] = {}
         """The contents of READY: context, max_jobs, device, attention, ..."""
         self.stats: dict[str, Any] = {}
@@ -262,6 +264,12 @@ class Replica:
     def how_far(self) -> dict[str, Any] | None:
         """Return how far the load is, or what comes before it; None at other times."""
         return self.progress or (self.process.progress if self.process is not None else None) or None
+
+    def prepared_further(self) -> dict[str, Any] | None:
+        """Return how far the launcher is with what comes before the load, such as copying the model's directories. None
+        if it is no further than at the last call."""
+        before, self._prepared = self._prepared, self.process.progress if self.process is not None else None
+        return self._prepared if self._prepared != before else None
 
     def refusal(self) -> WireError:
         """Return the error for new requests if no worker of the model takes any."""

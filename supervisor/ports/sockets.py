@@ -85,6 +85,19 @@ def try_bind(
     return True
 
 
+def admit_keys_only(socket: zmq.Socket[bytes], endpoint: str, secret_key: bytes, domain: bytes) -> None:
+    """Have a socket over TCP, which is not bound yet, admit only peers with a key that ``ZapHandler`` knows (CURVE).
+
+    secret_key  the socket's own, as Z85 text
+    domain      as for ``bind_private``
+    """
+    socket.curve_server = True
+    socket.curve_secretkey = secret_key
+    socket.setsockopt(zmq.ZAP_DOMAIN, domain)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+
+
 def bind_private(socket: zmq.Socket[bytes], endpoint: str, domain: bytes = ZAP_DOMAIN) -> SocketFile:
     """Bind an ipc socket to which only processes of the supervisor's user can connect, and return its file.
 

@@ -37,7 +37,7 @@ from supervisor.ports.client_port import MONITORED, ClientPort
 from supervisor.ports.connections import ClientConnection
 from supervisor.ports.listener import ForgedRoutingId
 from supervisor.ports.monitors import open_monitor
-from supervisor.ports.sockets import Context, client_router, try_bind
+from supervisor.ports.sockets import Context, admit_keys_only, client_router, try_bind
 from supervisor.ports.wires import Wire, borrow
 from supervisor.ports.zap import TCP_DOMAIN
 
@@ -199,11 +199,7 @@ def open_tcp_port(
         message = f"cannot listen on {endpoint} safely: the kernel refuses a filter on the socket ({e.strerror})"
         raise ListenError(f"{message}; allow setsockopt(SO_ATTACH_FILTER), or remove supervisor.listen") from None
     router = client_router(context, backlog)
-    router.curve_server = True
-    router.curve_secretkey = secret_key.encode()
-    router.setsockopt(zmq.ZAP_DOMAIN, TCP_DOMAIN)
-    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    router.setsockopt(zmq.IPV6, int("[" in endpoint))
+    admit_keys_only(router, endpoint, secret_key.encode(), TCP_DOMAIN)
     # the time-out must exceed the transfer of the largest frame, or heartbeats end the connection
     router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)

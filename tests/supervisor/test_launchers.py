@@ -24,7 +24,7 @@ from protocol.process.socket_calls import monitor_event
 from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
 from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
 from supervisor.cluster.agent import MOST_LOGGED, keep_small
-from supervisor.cluster.port import remote_port
+from supervisor.cluster.port import RemotePort
 from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
 from supervisor.cluster.remote_worker import RemoteWorker
 from supervisor.cluster.store_keeper import ModelStore
@@ -69,7 +69,7 @@ class Host:
             self.port, _ = open_local_port(self.context, self.endpoint, clients, lambda routing_id: None)
             return
         endpoint = "tcp://127.0.0.1:*"
-        self.port = remote_port(
+        self.port = RemotePort(
             self.context, endpoint, secret, clients, lambda routing_id: None,
             lambda *sent: self.remote is not None and self.remote.takes(*sent), port_lease_s,
         )  # fmt: skip

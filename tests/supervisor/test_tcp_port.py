@@ -24,7 +24,7 @@ from protocol.messages import Call, Hello, Ping, Pong, Welcome
 from protocol.process.socket_calls import send_to
 from protocol.verbs import Right
 from supervisor.attempts import RETRY_MAX_S, ListenAttempts, ListenError
-from supervisor.cluster.port import remote_port
+from supervisor.cluster.port import RemotePort
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
 from supervisor.ports.arrivals import ArrivalLimits
@@ -418,7 +418,7 @@ def test_connections_without_a_key_keep_no_worker_of_another_machine_out(monkeyp
     own_public, own_secret = zmq.curve_keypair()
     zap = ZapHandler(context, os.getuid(), worker_keys={own_public.decode()})
     clients: Any = SimpleNamespace(socket=context.socket(zmq.ROUTER), connections_by_channel={})
-    port = remote_port(context, endpoint, secret, clients, lambda routing_id: None, lambda *sent: False, 60.0)
+    port = RemotePort(context, endpoint, secret, clients, lambda routing_id: None, lambda *sent: False, 60.0)
     port.socket.bind(endpoint)
     heard: list[bytes] = []
     most_seen = 0
