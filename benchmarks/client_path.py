@@ -21,15 +21,7 @@ import zmq
 from benchmarks.report import RESULTS, Result, write
 from modelctl import AsyncClient, Client
 from protocol.codec import EventWriter, decode, encode, pack_body
-from protocol.messages import (
-    CLIENT_TO_SUPERVISOR,
-    Accepted,
-    EventEntry,
-    EventFlag,
-    Generate,
-    Hello,
-    Welcome,
-)
+from protocol.messages import CLIENT_TO_SUPERVISOR, Accepted, EventEntry, EventFlag, Generate, Hello, Welcome
 
 STREAMS = (1, 8, 32)
 STEPS = 500

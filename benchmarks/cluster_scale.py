@@ -117,7 +117,7 @@ def served(workers: int) -> Iterator[Serving]:
         script = directory / "served.py"
         script.write_text(
             "import runpy, sys\n"
-            "import supervisor.cluster.ray_starter as starter\n"
+            "import supervisor.cluster.machines as starter\n"
             "starter._COMMAND = (sys.executable, '-P', '-m', 'benchmarks.link_peers')\n"
             "if __name__ == '__main__':\n"
             "    sys.argv[0] = 'supervisor'\n"

@@ -30,7 +30,7 @@ from benchmarks.harness import Server, arguments_for
 from benchmarks.report import Result, write
 from modelctl import Client
 from protocol.errors import ConnectionLost
-from supervisor.worker_modules import DEMO_DIR
+from supervisor.workers.environment import DEMO_DIR
 from tests.deterministic_engine import answer
 from tools.demo_models import corpus
 

@@ -22,21 +22,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from answer_formats.parser import AnswerParser, ReasoningMarkers, Tool
-from answer_formats.parts import CallArguments, CallEnd, CallStart, Reasoning, Text
 from benchmarks.client_path import STEPS, STREAMS, TEXTS, on_a_loop, seconds_a_token, stand_in
 from benchmarks.openai_client import Answer, stream
 from benchmarks.report import RESULTS, Result, write
+from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Reasoning, Text, Tool
 
 
 def gateway(runtime_dir: str, listener: socket.socket, told: Connection) -> None:
     """Serve in a process of its own, and answer each message on ``told`` with this process's processor time."""
     import threading
 
-    from gateway.reports import Reports
-    from gateway.server import serve
-    from protocol.process.gateway_settings import GatewaySettings
+    from gateway.server import Reports, serve
     from protocol.process.helper_link import HelperLink
+    from protocol.process.worker_spec import GatewaySettings
 
     def tell() -> None:
         while told.recv() is not None:

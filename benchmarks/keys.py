@@ -28,7 +28,7 @@ import zmq
 
 from benchmarks.harness import arguments_for, percentile
 from benchmarks.report import Result, write
-from protocol.client.client_key import ClientKey
+from protocol.client.transport import ClientKey
 from protocol.codec import encode, pack_body
 from protocol.messages import Hello, Ping, Pong
 from tests.keyed import Keyed, misled, stolen, stranger

@@ -26,7 +26,7 @@ from protocol.codec import EventWriter, decode, encode, pack_body
 from protocol.messages import SUPERVISOR_TO_WORKER, Cancel, EventEntry, Hello, JobMessage, Ready, Shutdown, Stats
 from protocol.process.helper_link import HelperLink, become_helper
 from protocol.process.helper_process import HelperProcess
-from protocol.process.socket_calls import has_input
+from protocol.process.sockets import has_input
 from protocol.process.worker_spec import LinkKeys
 from supervisor.cluster.agent_messages import BEAT_S, Beat, Ended, Order, Signal, Up, read_to_agent
 from supervisor.cluster.agent_messages import pack as pack_agent

@@ -27,7 +27,7 @@ from protocol.messages import (
     Pong,
     Welcome,
 )
-from protocol.process.runtime_paths import front_endpoint
+from protocol.process.paths import front_endpoint
 
 GRANT = limits.STREAM_WINDOW // 2
 """Events of a stream after which the client grants as many more."""

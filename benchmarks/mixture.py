@@ -3,7 +3,7 @@ rows.
 
     python -m benchmarks.mixture            needs a CUDA device; about three minutes, most of them to make the model
 
-Both ways are correct (model_worker/engines/exllamav2/mixture.py says why rows are not fused together). The layers have
+Both ways are correct (model_worker/engines/exllamav2/load.py says why rows are not fused together). The layers have
 the shape of Qwen3-30B-A3B: hidden size 2048, experts of 768, 8 of 128 for each row, EXL2 with 4 bits. Two layers are
 computed in turn, on other rows each time. Times are those of the host, including the wait for the GPU, and medians of
 rounds. The results show the largest number of rows for which the row-by-row way is faster. ``mixture.ROW_BY_ROW``
@@ -17,7 +17,7 @@ from unittest import mock
 
 from benchmarks import report
 from benchmarks.harness import arguments_for, entry, spec_of
-from model_worker.engines.exllamav2 import mixture
+from model_worker.engines.exllamav2 import load as mixture
 from model_worker.engines.exllamav2.check import check
 
 MODEL, QUICK = "30b-a3b-2layers-exl2-rounded", "mixture-exl2-rounded"

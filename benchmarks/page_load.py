@@ -24,10 +24,10 @@ import psutil
 from benchmarks.harness import arguments_for
 from benchmarks.report import Result, write
 from gateway.http.callers import ANYBODY
-from gateway.page.live import Picture, take_picture
+from gateway.page.page import Picture, take_picture
 from gateway.supervisor_link import SupervisorLink
 from modelctl import AsyncClient
-from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.worker_spec import GatewaySettings
 from tests.nvml_box import Box
 from tests.serving import ROOT, Serving, engine
 

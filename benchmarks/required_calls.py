@@ -19,8 +19,8 @@ from pathlib import Path
 
 import jsonschema
 
-from answer_formats.families import FAMILIES
 from benchmarks.report import RESULTS, Result, write
+from protocol.answer_formats.families import FAMILIES
 from protocol.errors import RequestError
 from tests.engines.random_calls import Walker, calls_of, request_of, write_vocabulary
 

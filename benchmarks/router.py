@@ -39,8 +39,8 @@ from benchmarks.unrouted import Without, age, forward, proxy
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.messages import Credit, Generate, Hello, Kind
-from protocol.process.runtime_paths import front_endpoint
-from protocol.process.socket_calls import DONT_WAIT, receive_now
+from protocol.process.paths import front_endpoint
+from protocol.process.sockets import DONT_WAIT, receive_now
 
 STREAMS, SINGLE = 16, 64
 """Streams of one connection: if their tokens come together, and if they come one by one."""

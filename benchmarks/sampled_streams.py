@@ -15,7 +15,7 @@ import zmq
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.messages import Credit, Generate, Hello, Kind, Pong
-from protocol.process.runtime_paths import front_endpoint
+from protocol.process.paths import front_endpoint
 
 GRANT = limits.STREAM_WINDOW // 2
 """Events of a stream after which the client grants as many more."""

@@ -24,7 +24,7 @@ from benchmarks.harness import MODELCTL
 from benchmarks.report import RESULTS, Result, write
 from modelctl import Client
 from protocol.errors import ConnectionLost
-from protocol.process.runtime_paths import front_endpoint
+from protocol.process.paths import front_endpoint
 from tests.serving import ENGINES
 from tools.demo_models import corpus, directory
 

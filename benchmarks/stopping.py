@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.orphans import EMBEDDED, LOAD_S, LOCKS, PLAIN, decoding, embedded_decoding, hung, leave, stopped
 from benchmarks.report import RESULTS, Result, write
-from supervisor.workers.stop_ladder import PATIENT
+from supervisor.workers.life import PATIENT
 from tests.serving import Serving, engine, is_alive
 
 DRAIN_S = 2.0

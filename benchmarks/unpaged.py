@@ -25,7 +25,7 @@ def unpaged_rates(model_dir: str, asked: Sequence[Request], no_sdpa: bool) -> li
     """Return the tokens per second of each job, without the first job, which only warms up."""
     import torch
 
-    from model_worker.engines.exllamav2.attention_choice import import_package
+    from model_worker.engines.exllamav2.load import import_package
 
     package = import_package()
     core, dynamic = package.core, package.generator

@@ -13,7 +13,7 @@ from benchmarks.flood_engine import TEXT, Pace, stamp
 from model_worker.link import SOCKET_MARK
 from protocol.codec import EventWriter
 from protocol.messages import EventEntry
-from protocol.process.socket_calls import DONT_WAIT, receive_now, send_to
+from protocol.process.sockets import DONT_WAIT, receive_now, send_to
 
 Sent = tuple[int, float | None, int]
 """(messages, their rate or None, seed) of one run without the supervisor."""

@@ -28,11 +28,11 @@ from time import perf_counter, thread_time
 import zmq
 
 from benchmarks.report import RESULTS, Result, write
-from model_worker.answer_format import AnswerFormat
 from model_worker.engine import Capabilities, EngineEvent, EngineStats, Finished, Job, NewTokens, ProgressCallback
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
+from model_worker.intake import AnswerFormat
 from model_worker.link import SupervisorLink
 from model_worker.loop import WorkerLoop
 from model_worker.text import TextStream

@@ -1,20 +1,17 @@
 """A gateway process.
 
 Its standard input is a link (``protocol.process.helper_link``). It reads its settings there as JSON
-(``protocol.process.gateway_settings``), and later records about its log. It reports there whether it serves.
+(``protocol.process.worker_spec``), and later records about its log. It reports there whether it serves.
 """
 
 import os
 import socket
 
-from gateway.reports import Reports
-from protocol.process.core_dumps import forbid_core_dumps
-from protocol.process.gateway_settings import GatewaySettings
+from gateway.server import Reports
+from protocol.process.birth import die_with, forbid_core_dumps, set_title
 from protocol.process.helper_link import HelperLink
-from protocol.process.log_output import LogOutput, never_wait
-from protocol.process.masking import mask
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.logs import LogOutput, mask, never_wait
+from protocol.process.worker_spec import GatewaySettings
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from answer_formats.parser import AnswerParser, ReasoningMarkers, Tool
-from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, Tool
 from protocol.client.answers import Delta, TokenLogprob
-from protocol.client.async_streams import AsyncChoices, AsyncStream
+from protocol.client.async_client import AsyncChoices, AsyncStream
 from protocol.messages import FinishReason
 
 TOOL_CALLS = "tool_calls"

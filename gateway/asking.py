@@ -7,14 +7,13 @@ from typing import Any
 
 from starlette.requests import Request
 
+from gateway.http.answers import REQUEST_ID
 from gateway.http.body import held_body
 from gateway.http.callers import Caller
-from gateway.http.responses import REQUEST_ID
 from gateway.openai.models import default_model, is_never_unloaded
-from gateway.openai.options import Wanted
+from gateway.openai.requests import Wanted
 from protocol.client.answers import Progress
-from protocol.client.async_client import AsyncClient
-from protocol.client.async_streams import AsyncStream
+from protocol.client.async_client import AsyncClient, AsyncStream
 from protocol.errors import WireError
 
 Prompt = dict[str, Any]

@@ -6,7 +6,7 @@ for each turn: many templates refuse two messages of one role in a row.
 
 from typing import Any, Final
 
-from gateway.http.notes import Notes
+from gateway.http.answers import Notes
 
 BETWEEN: Final = "\n\n"
 """Stands between texts that the client sent apart: blocks of one turn, and neighbouring turns of one role."""
@@ -34,7 +34,7 @@ def image_text(part: Any, notes: Notes) -> str | None:
 class Conversation:
     """A conversation that grows by one block at a time. Neighbouring blocks of one role become one message.
 
-    The worker puts the messages into the form that the model's chat template takes: see ``model_worker.conversations``.
+    The worker puts the messages into the form that the model's chat template takes: see ``model_worker.rendering``.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ Wanted = tuple[str | None, bool]
 
 async def metrics(request: Request) -> Response:
     """Answer a scrape."""
-    from exporter.text import CONTENT_TYPE, accepts_gzip  # not imported above: only scraped gateways need it
+    from protocol.metrics import CONTENT_TYPE, accepts_gzip  # not imported above: only scraped gateways need it
 
     caller, packed = caller_of(request), accepts_gzip(request.headers.get("accept-encoding", ""))
     text = await request.app.state.scrapes.text(request.app.state.link, caller, packed)
@@ -44,7 +44,7 @@ class Scrapes:
         return await asyncio.shield(self._texts[wanted])  # one client may leave, and others wait for the same text
 
     def _made(self, wanted: Wanted, task: asyncio.Task[bytes]) -> None:
-        from exporter.text import EVERY_S
+        from protocol.metrics import EVERY_S
 
         if task.cancelled() or task.exception() is not None:
             del self._texts[wanted]
@@ -54,8 +54,7 @@ class Scrapes:
 
 async def _make(link: SupervisorLink, caller: Caller, packed: bool) -> bytes:
     """Ask the supervisor twice, and return the text. The process serves others between two pieces of it."""
-    from exporter.families import families
-    from exporter.text import compressed, pieces
+    from protocol.metrics import compressed, families, pieces
 
     found: dict[str, Any] = await link.call(caller, "metrics")  # first, as a refusal names what it refuses
     status: dict[str, Any] = await link.call(caller, "status")

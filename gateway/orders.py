@@ -8,10 +8,11 @@ Whatever changes something takes no GET, because any web page can make a browser
 another origin is refused by ``http.cors``, and a foreign name of this host by ``http.host_check``.
 """
 
+import resource
 import shlex
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import cache, partial
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, Protocol, get_type_hints
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -23,8 +24,8 @@ from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of, caller_of_order, check_keys
 from gateway.http.errors import ApiError
 from gateway.openai.models import default_model, listed
-from protocol.client.model_names import means, unknown_among
 from protocol.errors import ErrorCode, WireError
+from protocol.names import means, unknown_among
 from protocol.verbs import VERBS
 
 _NO_OPTIONS: Final = ("reload",)
@@ -39,7 +40,7 @@ _ANSWERS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
 """The answers to orders whose replies are empty. ``path``: the parameters in the path."""
 NAMES: Final = ("model_name", "name", "model")
 """The keys that name the model in a body: TabbyAPI's word, its older word, and OpenAI's."""
-MOST_BYTES: Final = 16_384
+MOST_ORDER_BYTES: Final = 16_384
 RUNNING: Final = {
     "ready": "ready", "starting": "starting", "loading": "starting", "waking": "starting", "backoff": "starting",
     "draining": "stopping", "stopping": "stopping", "falling_asleep": "sleeping", "asleep": "sleeping",
@@ -157,7 +158,7 @@ async def _body(request: Request, caller: Caller, known: Collection[str], hint: 
     """
     if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return {}
-    body = await read_json(request, MOST_BYTES, caller)
+    body = await read_json(request, MOST_ORDER_BYTES, caller)
     if unknown := sorted(set(body) - set(known)):
         are = "is" if len(known) == 1 else "are"
         why = f"known {are} {', '.join(known)}" if known and known is not NAMES else hint
@@ -217,3 +218,86 @@ async def _give(
 def answer_json(content: dict[str, Any]) -> Response:
     """Return an answer that no cache keeps."""
     return Response(orjson.dumps(content), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+# Decide which connections may exist, and which one makes way for a newcomer.
+#
+# Nobody needs a token to open a connection. So a client could hold all of them: with no TLS handshake, with half a
+# request, or with answers that it does not read. Therefore each connection counts from the moment at which it is
+# accepted, and at the limit the gateway ends the connection that it has waited for longest.
+
+
+MOST_CONNECTIONS: Final = 8192
+"""Most connections of one process."""
+SPARE: Final = 64
+"""Descriptors for other things than connections: sockets to the supervisor, the log, files that are read, and
+connections that make way and are not closed yet."""
+
+
+class Guest(Protocol):
+    """A connection, as ``Places`` knows it."""
+
+    def make_way(self) -> None:
+        """End now. Whatever was not sent is lost."""
+
+
+class Places:
+    """The places for the connections of a process. Pure.
+
+    most     connections that there may be
+    made_way, refused  connections that made way for newcomers, and newcomers that found no place
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.made_way = self.refused = 0
+        self._taken: set[Guest] = set()
+        # The ones that the gateway waits for, in the order of their last sign of life. An idle connection of a client
+        # that has been served is worth more than one that never sent a whole request.
+        self._strangers: dict[Guest, None] = {}
+        self._waited_for: dict[Guest, None] = {}
+
+    def enter(self, guest: Guest) -> bool:
+        """Give a new connection a place, and have another make way if there is none. Return whether it has a place."""
+        if len(self._taken) >= self.most:
+            waiting = self._strangers or self._waited_for
+            if not waiting:
+                self.refused += 1
+                return False
+            oldest = next(iter(waiting))
+            self.leave(oldest)
+            self.made_way += 1
+            oldest.make_way()
+        self._taken.add(guest)
+        self._strangers[guest] = None
+        return True
+
+    def leave(self, guest: Guest) -> None:
+        """Note that a connection has ended."""
+        self._taken.discard(guest)
+        self._strangers.pop(guest, None)
+        self._waited_for.pop(guest, None)
+
+    def wait_for(self, guest: Guest) -> None:
+        """Note that a connection showed life, and that the gateway waits for its client again."""
+        if guest in self._strangers:
+            self._strangers[guest] = self._strangers.pop(guest)
+        elif guest in self._taken:
+            self._waited_for.pop(guest, None)
+            self._waited_for[guest] = None
+
+    def serve(self, guest: Guest) -> None:
+        """Note that a connection has brought a whole request, and that its client waits for the gateway."""
+        self._strangers.pop(guest, None)
+        self._waited_for.pop(guest, None)
+
+
+def connection_limit() -> int:
+    """Return the number of connections that this process may have. Raise its limit of descriptors for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + SPARE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(1, soft - SPARE)
+    return MOST_CONNECTIONS

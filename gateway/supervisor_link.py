@@ -8,7 +8,7 @@ from gateway.http.callers import Caller
 from gateway.http.errors import ApiError
 from protocol.client.async_client import AsyncClient
 from protocol.errors import ConnectionLost, ErrorCode, WireError
-from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.worker_spec import GatewaySettings
 from protocol.verbs import VERBS
 
 _log = logging.getLogger(__name__)

@@ -157,7 +157,7 @@ class Job:
 
     max_new_tokens   >= 1; together with the prompt at most ``Capabilities.context``
     min_new_tokens   until this count the engine draws no end token and looks for no stop string
-    stop_on_loop     tokens of a repetition that end the answer, see model_worker.loop_watch; 0 for off
+    stop_on_loop     tokens of a repetition that end the answer, see model_worker.text; 0 for off
     banned_strings   see engines.banned
     token_healing    see engines.healing
     top_logprobs     None: report no log-probabilities. 0: report only those of the drawn tokens

@@ -20,26 +20,30 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from protocol.process.core_dumps import forbid_core_dumps
-from protocol.process.log_output import LogOutput, begin_log
-from protocol.process.masking import mask
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
-from protocol.process.progress_lease import ProgressLease
-from protocol.process.worker_exit import EXIT_ASKED, EXIT_AWAY, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from protocol.process.worker_spec import WorkerSpec, unpack_spec
+from protocol.process.birth import die_with, forbid_core_dumps, set_title
+from protocol.process.logs import LogOutput, begin_log, mask
+from protocol.process.worker_spec import (
+    EXIT_ASKED,
+    EXIT_AWAY,
+    EXIT_CONFIG,
+    EXIT_ENGINE_FAULT,
+    LOAD_ERROR_PREFIX,
+    ProgressLease,
+    WorkerSpec,
+    unpack_spec,
+)
 
 _PR_SET_NO_NEW_PRIVS = 38
 WORKER_LINES = "%(asctime)s worker %(levelname)-7s %(message)s"
 """The word `worker` tells the lines from those that the supervisor adds to the same log."""
-_LOOP = ("model_worker.answer_format", "model_worker.intake", "model_worker.link", "model_worker.loop")
+_LOOP = ("model_worker.intake", "model_worker.intake", "model_worker.link", "model_worker.loop")
 """Modules that ``run`` imports besides the engine's."""
 
 
 def main(spec: WorkerSpec, page: int | None = None) -> None:
     """Run one worker until the supervisor sends SHUTDOWN or the engine fails. Never returns.
 
-    page  descriptor of the shared page that the supervisor watches, see ``protocol.process.progress_lease``
+    page  descriptor of the shared page that the supervisor watches, see ``protocol.process.worker_spec``
     """
     _end_with(lambda: _become(spec, page), spec.supervisor_pid)
 
@@ -187,11 +191,10 @@ def import_ahead(engine: str) -> None:
 
 def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     """Connect, load the model and serve requests. Return the process's exit code."""
-    from model_worker.answer_format import AnswerFormat
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
     from model_worker.engines.vetting import is_away
-    from model_worker.intake import check_defaults
+    from model_worker.intake import AnswerFormat, check_defaults
     from model_worker.link import SupervisorLink
     from model_worker.loop import WorkerLoop
     from model_worker.rendering import probe_template

@@ -32,8 +32,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.birth import die_with, set_title
 
 FLOAT32 = 4
 """Bytes of a weight in the engine transformers, whatever its type in the file."""
@@ -46,8 +45,7 @@ MEMORY_LIMIT = 2 << 30
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to one question."""
     from model_worker.engines import not_checked
-    from protocol.process.engine_packages import missing_for
-    from protocol.process.worker_spec import EngineSpec
+    from protocol.process.worker_spec import EngineSpec, missing_for
 
     spec = EngineSpec(**question["spec"])
     report = _of_directory(spec, question)
@@ -103,8 +101,8 @@ def _template(checked: Any, question: dict[str, Any]) -> dict[str, str]:
 
     The template runs in the process that renders chats, not in this one.
     """
-    from model_worker.answer_format import AnswerFormat
-    from model_worker.engines.template_files import find_template
+    from model_worker.engines.model_dir import find_template
+    from model_worker.intake import AnswerFormat
     from model_worker.rendering import probe_template
 
     found = find_template(checked.directory)

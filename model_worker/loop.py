@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
+from struct import pack
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from model_worker.answer_format import UNKNOWN, AnswerFormat
 from model_worker.engine import (
     DrawnToken,
     Engine,
@@ -25,16 +26,15 @@ from model_worker.engine import (
     NewTokens,
     Prefilling,
     PromptLogprobs,
+    SleepRefused,
 )
-from model_worker.intake import Intake, prompt_field, variant_of
-from model_worker.link import SupervisorLink
-from model_worker.moves import Moves
-from model_worker.parking import Parking
-from model_worker.questions import answer, failed
+from model_worker.intake import UNKNOWN, AnswerFormat, Intake, prompt_field, variant_of
+from model_worker.link import JobCursor, SupervisorLink
 from model_worker.rendering import Renderer
-from model_worker.sending import JobCursor
-from protocol.codec import EventWriter
-from protocol.errors import WireError
+from protocol.chat import AskTemplate, Detokenize, Question, Tokenize, parse_question
+from protocol.codec import EventWriter, pack_body
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.limits import MAX_FRAME
 from protocol.messages import (
     Ask,
     CancelJob,
@@ -42,18 +42,200 @@ from protocol.messages import (
     EventFlag,
     FinishReason,
     JobMessage,
+    Kind,
     Message,
     SetLogStyle,
     Shutdown,
     Sleep,
     Wake,
 )
-from protocol.process.log_output import adopt_style
-from protocol.process.log_style import LogStyle
-from protocol.process.masking import masked_values
-from protocol.process.progress_lease import ProgressLease
-from protocol.questions import Tokenize, parse_question
+from protocol.process.logs import LogStyle, adopt_style, masked_values
+from protocol.process.worker_spec import ProgressLease
 from protocol.request import GenerateRequest
+
+if TYPE_CHECKING:
+    from model_worker.engine import SleepingEngine
+    from model_worker.engines.constraints import Constraints
+
+
+# Give jobs back to the supervisor while their constraints are compiled, so that they hold no slot meanwhile.
+#
+# A job whose constraint is at hand starts at once. Any other is parked: the supervisor gets PARKED, keeps the request,
+# and gives the slot to another request. When the constraint is compiled, the worker sends COMPILED. The supervisor
+# sends the job again when it is that request's turn. The compiled constraint waits in the worker.
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    channel: int
+    request: int
+    party: int
+
+
+class Parking:
+    """The parked jobs of one worker.
+
+    constraints  the engine's constraints; None if it offers none
+    """
+
+    def __init__(self, constraints: "Constraints | None", link: SupervisorLink) -> None:
+        self._constraints, self._link = constraints, link
+        self._compiling: dict[int, _Parked] = {}
+        """The parked jobs by job id. Cancelled jobs stay here until their costs have been reported."""
+        self._ids: dict[tuple[int, int], int] = {}
+        """Job ids of the requests that the supervisor will send again."""
+
+    def park(
+        self, job_id: int, channel: int, request: int, carry: dict[str, Any], constraint: tuple[str, str] | None
+    ) -> bool:
+        """Give a job back if its constraint is not at hand. Return whether that was done."""
+        constraints = self._constraints
+        if constraints is None or constraint is None or carry.get("stay") or constraints.is_at_hand(*constraint):
+            return False
+        party = carry.get("party", channel)
+        constraints.compile_ahead(job_id, party, *constraint)
+        self._compiling[job_id] = _Parked(channel, request, party)
+        self._ids[channel, request] = job_id
+        self._link.parked(channel, request)
+        return True
+
+    def take(self, channel: int, request: int) -> int | None:
+        """Return the id under which the constraint of a job was compiled; None if the job was not parked."""
+        return self._ids.pop((channel, request), None)
+
+    def forget(self, job_id: int) -> None:
+        """Forget a job that ``take`` returned, because the engine has it now, or because it has ended."""
+        if self._constraints is not None and not self._constraints.forget(job_id):
+            self._compiling.pop(job_id, None)
+
+    def cancel(self, channel: int, request: int) -> bool:
+        """Forget a parked request. Return whether there was one."""
+        job_id = self.take(channel, request)
+        if job_id is not None:
+            self.forget(job_id)
+        return job_id is not None
+
+    def tell(self) -> None:
+        """Tell the supervisor which constraints were compiled."""
+        if self._compiling and self._constraints is not None:
+            for job_id, seconds in self._constraints.compiled_ahead():
+                parked = self._compiling.pop(job_id)
+                self._link.compiled(parked.channel, parked.request, parked.party, ceil(1000 * seconds))
+
+    @property
+    def busy(self) -> bool:
+        """Return whether constraints are being compiled, so that ``tell`` will have something to report."""
+        return bool(self._compiling)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Return descriptors that become readable when ``tell`` has something to report."""
+        return () if self._constraints is None or not self._compiling else self._constraints.descriptors
+
+
+# Put the model of a worker to sleep, and wake it. The supervisor orders both, and only while the worker has no job.
+
+
+class Moves:
+    """The moves of one model between the memory of its GPU and that of the host."""
+
+    def __init__(self, engine: Engine, link: "SupervisorLink", lease: "ProgressLease") -> None:
+        self._engine, self._link, self._lease = engine, link, lease
+        self.preparing = engine.capabilities.sleep_bytes is not None
+        """Whether there is more to do before the first sleep."""
+
+    def prepare(self) -> None:
+        """Do a part of the first sleep ahead, while there is nothing else to do."""
+        self._lease.moving()
+        self.preparing = cast("SleepingEngine", self._engine).prepare_sleep()
+
+    def sleep(self) -> None:
+        """Put the model to sleep, and tell the supervisor how that went."""
+        begun, size = time.monotonic(), self._engine.capabilities.sleep_bytes
+        if size is None:
+            self._link.slept(0.0, 0, self._engine.capabilities.no_sleep)
+            return
+        self._lease.moving()
+        self.preparing = False
+        try:
+            cast("SleepingEngine", self._engine).sleep(self._lease.moving)
+        except SleepRefused as e:
+            self._link.slept(0.0, 0, " ".join(str(e).split()) or "no reason was given")
+            return
+        self._link.slept(time.monotonic() - begun, size)
+
+    def wake(self) -> None:
+        """Wake the model, and tell the supervisor."""
+        begun, size = time.monotonic(), self._engine.capabilities.sleep_bytes
+        self._lease.moving()
+        cast("SleepingEngine", self._engine).wake(self._lease.moving)
+        self._link.woke(time.monotonic() - begun, size or 0)
+
+
+# Answer ASK messages: questions of clients about the model's tokenizer.
+
+
+_MOST = MAX_FRAME[Kind.ANSWER] - 1024
+
+
+def answer(question: Question, engine: Engine, intake: Intake, rendered: str | None = None) -> bytes:
+    """Return the body of ANSWER. If the question cannot be answered, the body holds the error.
+
+    rendered  the text that the chat template made of ``question.messages``
+    """
+    try:
+        if isinstance(question, AskTemplate):
+            return _fitting(pack_body({"result": _template(engine)}))
+        if isinstance(question, Detokenize):
+            return _fitting(pack_body({"result": {"text": _text(question, engine)}}))
+        return _fitting(pack_body({"result": _tokens(question, engine, intake, rendered)}))
+    except WireError as e:
+        return failed(e)
+
+
+def failed(error: WireError) -> bytes:
+    """Return the body of ANSWER to a question that failed."""
+    return pack_body({"error": masked_values(error.to_wire())})
+
+
+def _tokens(question: Tokenize, engine: Engine, intake: Intake, rendered: str | None) -> dict[str, Any]:
+    if question.prompt is None:
+        ids = engine.encode_rendered(rendered or "")
+    else:
+        ids = intake.encode(question.prompt, add_special=question.add_special)
+    result: dict[str, Any] = {"token_ids": pack(f"<{len(ids)}I", *ids), "count": len(ids)}
+    result["context"] = engine.capabilities.context
+    if question.with_text:
+        result["text"] = question.prompt if rendered is None else rendered
+    if question.with_pieces:
+        result["pieces"] = [engine.token_bytes(token) for token in ids]
+    return result
+
+
+def _template(engine: Engine) -> dict[str, Any]:
+    template = engine.chat_template
+    if template is None:
+        return {"source": None, "tool_source": None, "special_tokens": {}}
+    named = dict(template.special_tokens)
+    return {"source": template.source, "tool_source": template.tool_source, "special_tokens": named}
+
+
+def _text(question: Detokenize, engine: Engine) -> str:
+    ids, context = memoryview(question.token_ids).cast("I"), engine.capabilities.context
+    if len(ids) > context:
+        raise RequestError(
+            f"token_ids has {len(ids)} tokens: at most {context} fit the context",
+            field="token_ids",
+            code=ErrorCode.CONTEXT_OVERFLOW,
+        )
+    return engine.decode(list(ids))
+
+
+def _fitting(body: bytes) -> bytes:
+    if len(body) > _MOST:
+        raise WireError(ErrorCode.TOO_LARGE, f"the answer has {len(body)} bytes: at most {_MOST} can be sent")
+    return body
+
 
 _log = logging.getLogger(__name__)
 IDLE_WAIT_MS = 200

@@ -2,8 +2,8 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.messages import EventEntry
-from protocol.process.progress_lease import ProgressLease
-from protocol.process.socket_calls import AnySocket
+from protocol.process.sockets import AnySocket
+from protocol.process.worker_spec import ProgressLease
 
 SOURCES: int
 

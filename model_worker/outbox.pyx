@@ -26,7 +26,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 import zmq
 
 from model_worker.engine import NewTokens
-from protocol.process.progress_lease import ProgressLease
+from protocol.process.worker_spec import ProgressLease
 from protocol.process.libzmq cimport Message, bytes_of, calls, handle_of, is_readable, send_bytes, send_message
 from protocol.messages import VERSION, EventFlag, Kind
 from protocol.process.sources cimport MODELCTL_SOURCES

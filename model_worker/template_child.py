@@ -26,10 +26,9 @@ import jinja2.ext
 import jinja2.sandbox
 import msgpack
 
-from model_worker.conversations import Form, UnfitError, adapt
+from model_worker.rendering import Form, UnfitError, adapt
 from model_worker.template_probes import probe
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.birth import die_with, set_title
 
 MEMORY = 512 << 20
 """Bytes of address space of this process."""

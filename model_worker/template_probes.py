@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from model_worker.conversations import ARGUMENTS, NINE, NULL_CONTENTS, REASONING, Form, Message
+from model_worker.rendering import ARGUMENTS, NINE, NULL_CONTENTS, REASONING, Form, Message
 
 Draw = Callable[..., str | None]
 """Renders: (messages, tools=None, end=True), where ``end`` asks for the beginning of the assistant's turn. Returns None

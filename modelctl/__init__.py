@@ -13,11 +13,9 @@ TYPE_CHECKING = False  # type checkers take a variable of this name as true; the
 if TYPE_CHECKING:
     from protocol import __version__
     from protocol.client.answers import Completion, Delta, Progress, TokenLogprob
-    from protocol.client.async_client import AsyncClient
-    from protocol.client.async_streams import AsyncChoices, AsyncStream
-    from protocol.client.client_key import ClientKey
-    from protocol.client.sync_client import Client
-    from protocol.client.sync_streams import Choices, Stream
+    from protocol.client.async_client import AsyncChoices, AsyncClient, AsyncStream
+    from protocol.client.sync_client import Choices, Client, Stream
+    from protocol.client.transport import ClientKey
     from protocol.errors import ConnectionLost, ErrorCode, RequestError, WireError
 
 __all__ = [
@@ -40,19 +38,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncChoices": "protocol.client.async_streams",
+    "AsyncChoices": "protocol.client.async_client",
     "AsyncClient": "protocol.client.async_client",
-    "AsyncStream": "protocol.client.async_streams",
-    "Choices": "protocol.client.sync_streams",
+    "AsyncStream": "protocol.client.async_client",
+    "Choices": "protocol.client.sync_client",
     "Client": "protocol.client.sync_client",
-    "ClientKey": "protocol.client.client_key",
+    "ClientKey": "protocol.client.transport",
     "Completion": "protocol.client.answers",
     "ConnectionLost": "protocol.errors",
     "Delta": "protocol.client.answers",
     "ErrorCode": "protocol.errors",
     "Progress": "protocol.client.answers",
     "RequestError": "protocol.errors",
-    "Stream": "protocol.client.sync_streams",
+    "Stream": "protocol.client.sync_client",
     "TokenLogprob": "protocol.client.answers",
     "WireError": "protocol.errors",
     "__version__": "protocol",
@@ -65,13 +63,13 @@ _CONFIG = 78
 def main() -> int:
     """Run the command ``modelctl``. Returns its exit code."""
     try:
-        _check_not_hidden("protocol", "answer_formats", "model_worker", "supervisor", "gateway")
+        _check_not_hidden("protocol", "model_worker", "supervisor", "gateway")
     except ImportError as e:
         import sys
 
         print(f"modelctl: {e}", file=sys.stderr)
         return _CONFIG
-    from supervisor.cli import main as run
+    from modelctl.cli import main as run
 
     return run()
 

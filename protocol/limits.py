@@ -2,9 +2,7 @@
 
 from typing import Final
 
-from protocol.kinds import MIB as MIB
-from protocol.kinds import Kind
-from protocol.messages import MESSAGE_CLASSES
+from protocol.messages import MESSAGE_CLASSES, MIB, Kind
 
 SOCKET_MAX_FRAME: Final = 16 * MIB
 """ZMQ_MAXMSGSIZE of every socket. libzmq closes the connection of a peer that exceeds it."""

@@ -26,50 +26,481 @@ reads the fields and passes the body on. A body is a ``bin`` that holds msgpack 
                                                             COMPILED [1, 42, channel, request, party, milliseconds]
                                                             EVENTS   as above; the supervisor forwards it whole
 
-``protocol.kinds`` has the number of each kind. The class of a kind in ``protocol.client_messages``,
-``protocol.worker_messages`` or ``protocol.events`` has the fields, the direction and the largest size. A message, an
+``protocol.messages`` has the number of each kind. The class of a kind in ``protocol.messages``,
+``protocol.messages`` or ``protocol.messages`` has the fields, the direction and the largest size. A message, an
 element or a key is described at its definition only. docs/wire-protocol.md is for people who write a client. Its tables
 are generated from these classes, from ``protocol.bodies`` (the maps in the bodies), ``protocol.request`` (the body of
 GENERATE), ``protocol.errors`` and ``protocol.limits``.
 """
 
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Flag, IntEnum, IntFlag, auto
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, dataclass_transform
 
-from protocol.client_messages import (
-    Accepted,
-    Call,
-    Cancel,
-    Credit,
-    Error,
-    Generate,
-    GoAway,
-    Hello,
-    Ping,
-    Pong,
-    Reply,
-    Report,
-    Welcome,
-)
-from protocol.events import TERMINAL, EventEntry, EventFlag, Events, FinishReason
-from protocol.kinds import MESSAGE_CLASSES, VERSION, Kind, Message, Way
-from protocol.worker_messages import (
-    AnswerMessage,
-    Ask,
-    CancelJob,
-    Compiled,
-    JobMessage,
-    Parked,
-    Prefill,
-    ProgressMessage,
-    Ready,
-    SetLogStyle,
-    Shutdown,
-    Sleep,
-    Slept,
-    Stats,
-    Wake,
-    Woke,
-)
+# The kinds of messages, and the decorator that registers a class for a kind.
+#
+# Other modules import ``Kind`` and ``Message`` from ``protocol.messages``.
+
+
+VERSION: Final = 1
+"""Major version of the protocol, first element of every frame."""
+
+
+class Kind(IntEnum):
+    """The second element of every frame."""
+
+    HELLO = 1
+    GENERATE = 2
+    CANCEL = 3
+    CREDIT = 4
+    CALL = 5
+    PING = 6
+    PONG = 7
+    WELCOME = 16
+    ACCEPTED = 17
+    EVENTS = 18
+    ERROR = 19
+    REPLY = 20
+    GOAWAY = 22
+    REPORT = 23
+    JOB = 32
+    CANCEL_JOB = 33
+    READY = 34
+    SHUTDOWN = 35
+    PROGRESS = 36
+    STATS = 37
+    PREFILL = 38
+    ASK = 39
+    ANSWER = 40
+    PARKED = 41
+    COMPILED = 42
+    SLEEP = 43
+    WAKE = 44
+    SLEPT = 45
+    WOKE = 46
+    LOG_STYLE = 47
+
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+
+
+class Way(Flag):
+    """The direction of a message."""
+
+    CLIENT_TO_SUPERVISOR = auto()
+    SUPERVISOR_TO_CLIENT = auto()
+    SUPERVISOR_TO_WORKER = auto()
+    WORKER_TO_SUPERVISOR = auto()
+
+
+class Message:
+    """A message of any kind. The fields of a subclass are the elements of the frame after the kind, in the same order.
+
+    kind     the second element of the frame
+    ways     the directions in which a message of this kind may go
+    largest  most bytes of a frame of this kind. The receiver refuses a larger frame
+    """
+
+    __slots__ = ()
+    kind: ClassVar[Kind]
+    ways: ClassVar[Way]
+    largest: ClassVar[int]
+
+
+MESSAGE_CLASSES: Final[dict[Kind, type[Message]]] = {}
+"""The class of each kind. The decorator ``message`` fills it in."""
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def message(kind: Kind, ways: Way, *, largest: int, frozen: bool = True) -> Callable[[type[_M]], type[_M]]:
+    """Register a class as the message of a kind, and make it a dataclass. See ``Message`` for the arguments.
+
+    frozen  a frozen instance takes three times as long to make. EVENTS is not frozen: there is one for every token
+    """
+
+    def register(cls: type[_M]) -> type[_M]:
+        cls.kind, cls.ways, cls.largest = kind, ways, largest
+        made = dataclass(frozen=frozen, slots=True)(cls)
+        MESSAGE_CLASSES[kind] = made
+        return made
+
+    return register
+
+
+# The messages between clients and the supervisor, except EVENTS. Import them from ``protocol.messages``.
+#
+# Bodies hold prompts and answers, which no log may show: so ``repr`` of a message leaves out its body.
+
+
+@message(Kind.HELLO, Way.CLIENT_TO_SUPERVISOR | Way.WORKER_TO_SUPERVISOR, largest=16 * KIB)
+class Hello(Message):
+    """Begin the session. It is the first message of a connection and is sent once.
+
+    GENERATE and CALL may follow without waiting for WELCOME. The supervisor refuses a second HELLO, and every other
+    message that comes before a HELLO that it has taken. Over TCP, HELLO must come within 5 seconds.
+    """
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.GENERATE, Way.CLIENT_TO_SUPERVISOR, largest=3 * MIB)
+class Generate(Message):
+    """Ask a model for an answer.
+
+    The supervisor answers with ACCEPTED, or refuses the request with an ERROR of the same number. After ACCEPTED come
+    events, of which exactly one, the last, is terminal. The supervisor reads all elements but the body. The worker
+    reads the body. So an error event after ACCEPTED reports what is wrong in the body.
+    """
+
+    request: int
+    """The client's number for the request: 1 to 2^64 - 1. Use each number once per connection."""
+    model: str
+    """The name of a model, an alias, or a variant (`qwen:precise`), at most 256 characters. An empty string stands for
+    `default_model` of models.yaml."""
+    route: dict[str, Any]
+    """Options that the supervisor reads. Every key is optional, so the map may be empty. The map itself is required."""
+    body: bytes = field(repr=False)
+    """The prompt and the options."""
+
+
+@message(Kind.CANCEL, Way.CLIENT_TO_SUPERVISOR, largest=64)
+class Cancel(Message):
+    """End a request. Its terminal event still comes: FINISHED with the finish_reason `cancelled`, or another end that
+    was faster.
+
+    Events that the supervisor held for lack of credit come before the terminal event. They need no credit any more. The
+    supervisor ignores a CANCEL with an unknown number or of a request that has ended. So a second CANCEL does nothing.
+    """
+
+    request: int
+
+
+@message(Kind.CREDIT, Way.CLIENT_TO_SUPERVISOR, largest=64)
+class Credit(Message):
+    """Allow the supervisor to send more events of one request. A CREDIT with an unknown number is ignored."""
+
+    request: int
+    events: int
+    """The number of further events. More than `window` of WELCOME counts as `window`."""
+
+
+@message(Kind.CALL, Way.CLIENT_TO_SUPERVISOR, largest=3 * MIB)  # a text to tokenize
+class Call(Message):
+    """Send the supervisor a query or an order. It answers with exactly one REPLY of the same number.
+
+    Every verb also takes the parameter ``on_behalf_of``: the id of the HTTP key for which a gateway asks. It means the
+    same as in the route of GENERATE. The rights and models of that key then decide, and not those of the connection.
+    """
+
+    call: int
+    """The client's number for the call: 1 to 2^64 - 1. The supervisor copies the number into REPLY. Replies may come in
+    another order than the calls."""
+    verb: str
+    """One of the verbs below, at most 256 characters."""
+    body: bytes = field(repr=False)
+    """The parameters, by name. Unknown names are refused."""
+
+
+@message(Kind.PING, Way.CLIENT_TO_SUPERVISOR | Way.SUPERVISOR_TO_CLIENT, largest=64)
+class Ping(Message):
+    """Ask the other side for a PONG. Either side may send it, at any time after HELLO."""
+
+    nonce: int
+    """Any number. PONG repeats it."""
+
+
+@message(Kind.PONG, Way.CLIENT_TO_SUPERVISOR | Way.SUPERVISOR_TO_CLIENT, largest=64)
+class Pong(Message):
+    """Answer PING. The supervisor answers messages of one connection in order, so everything that it sent before PONG
+    has arrived before PONG."""
+
+    nonce: int
+    """The number in PING."""
+
+
+@message(Kind.WELCOME, Way.SUPERVISOR_TO_CLIENT, largest=MIB)
+class Welcome(Message):
+    """Answer HELLO: the session has begun."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.ACCEPTED, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
+class Accepted(Message):
+    """Answer GENERATE: the request will get exactly one terminal event. ACCEPTED comes before every event and REPORT of
+    the request."""
+
+    request: int
+    body: bytes = field(repr=False)
+
+
+@message(Kind.ERROR, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
+class Error(Message):
+    """Refuse a frame, or say why the connection ends.
+
+    ERROR with a number refuses the GENERATE of that number. It never names a request that was accepted and has not
+    ended. ERROR of request 0 ends no stream by itself. With ``refused`` it answers a frame that is neither a CALL nor a
+    GENERATE with a free number. Without ``refused`` it is about the connection, which then ends.
+    """
+
+    request: int
+    """The number of the refused GENERATE, or 0."""
+    body: bytes = field(repr=False)
+
+
+@message(Kind.REPLY, Way.SUPERVISOR_TO_CLIENT, largest=3 * MIB)
+class Reply(Message):
+    """Answer CALL."""
+
+    call: int
+    body: bytes = field(repr=False)
+
+
+@message(Kind.GOAWAY, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
+class GoAway(Message):
+    """Say that the supervisor is shutting down. Requests that it has accepted are still finished, as long as its drain
+    lasts; new ones are refused with `draining`. Then the connection ends."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.REPORT, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
+class Report(Message):
+    """Report the progress of a request until its first token, if the request asked for reports with ``progress``.
+
+    REPORT has no number in the sequence of events, and needs no credit. The supervisor may leave out a REPORT that the
+    next one supersedes.
+    """
+
+    request: int
+    body: bytes = field(repr=False)
+
+
+# The messages between the supervisor and its workers, except EVENTS. Import them from ``protocol.messages``.
+#
+# The supervisor and its workers are always of the same version. ``channel`` is the supervisor's number for a client
+# connection. ``request`` is the client's number for the request. Bodies hold prompts and answers, which no log may
+# show: so ``repr`` of a message leaves out its body.
+
+
+# 12 MiB: the body of a GENERATE, and the token ids of the answer so far.
+@message(Kind.JOB, Way.SUPERVISOR_TO_WORKER, largest=12 * MIB)
+class JobMessage(Message):
+    """Give a request to a worker."""
+
+    channel: int
+    request: int
+    carry: dict[str, Any]
+    """Facts that the worker needs besides the request. A missing key means 0, none or false.
+
+    seq        number of the next event
+    token_ids  the tokens that an earlier worker has delivered (bin, u32 little endian). The supervisor keeps them
+               without knowing what they mean
+    resumes    how many times another worker has taken over the request
+    queue_ms   milliseconds that the request has waited
+    progress   bool: the client wants reports
+    party      a number: the party whose turn a compilation takes, and that is charged for its processor time. It is
+               the channel. Over TCP, all connections of one key have the same party
+    stay       bool: the worker must not park the job again
+    defaults   a packed map (bin) with the settings of the variant that the request names: ``sampling`` and
+               ``template_kwargs``, for what the request leaves out
+    """
+    body: bytes = field(repr=False)
+
+
+@message(Kind.CANCEL_JOB, Way.SUPERVISOR_TO_WORKER, largest=64)
+class CancelJob(Message):
+    """End a job that the worker has."""
+
+    channel: int
+    request: int
+
+
+@message(Kind.SHUTDOWN, Way.SUPERVISOR_TO_WORKER, largest=64)
+class Shutdown(Message):
+    """End the worker's process."""
+
+
+@message(Kind.SLEEP, Way.SUPERVISOR_TO_WORKER, largest=64)
+class Sleep(Message):
+    """Give the model's GPU memory back and keep its weights in host memory. The worker has no job, and gets none before
+    it has said WOKE. It answers SLEPT."""
+
+
+@message(Kind.WAKE, Way.SUPERVISOR_TO_WORKER, largest=64)
+class Wake(Message):
+    """Take the GPU memory again. The worker answers WOKE."""
+
+
+@message(Kind.LOG_STYLE, Way.SUPERVISOR_TO_WORKER, largest=64)
+class SetLogStyle(Message):
+    """Write the log in another way from now on, see ``protocol.process.logs.LogStyle``."""
+
+    level: str
+    format: str
+
+
+@message(Kind.SLEPT, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Slept(Message):
+    """Say that the model sleeps, or why it cannot sleep."""
+
+    body: bytes = field(repr=False)
+    """refused: the reason why the model cannot sleep; empty if it sleeps. seconds: how long that took. host_bytes: the
+    host memory that it takes."""
+
+
+@message(Kind.WOKE, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Woke(Message):
+    """Say that the model is awake and can generate."""
+
+    body: bytes = field(repr=False)
+    """seconds: how long that took. host_bytes: the host memory that the model still takes."""
+
+
+@message(Kind.ASK, Way.SUPERVISOR_TO_WORKER, largest=3 * MIB + 64)
+class Ask(Message):
+    """Hand a client's CALL to a worker: ``tokenize`` {prompt | messages} or ``detokenize`` {token_ids}."""
+
+    ask: int
+    verb: str
+    body: bytes = field(repr=False)
+
+
+@message(Kind.ANSWER, Way.WORKER_TO_SUPERVISOR, largest=3 * MIB)
+class AnswerMessage(Message):
+    """Answer ASK."""
+
+    ask: int
+    body: bytes = field(repr=False)
+
+
+@message(Kind.READY, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Ready(Message):
+    """Say that the model is loaded and can generate."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.PROGRESS, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class ProgressMessage(Message):
+    """Report the progress of the load."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.STATS, Way.WORKER_TO_SUPERVISOR, largest=64 * KIB)
+class Stats(Message):
+    """Report what the engine does and how much memory it uses."""
+
+    body: bytes = field(repr=False)
+
+
+@message(Kind.PREFILL, Way.WORKER_TO_SUPERVISOR, largest=64)
+class Prefill(Message):
+    """Report how many tokens of a request's prompt the engine has computed."""
+
+    channel: int
+    request: int
+    done: int
+    total: int
+
+
+@message(Kind.PARKED, Way.WORKER_TO_SUPERVISOR, largest=64)
+class Parked(Message):
+    """Give a job back to the supervisor. The worker then compiles the job's constraint. Meanwhile the request holds no
+    slot."""
+
+    channel: int
+    request: int
+
+
+@message(Kind.COMPILED, Way.WORKER_TO_SUPERVISOR, largest=64)
+class Compiled(Message):
+    """Say that the supervisor may send a parked job again.
+
+    The worker also sends COMPILED for a request that was cancelled meanwhile, if the compilation had begun.
+    """
+
+    channel: int
+    request: int
+    party: int
+    """The ``party`` in the job's ``carry``."""
+    milliseconds: int
+    """Processor time that the compilation took."""
+
+
+# The message EVENTS, the most frequent one: the events of one step of the engine, for one connection of a client.
+#
+# Bodies hold prompts and answers, which no log may show: so ``repr`` of a message leaves out its body.
+
+
+class EventFlag(IntFlag):
+    """The third element of an index entry."""
+
+    FIRST = 1
+    """The first event of its request that holds tokens."""
+    FINISHED = 2
+    """Terminal: the request ended as asked."""
+    ERROR = 4
+    """Terminal: the request ended with an error."""
+
+
+TERMINAL = int(EventFlag.FINISHED | EventFlag.ERROR)
+"""Both terminal flags. This is a plain integer, because testing flags against an IntFlag costs a call into Python."""
+
+
+class FinishReason:
+    """The values of ``finish_reason`` in a FINISHED event."""
+
+    STOP = "stop"
+    """An end-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """max_tokens was reached."""
+    BANNED = "banned_strings"
+    """Every continuation that the model found leads to a banned string, or no token is left to draw. The answer ends
+    there."""
+    LOOP = "loop"
+    """The answer repeated itself for as many tokens as stop_on_loop says."""
+    CANCELLED = "cancelled"
+    """The client cancelled."""
+
+
+class EventEntry(NamedTuple):
+    """One entry of an EVENTS index."""
+
+    request: int
+    seq: int
+    """The event's number within the request: 0, 1, 2 and so on, without a gap."""
+    flags: int
+    """Bits, see below."""
+    tokens: int
+    """The number of token ids at the beginning of the event's bytes."""
+    length: int
+    """The size of the event in bytes: its ids, 4 bytes each, and its map."""
+
+
+@message(Kind.EVENTS, Way.SUPERVISOR_TO_CLIENT | Way.WORKER_TO_SUPERVISOR, largest=3 * MIB, frozen=False)
+class Events(Message):
+    """Deliver the events of one step of the engine for this connection. They may belong to several requests.
+
+    The bytes of the events lie one after the other in the body, in the order of the index. The bytes of one event are
+    its token ids (u32, little endian) and then one msgpack map. A terminal flag says that this is the map of FINISHED
+    or of ERROR. Without a terminal flag it is the map of a delta.
+    """
+
+    channel: int
+    """The supervisor's number for the connection. Ignore it."""
+    generation: int
+    """The number of the worker's process; 0 if the supervisor has made the frame. It may change within a request.
+    Ignore it."""
+    index: list[EventEntry]
+    """One entry for each event. The lengths add up to the length of the body."""
+    body: bytes = field(repr=False)
+    """The bytes of the events. This body is no map."""
+
 
 __all__ = [
     "CLIENT_TO_SUPERVISOR",

@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from protocol.aliases import ALIASES
 from protocol.chat import ChatFields, ChatMessage
 from protocol.codec import unpack_body
 from protocol.errors import FrameError, RequestError
-from protocol.field_errors import request_error
 from protocol.messages import ROUTE_KEYS
-from protocol.presets import fill, force
-from protocol.sampling_params import SamplingParams, TokenId
+from protocol.presets import ALIASES, fill, force
+from protocol.sampling_params import SamplingParams, TokenId, request_error
 from protocol.values import FieldsDisagree, Length, Read, Then, Unfit, Within, hints_of, read, reader
 
 __all__ = ["ALIASES", "ChatMessage", "GenerateRequest", "SamplingParams", "parse_generate"]

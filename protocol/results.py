@@ -1,4 +1,4 @@
-"""The results of the verbs of CALL, also those in ``protocol.activity`` and ``protocol.story``.
+"""The results of the verbs of CALL, also those in ``protocol.activity`` and ``protocol.activity``.
 
 ``protocol.verbs`` names the class of each verb. Only the documentation and tests import it: the supervisor and the
 clients would start more slowly.
@@ -8,17 +8,17 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from protocol.activity import (  # noqa: F401
     ConfigResult,
+    EndedRequestsResult,
     EventsResult,
     LogsResult,
     MetricsResult,
     RequestsResult,
     SettingsResult,
+    StoryResult,
     UsageResult,
 )
-from protocol.bodies import Bytes, Model, Seconds, Tokens
-from protocol.story import EndedRequestsResult, StoryResult  # noqa: F401
+from protocol.bodies import Bytes, Model, Seconds, Tokens, WorkerStatus
 from protocol.verbs import Verb
-from protocol.worker_status import WorkerStatus
 
 
 class ModelsResult(TypedDict):

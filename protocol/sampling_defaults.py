@@ -15,10 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from protocol.errors import RequestError
-from protocol.field_errors import request_error
 from protocol.presets import PRESETS, fill
 from protocol.request import GenerateRequest
-from protocol.sampling_params import SamplingParams
+from protocol.sampling_params import SamplingParams, request_error
 from protocol.values import Unfit, hints_of, read
 
 DEFAULTS: Final = frozenset(hints_of(SamplingParams)) - {"seed"} | {

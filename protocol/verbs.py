@@ -1,9 +1,9 @@
 """The verbs of CALL: one table, which the supervisor, the gateway, the clients and the documentation read.
 
 A verb is an entry of ``VERBS``, a class with its parameters, and the method of its name of the supervisor's class
-``Calls``. For a verb that a worker answers, that method hands the question on, and ``protocol.questions`` has its body.
+``Calls``. For a verb that a worker answers, that method hands the question on, and ``protocol.chat`` has its body.
 
-Every verb also takes the parameter ``on_behalf_of``, see ``protocol.client_messages.Call``.
+Every verb also takes the parameter ``on_behalf_of``, see ``protocol.messages.Call``.
 """
 
 from dataclasses import dataclass
@@ -333,4 +333,4 @@ For ``requests``, ``ended_requests``, ``story`` and ``cancel_request`` the super
 decide about each request. The answer to ``usage`` has only what the key may see."""
 
 QUESTION_VERBS: Final = frozenset(name for name, verb in VERBS.items() if verb.by_worker)
-"""Verbs that a worker answers, see ``protocol.questions``."""
+"""Verbs that a worker answers, see ``protocol.chat``."""

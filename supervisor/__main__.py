@@ -1,6 +1,6 @@
 """``python -m supervisor`` is ``modelctl``."""
 
-from supervisor.cli import main
+from modelctl.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

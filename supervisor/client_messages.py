@@ -8,32 +8,16 @@ from typing import Any
 from protocol import __version__, limits
 from protocol.codec import encode, pack_body, pack_reply, unpack_body
 from protocol.errors import ErrorCode, WireError
-from protocol.messages import (
-    ON_BEHALF_OF,
-    Call,
-    Cancel,
-    Credit,
-    Generate,
-    Hello,
-    Message,
-    Ping,
-    Pong,
-    Reply,
-    Welcome,
-)
-from protocol.process.masking import masked_values
+from protocol.messages import ON_BEHALF_OF, Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong, Reply, Welcome
+from protocol.process.logs import masked_values
 from protocol.verbs import QUESTION_VERBS
 from supervisor.calls import AdminContext, Asked, Calls, models_of
+from supervisor.config.rules import ModelNames
 from supervisor.keys.rights import OWNER, Identity
-from supervisor.model_names import ModelNames
-from supervisor.ports.client_port import ClientPort
-from supervisor.ports.client_ports import ClientPorts
+from supervisor.ports.authorizer import RequestAuthorizer
+from supervisor.ports.client_port import ClientPort, ClientPorts
 from supervisor.ports.connections import ClientConnection
-from supervisor.ports.request_authorizer import RequestAuthorizer
-from supervisor.requests.effect_queue import EffectQueue
-from supervisor.requests.in_flight import ToClient
-from supervisor.requests.refusals import number_of, refusal
-from supervisor.requests.route import stay_of
+from supervisor.requests.request import EffectQueue, ToClient, number_of, refusal, stay_of
 from supervisor.requests.scheduler import Scheduler
 
 

@@ -1,7 +1,7 @@
 """The helper processes beside the supervisor: watched through one descriptor, and started again when they end.
 
 Each keeper of a helper says how it is started, what its records mean, and what its end means. The rest is here, in
-``protocol.process.helper_process`` (the process and its link), and in ``supervisor.attempts`` (the pauses).
+``protocol.process.helper_process`` (the process and its link), and in ``supervisor.ports.sockets`` (the pauses).
 """
 
 import os
@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from protocol.process.helper_environment import helper_environment
+from protocol.process.birth import helper_environment
 from protocol.process.helper_process import HelperProcess
-from supervisor.attempts import Restarts
+from supervisor.ports.sockets import Restarts
 from supervisor.workers.orphans import MARK
 
 AT_ONCE: Final = 64

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -18,75 +19,134 @@ from pathlib import Path
 import zmq
 
 from protocol import __version__
-from protocol.codec import encode
+from protocol.codec import decode, encode
 from protocol.errors import WireError
-from protocol.messages import Ping
+from protocol.messages import SUPERVISOR_TO_WORKER, JobMessage, Ping
 from protocol.process.compiled import load_compiled
-from protocol.process.runtime_paths import admin_endpoint, back_endpoint, front_endpoint
-from supervisor.calls import AdminContext
+from protocol.process.paths import admin_endpoint, back_endpoint, front_endpoint
+from supervisor.calls import AdminContext, KeyOrders
 from supervisor.client_messages import ClientMessages
-from supervisor.config import Config
-from supervisor.config_schema import ClusterConfig
-from supervisor.config_watch import LOOK_S as CONFIG_LOOK_S
-from supervisor.config_watch import ConfigWatch, signature_of
-from supervisor.effect_runner import EffectRunner
-from supervisor.event_file import latest_events
-from supervisor.event_history import SERVES, EventHistory, EventKind, died_at, noted
+from supervisor.config.file import Config, keys_of
+from supervisor.config.folder_keeper import CHECK_S as FOLDERS_CHECK_S
+from supervisor.config.folder_keeper import FolderKeeper
+from supervisor.config.report import how_to_ask, is_settled
+from supervisor.config.server import ClusterConfig
+from supervisor.config.yaml_source import LOOK_S as CONFIG_LOOK_S
+from supervisor.config.yaml_source import ConfigWatch, signature_of
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
-from supervisor.fleet.on_demand import OnDemandLoader
-from supervisor.fleet.reloads import Reloads
-from supervisor.fleet.rollout import How
-from supervisor.folder_keeper import CHECK_S as FOLDERS_CHECK_S
-from supervisor.folder_keeper import FolderKeeper
-from supervisor.gateway_process import CHECK_S as GATEWAY_CHECK_S
-from supervisor.gateway_process import GatewayProcesses, supervisors_settings
+from supervisor.fleet.rollouts import How, OnDemandLoader, Reloads
+from supervisor.gateway import CHECK_S as GATEWAY_CHECK_S
+from supervisor.gateway import GatewayProcesses, supervisors_settings
 from supervisor.helper import HelperWatch
-from supervisor.how_to_ask import how_to_ask, is_settled
-from supervisor.key_orders import KeyOrders
-from supervisor.keys.opening import Opening
 from supervisor.keys.ring import KeyRing
-from supervisor.listening import keys_of
-from supervisor.log_control import LogControl
-from supervisor.logs import CUT_S, log_dir, log_path
-from supervisor.malloc_trim import TRIM_S, trim
-from supervisor.placement.host_memory import free_bytes
-from supervisor.ports.client_port import ClientPort
-from supervisor.ports.client_ports import ClientPorts
-from supervisor.ports.descriptor_watch import CHECK_S as DESCRIPTORS_CHECK_S
-from supervisor.ports.descriptor_watch import DescriptorWatch
-from supervisor.ports.descriptors import DescriptorBudget, raise_limit
-from supervisor.ports.ipc_listener import open_ipc_port
-from supervisor.ports.probes import PROBE_INTERVAL_S, Probes
-from supervisor.ports.request_authorizer import REVOKE_S, RequestAuthorizer
+from supervisor.keys.store import Opening
+from supervisor.logs.events import SERVES, EventHistory, EventKind, died_at, latest_events, noted
+from supervisor.logs.logs import CUT_S, log_dir, log_path
+from supervisor.placement.vram import free_bytes
+from supervisor.ports.authorizer import REVOKE_S, RequestAuthorizer
+from supervisor.ports.client_port import ClientPort, ClientPorts
+from supervisor.ports.descriptors import CHECK_S as DESCRIPTORS_CHECK_S
+from supervisor.ports.descriptors import DescriptorBudget, DescriptorWatch, raise_limit
+from supervisor.ports.floods import PROBE_INTERVAL_S, Probes
+from supervisor.ports.listeners import open_ipc_port, open_tcp_port
 from supervisor.ports.sockets import Context
-from supervisor.ports.tcp_listener import open_tcp_port
-from supervisor.ports.worker_port import RELAY, open_local_port
+from supervisor.ports.worker_port import RELAY, WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
-from supervisor.reactor import Reactor
-from supervisor.request_log import CHECK_S as REQUEST_LOG_CHECK_S
-from supervisor.request_log import RequestLog
-from supervisor.requests.effect_queue import EffectQueue
-from supervisor.requests.in_flight import ToClient
-from supervisor.requests.pending_queries import PendingQueries
+from supervisor.reactor import TRIM_S, EarliestTimer, Reactor, Signals, trim
+from supervisor.requests.request import EffectQueue, EndConnection, PendingQueries, ToClient, ToWorker, Wake
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.stories import Stories
-from supervisor.runtime_dir import RuntimeDir
-from supervisor.runtime_watch import CHECK_S as RUNTIME_CHECK_S
-from supervisor.runtime_watch import RuntimeWatch
-from supervisor.service_manager import service_manager
-from supervisor.shutdown import SupervisorShutdown
-from supervisor.signals import Signals
-from supervisor.supervisor_status import SupervisorDescription
-from supervisor.timers import EarliestTimer
-from supervisor.troubles import Troubles
-from supervisor.usage_keeper import CHECK_S as USAGE_CHECK_S
-from supervisor.usage_keeper import UsageKeeper
+from supervisor.runtime import CHECK_S as RUNTIME_CHECK_S
+from supervisor.runtime import RuntimeDir, RuntimeWatch
+from supervisor.service import SupervisorShutdown, service_manager
+from supervisor.status import LogControl, SupervisorDescription, Troubles
+from supervisor.usage.keeper import CHECK_S as USAGE_CHECK_S
+from supervisor.usage.keeper import UsageKeeper
+from supervisor.usage.request_log import CHECK_S as REQUEST_LOG_CHECK_S
+from supervisor.usage.request_log import RequestLog
 from supervisor.worker_traffic import WorkerTraffic
-from supervisor.workers.hang_detector import CHECK_S as LEASE_CHECK_S
 from supervisor.workers.launcher import Launcher
-from supervisor.workers.lifecycle import COMING_UP, WorkerState
-from supervisor.workers.local_launcher import LocalLauncher
+from supervisor.workers.life import CHECK_S as LEASE_CHECK_S
+from supervisor.workers.life import COMING_UP, WorkerState
+from supervisor.workers.local import LocalLauncher
 from supervisor.workers.orphans import Orphans
+
+# Carry out effects: send frames, end connections, start the workers that requests wait for.
+#
+# Only the loop calls ``EffectRunner.run``, after each message, each exit and each timer. An effect may cause new
+# decisions (a start may unload another model, which moves that model's requests). Such a decision only adds to the
+# queue, and ``run`` comes to it later. So ``run`` is never called while it runs, and effects happen in the order in
+# which they were decided. The following cases depend on that order:
+#
+# * **ACCEPTED comes before the first event.** The scheduler decides ACCEPTED and JOB in one call. The worker can
+# answer only after it was sent JOB, and its frames are read in a later turn. * **CANCEL of a job comes after its
+# JOB**, because a worker's frames leave in the order of the decisions. Without the queue, a decision taken while JOB
+# was still in a list could overtake it. * **A REPLY comes after what the order has caused.** A client that orders
+# `stop` gets the terminal events of its waiting requests, and then the REPLY. Replies are effects for that reason. *
+# **The relay never overtakes the queue.** Compiled code sends ordinary events from ``back`` to ``front`` by itself.
+# The loop runs this after each frame that the relay leaves to Python, before the relay goes on. * **When a client is
+# found gone, its requests end in the same turn.** A send has failed, or the monitor has reported the end. When the
+# queue is empty, the scheduler decides (CANCEL for workers, JOB for the requests of other clients). These effects are
+# carried out before ``run`` returns. Frames for the lost client that were still in the queue are dropped. * **A worker
+# may end between a decision and its effect.** Its exit can be handled, and its next process started, in the handler
+# that has added the effect. Such a frame names the generation of the process that it is for. It is dropped if that
+# process has ended, since the scheduler has then been told of the end, and each request has its new decision. * **A
+# revoked key's requests end before its connection**, so the client reads their errors and then the last one.
+
+
+class EffectRunner:
+    """The runner of the effects in one queue."""
+
+    def __init__(
+        self,
+        queue: EffectQueue,
+        clients: ClientPorts,
+        workers: Sequence[WorkerPort],
+        scheduler: Scheduler,
+        fleet: Fleet,
+        on_demand: OnDemandLoader,
+        reloads: Reloads,
+    ) -> None:
+        self._queue = queue
+        self._clients = clients
+        self._workers = workers
+        self._scheduler = scheduler
+        self._fleet = fleet
+        self._on_demand = on_demand
+        self._reloads = reloads
+
+    def run(self) -> None:
+        """Carry out the queued effects, and the effects that they add, until the queue is empty."""
+        effects = self._queue.take()
+        while True:
+            for effect in effects:
+                if isinstance(effect, ToClient):
+                    self._clients.send(effect.channel, effect.frame)
+                elif isinstance(effect, ToWorker):
+                    self._send_to_worker(effect)
+                elif isinstance(effect, Wake):
+                    self._on_demand.wake(effect.model)
+                elif isinstance(effect, EndConnection):
+                    self._clients.end(effect.channel, effect.error)
+                else:
+                    self._reloads.advance_soon()
+            for channel in self._clients.take_gone():
+                self._queue.add(self._scheduler.gone(channel, time.monotonic()))
+            if not (effects := self._queue.take()):
+                return
+
+    def _send_to_worker(self, effect: ToWorker) -> None:
+        replica = self._fleet.registry.replicas.get(effect.worker)
+        if replica is None or replica.generation != effect.generation:
+            return  # the process has ended, and the scheduler knows
+        if not any(port.send(replica.routing_id, effect.frame) for port in self._workers):
+            # The worker is not connected any more. The loop is about to see its exit, which ends all its requests. Or
+            # the worker is 10,000 frames behind, and would lose a request silently.
+            message = decode(effect.frame, SUPERVISOR_TO_WORKER)
+            if isinstance(message, JobMessage):
+                self._scheduler.not_sent(effect.worker, (message.channel, message.request))
+            self._fleet.kill(replica, "it cannot be reached")
+
 
 MONITOR_LIMIT = 8
 """Events of a port's monitor that are read before descriptors are counted again."""
@@ -419,7 +479,7 @@ class Supervisor:
 
 def _cluster(config: ClusterConfig, local: Launcher, log: logging.Logger) -> Launcher:
     """Return the launcher for workers on all machines. Without a cluster nothing of it is imported."""
-    from supervisor.cluster.cluster import Cluster
+    from supervisor.cluster.launcher import Cluster
 
     return Cluster(config, local, log)
 

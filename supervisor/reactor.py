@@ -8,15 +8,96 @@ once more. The reactor asks busy sockets in each turn. It asks the other sockets
 handled.
 """
 
+import ctypes
+import errno
+import heapq
+import itertools
+import os
 import select
+import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
 
-from protocol.process.socket_calls import AnySocket, has_input
-from supervisor.timers import Timers
+from protocol.process.sockets import AnySocket, has_input
+
+# One heap of pending calls for the whole loop. Times are monotonic seconds, and the caller passes them.
+
+
+CLEAR_AT = 256
+"""Number of pending calls at which cancelled ones are removed for the first time. Later they are removed when the
+number has doubled. Otherwise a cancelled call would stay until its time, perhaps for a day. Such calls are frequent,
+because each short deadline cancels the call at a longer one."""
+
+
+class Timer:
+    """A pending call. ``cancel`` may be called twice, and also after the call has become due and before it runs."""
+
+    __slots__ = ("at", "callback", "cancelled")
+
+    def __init__(self, at: float, callback: Callable[[], None]) -> None:
+        self.at = at
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Timers:
+    """The pending calls, each at a given time. Calls with equal times run in the order in which they were set."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._clear_at = CLEAR_AT
+
+    def at(self, when: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(when, callback)
+        heapq.heappush(self._heap, (when, next(self._order), timer))
+        if len(self._heap) > self._clear_at:
+            self._heap = [entry for entry in self._heap if not entry[2].cancelled]
+            heapq.heapify(self._heap)
+            self._clear_at = max(CLEAR_AT, 2 * len(self._heap))
+        return timer
+
+    def due(self, now: float) -> list[Timer]:
+        """Take out every timer whose time has come."""
+        timers = []
+        while self._heap and self._heap[0][0] <= now:
+            timers.append(heapq.heappop(self._heap)[2])
+        return timers
+
+    def wait_s(self, now: float) -> float | None:
+        """Return the seconds until the next call; None if there is none."""
+        while self._heap and self._heap[0][2].cancelled:
+            heapq.heappop(self._heap)
+        return max(0.0, self._heap[0][0] - now) if self._heap else None
+
+
+class EarliestTimer:
+    """One pending call, at the earliest of the times that were asked for since its last call."""
+
+    def __init__(self, timers: Timers, callback: Callable[[], None]) -> None:
+        self._timers = timers
+        self._callback = callback
+        self._timer: Timer | None = None
+
+    def set(self, when: float) -> None:
+        """Make the call at this time, unless an earlier one is pending."""
+        if self._timer is not None:
+            if self._timer.at <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._timers.at(when, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._callback()
+
 
 Handler = Callable[[], object]
 Condition = Callable[[], bool]
@@ -114,3 +195,67 @@ class Reactor:
                 after()
                 handled = True
         return handled
+
+
+# Turn signals into bytes on a socket, so that the loop decides what they mean, and not a handler.
+
+
+class Signals:
+    """The receiver of SIGINT, SIGTERM and SIGHUP in this process. Make one object only, on the main thread."""
+
+    def __init__(self) -> None:
+        self.receiver, self._sender = socket.socketpair()
+        self.receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self._had_terminal = _has_terminal()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            ignored = signal.getsignal(number) is signal.SIG_IGN
+            if not (number == signal.SIGHUP and ignored):  # nohup: the supervisor must outlive its terminal
+                signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+
+    def arrived(self) -> list[signal.Signals]:
+        """Return the signals that have come since the last call."""
+        return [signal.Signals(number) for number in self.receiver.recv(64)]
+
+    def terminal_is_gone(self) -> bool:
+        """Return whether the terminal has gone. Its end sends SIGHUP, as does an operator who wants models.yaml read
+        again."""
+        return self._had_terminal and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError as e:
+        return e.errno in (errno.EMFILE, errno.ENFILE)  # unknown, so the terminal counts as being there
+    return True
+
+
+# Give unused memory back to the system after a peak of load.
+#
+# The C library keeps freed memory that lies below memory in use. So memory from a moment in which clients did not
+# read, or from a flood, would stay resident for ever. Giving it back takes 0.1 ms where there is little, and 1 ms for
+# 10 MB.
+
+
+TRIM_S = 60.0
+"""Seconds between two calls."""
+_malloc_trim: Callable[[ctypes.c_size_t], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""None if the C library is not GNU's."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+"""Held open, because it must be readable while the process has no descriptor left."""
+_KEEP = ctypes.c_size_t(0)
+"""Bytes to keep at the end of the heap."""
+
+
+def resident() -> int:
+    """Return the bytes that this process has in memory (resident set). Takes 10 µs."""
+    return int(os.pread(_STATM, 128, 0).split()[1]) * _PAGE
+
+
+def trim() -> None:
+    """Give back whole pages that are unused."""
+    if _malloc_trim is not None:
+        _malloc_trim(_KEEP)

@@ -21,18 +21,17 @@ from protocol.messages import (
     Woke,
 )
 from supervisor.fleet.fleet import Fleet
-from supervisor.fleet.replica import Replica
-from supervisor.ports.request_authorizer import RequestAuthorizer
+from supervisor.fleet.replicas import Replica
+from supervisor.ports.authorizer import RequestAuthorizer
 from supervisor.ports.worker_port import WorkerPort
 from supervisor.reactor import Reactor
-from supervisor.requests.effect_queue import EffectQueue
-from supervisor.requests.pending_queries import PendingQueries
+from supervisor.requests.queue import WorkerSlot
+from supervisor.requests.request import EffectQueue, PendingQueries
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_events import TOKENS_PER_MS
-from supervisor.requests.worker_slots import WorkerSlot
-from supervisor.workers import worker_reports
+from supervisor.workers import exits
 from supervisor.workers.launcher import Launcher
-from supervisor.workers.lifecycle import IllegalTransition
+from supervisor.workers.life import IllegalTransition
 
 LAST_FRAMES_TURNS = 16
 """How many times the frames of workers are drained before the requests of a dead worker are handled."""
@@ -142,19 +141,19 @@ class WorkerTraffic:
                 if (asker := self._queries.answered(worker, ask)) is not None:
                     self._effects.add([asker.reply(body)])
             case Stats(body):
-                replica.stats = worker_reports.checked_stats(body)
+                replica.stats = exits.checked_stats(body)
             case ProgressMessage(body):
-                replica.progress = worker_reports.checked_progress(body)
+                replica.progress = exits.checked_progress(body)
                 self._effects.add(scheduler.report_loading(replica.model, replica.progress))
             case Hello(body):
-                worker_reports.checked_hello(body)
+                exits.checked_hello(body)
                 fleet.connected(replica)
             case Ready(body):
-                fleet.loaded(replica, worker_reports.checked_ready(body))
+                fleet.loaded(replica, exits.checked_ready(body))
             case Slept(body):
-                fleet.sleepers.slept(replica, worker_reports.checked_slept(body))
+                fleet.sleepers.slept(replica, exits.checked_slept(body))
                 fleet.starts.memory_came_back(worker)
             case Woke(body):
-                fleet.sleepers.woke(replica, worker_reports.checked_woke(body))
+                fleet.sleepers.woke(replica, exits.checked_woke(body))
             case message:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from model_worker.answer_format import AnswerFormat
-from model_worker.conversations import Form
 from model_worker.engine import ChatTemplate, Engine
-from model_worker.rendering import Renderer, probe_template
+from model_worker.intake import AnswerFormat
+from model_worker.rendering import Form, Renderer, probe_template
 from protocol.chat import ChatFields
 from protocol.errors import WireError
 from protocol.process.worker_spec import EngineSpec, WorkerSpec

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from model_worker.engine import EngineEvent, Finished, Job, LoadError, NewTokens, ProgressCallback
-from model_worker.engines.turns import TurnsThread
+from model_worker.engines.constraint_compiler import TurnsThread
 from tests.deterministic_engine import DeterministicEngine
 
 CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"

@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 import zmq
 
 from modelctl import Client
-from protocol.client.client_key import ClientKey
+from protocol.client.transport import ClientKey
 from supervisor.keys.records import Limits, parse_rights
 from supervisor.keys.store import KeyStore
 from tests.raw_client import RawClient

@@ -9,8 +9,8 @@ import sys
 
 import zmq
 
-from protocol.client.client_key import ClientKey
-from protocol.process.socket_calls import monitor_event
+from protocol.client.transport import ClientKey
+from protocol.process.sockets import monitor_event
 
 EVERY_MS = 2
 AT_ONCE = 50

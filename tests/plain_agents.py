@@ -6,8 +6,8 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from supervisor.cluster.starting import AgentEnd
-from supervisor.workers.machines import NoMachineError, is_name
+from supervisor.cluster.machines import AgentEnd
+from supervisor.workers.launcher import NoMachineError, is_name
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

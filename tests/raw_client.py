@@ -8,7 +8,7 @@ from typing import Self
 
 import zmq
 
-from protocol.client.client_key import ClientKey
+from protocol.client.transport import ClientKey
 from protocol.codec import decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import WireError
 from protocol.messages import (

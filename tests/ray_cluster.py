@@ -16,7 +16,7 @@ from types import TracebackType
 
 import psutil
 
-from supervisor.cluster.ray_starter import RayStarter
+from supervisor.cluster.machines import RayStarter
 from tests.serving import ROOT, wait_until
 
 PLACES = range(1, 250)

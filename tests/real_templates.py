@@ -29,12 +29,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from gateway.http.notes import Notes
-from gateway.openai.messages import read_messages
-from model_worker.answer_format import GENERAL, AnswerFormat, reads_back
-from model_worker.conversations import UnfitError, adapt
+from gateway.http.answers import Notes
+from gateway.openai.requests import read_messages
 from model_worker.engine import ChatTemplate
-from model_worker.rendering import Renderer
+from model_worker.intake import GENERAL, AnswerFormat, reads_back
+from model_worker.rendering import Renderer, UnfitError, adapt
 from protocol.chat import ChatFields
 from protocol.errors import RequestError, WireError
 from protocol.values import read

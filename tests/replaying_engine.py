@@ -22,7 +22,7 @@ from model_worker.engine import (
     ProgressCallback,
 )
 from model_worker.engines.admission import check_job
-from model_worker.stop_strings import ContentStops, StopMatcher
+from model_worker.text import ContentStops, StopMatcher
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
 from protocol.values import hints_of

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from exporter.families import PREFIX
+from protocol.metrics import PREFIX
 from tests.exporter.scraping import Scraped, mixed_requests
 from tests.keyed import free_port
 from tests.serving import ROOT, WITHIN, wait_until

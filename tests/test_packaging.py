@@ -17,7 +17,7 @@ import pytest
 import setuptools
 
 from protocol.process.compiled import SWITCH, load_compiled, sources
-from supervisor.compiled_modules import MODULES
+from supervisor.workers.environment import MODULES
 from tests.installing import tracked_copy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +86,7 @@ def test_the_build_warns_of_no_package(wheel: Path) -> None:
 def test_the_wheel_holds_the_packages_the_demo_models_the_sample_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= EXPECTED_DATA
-    assert {"supervisor/cli/models.yaml", "supervisor/cli/models.schema.json"} <= names
+    assert {"modelctl/cli/models.yaml", "modelctl/cli/models.schema.json"} <= names
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     assert [name for name in names if name.endswith(".data/data/share/man/man1/modelctl.1")]
     tops = {name.partition("/")[0] for name in names if ".dist-info" not in name and ".data/" not in name}

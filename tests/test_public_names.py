@@ -29,7 +29,7 @@ def test_every_public_name_is_there_and_no_other_module() -> None:
     for name in modelctl.__all__:
         assert getattr(modelctl, name) is not None, name
     assert dir(modelctl) == modelctl.__all__ == sorted(modelctl.__all__)
-    assert {path.name for path in FACE.iterdir() if path.name != "__pycache__"} == {"__init__.py", "py.typed"}
+    assert {path.name for path in FACE.iterdir() if path.name != "__pycache__"} == {"__init__.py", "cli", "py.typed"}
     with pytest.raises(AttributeError, match="no attribute 'client'"):
         modelctl.client  # noqa: B018
 

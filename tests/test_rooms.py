@@ -16,24 +16,24 @@ SERVES = frozenset(
 """Modules that start a whole supervisor."""
 ROOMS = {
     "answer_formats": (
-        {"answer_formats", "tests.answer_formats"},
-        {"protocol", "supervisor", "model_worker", "gateway", "tools", *SERVES},
+        {"protocol.answer_formats", "tests.answer_formats"},
+        {"supervisor", "model_worker", "gateway", "tools", *SERVES},
     ),
-    "exporter": ({"exporter", "tests.exporter"}, {"supervisor.cli", "model_worker"}),
+    "exporter": ({"protocol.metrics", "tests.exporter"}, {"modelctl.cli", "model_worker"}),
     "protocol": ({"protocol", "modelctl"}, {"supervisor", "model_worker", "tools", "benchmarks", *SERVES}),
     "model_worker": (
         {"model_worker", "tests.deterministic_engine", "tests.chat"},
         {"model_worker.engines", "supervisor", "tools", "benchmarks", *SERVES},
     ),
     "engines": ({"model_worker.engines", "tests.engines"}, {"supervisor", *SERVES}),
-    "supervisor": ({"supervisor"}, {"supervisor.cli", "tools.docs", "benchmarks", "tests.cli"}),
-    "cli": ({"supervisor.cli", "tests.cli"}, {"tools.docs"}),
-    "system": (SERVES, {"supervisor.cli", "tests.cli", "tools.docs", "benchmarks"}),
+    "supervisor": ({"supervisor"}, {"modelctl.cli", "tools.docs", "benchmarks", "tests.cli"}),
+    "cli": ({"modelctl.cli", "tests.cli"}, {"tools.docs"}),
+    "system": (SERVES, {"modelctl.cli", "tests.cli", "tools.docs", "benchmarks"}),
     "served": (SERVES | {"tests.conftest"}, {"supervisor", "tests.cli", "benchmarks"}),
     "fuzzing": ({"tests.fuzzing"}, {"tests.cli", "tools", "benchmarks"}),
     "docs": (None, {"tools.demo_models", "benchmarks"}),
     "tools": ({"tools"}, {"tools.docs"}),
-    "gateway": ({"gateway", *SERVES}, {"supervisor.cli", "tools.docs", "benchmarks"}),
+    "gateway": ({"gateway", *SERVES}, {"modelctl.cli", "tools.docs", "benchmarks"}),
     "benchmarks": ({"benchmarks"}, {"supervisor", "tools.docs", *SERVES}),
 }
 """For each directory, the packages of which each file imports at least one (None: no rule), and those it must not."""

@@ -9,16 +9,14 @@ from starlette.responses import Response
 
 from gateway.answering import Answers
 from gateway.anthropic.blocks import MessageEvents, new_id, stop_of, usage_of, whole_message
-from gateway.anthropic.options import Asked, read_request
+from gateway.anthropic.requests import Asked, read_request
 from gateway.asking import begin, named, trace_ids_of, with_model
+from gateway.http.answers import EventStream, KeepAlive, StreamedAnswer, WholeAnswer, notes_of
 from gateway.http.body import read_json
 from gateway.http.callers import caller_of
-from gateway.http.event_stream import EventStream, StreamedAnswer, WholeAnswer
-from gateway.http.keep_alive import KeepAlive
-from gateway.http.notes import notes_of
 from protocol.client.answers import token_ids_in
-from protocol.client.request_builder import tokenize_params
-from protocol.process.gateway_settings import GatewaySettings
+from protocol.client.request_options import tokenize_params
+from protocol.process.worker_spec import GatewaySettings
 
 _RENDERED = ("messages", "tools", "template_kwargs", "add_generation_prompt", "continue_final_message")
 """Options that the chat template reads."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import orjson
 
+from gateway.http.answers import MOST_NAMED, Notes
 from gateway.http.errors import ApiError
-from gateway.http.notes import MOST_NAMED, Notes
-from protocol.aliases import ALIASES
+from protocol.presets import ALIASES
 
 SYNONYMS: Final[Mapping[str, str]] = ALIASES | {
     "stopping_strings": "stop",

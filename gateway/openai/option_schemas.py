@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any, Final
 
 from gateway.openai.foreign_options import NO_EFFECT_OF, SYNONYMS
-from gateway.openai.options import MOST_ANSWERS, MOST_TOP, OWN
-from gateway.openai.tools import MOST_TOOLS, NAME
+from gateway.openai.requests import MOST_ANSWERS, MOST_TOOLS, MOST_TOP, NAME, OWN
 from protocol.attribute_docs import attribute_docs
 from protocol.bodies import RouteKeys
 from protocol.values import json_schemas

@@ -14,9 +14,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.anthropic.schema import ERROR, MESSAGES, RENDERED
-from gateway.http.dialect import OVERLOADED
-from gateway.http.statuses import MEANINGS
+from gateway.http.errors import MEANINGS, OVERLOADED
 from gateway.openai.option_schemas import (
     ADD_PROMPT,
     BOTH,
@@ -25,22 +23,263 @@ from gateway.openai.option_schemas import (
     IDS,
     MODEL,
     OBJECT,
+    PARALLEL,
+    STREAM,
     TEXT,
     own_options,
     said,
     with_other_names,
 )
 from gateway.openai.option_schemas import MESSAGES as CONVERSATION
+from gateway.openai.requests import MOST_TOOLS, NAME
 from gateway.orders import options_of
-from gateway.responses.options import KNOWN, NOT_OFFERED
-from gateway.responses.schema import RESPONSES
+from gateway.responses.requests import KNOWN, NOT_OFFERED
 from protocol import __version__
 from protocol.attribute_docs import attribute_docs
 from protocol.results import result_of
 from protocol.values import Within, hints_of, required_of
 from protocol.verbs import ANY, VERBS, Right, Scope, Verb
 
+# What the OpenAPI document says about the requests of Anthropic's API. Pure.
+
+
 Schema = dict[str, Any]
+_TEXT: Final[Schema] = {"type": "string"}
+_OBJECT: Final[Schema] = {"type": "object"}
+
+
+def _of_type(kind: str, required: list[str], **properties: Schema) -> Schema:
+    return {"type": "object", "required": ["type", *required], "properties": {"type": {"const": kind}} | properties}
+
+
+_TEXT_BLOCK: Final = _of_type("text", ["text"], text=_TEXT)
+_TEXTS: Final[Schema] = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_BLOCK}]}
+_RESULT: Final = _of_type(
+    "tool_result", ["tool_use_id"], tool_use_id=_TEXT, content=_TEXTS, is_error={"type": "boolean"}
+)
+_CALL: Final = _of_type("tool_use", ["id", "name", "input"], id=_TEXT, name=_TEXT, input=_OBJECT)
+_THINKING: Final = _of_type("thinking", ["thinking"], thinking=_TEXT, signature=_TEXT)
+_REDACTED: Final = _of_type("redacted_thinking", ["data"], data=_TEXT)
+
+
+def _message(role: str, blocks: list[Schema]) -> Schema:
+    content: Schema = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": blocks}}]}
+    return {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"const": role}, "content": content},
+    }
+
+
+_MESSAGES: Final[Schema] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            _message("user", [_TEXT_BLOCK, _RESULT]),
+            _message("assistant", [_TEXT_BLOCK, _THINKING, _REDACTED, _CALL]),
+            _message("system", [_TEXT_BLOCK]),
+        ]
+    },
+}
+_ANTHROPIC_TOOL: Final[Schema] = {
+    "type": "object",
+    "required": ["name", "input_schema"],
+    "properties": {
+        "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+        "description": _TEXT,
+        "input_schema": _OBJECT,
+        "strict": {"type": "boolean"},
+    },
+}
+_ALONE: Final[Schema] = {"disable_parallel_tool_use": {"type": "boolean"}}
+_CHOICE: Final[Schema] = {
+    "anyOf": [
+        *(_of_type(kind, [], **_ALONE) for kind in ("auto", "any", "none")),
+        _of_type("tool", ["name"], name=_TEXT, **_ALONE),
+    ]
+}
+_THOUGHT: Final[Schema] = {
+    "anyOf": [
+        _of_type("enabled", ["budget_tokens"], budget_tokens={"type": "integer", "minimum": 1}),
+        _of_type("adaptive", []),
+        _of_type("disabled", []),
+    ]
+}
+_SHAPE: Final = _of_type("json_schema", ["schema"], schema=_OBJECT)
+RENDERED: Final[Schema] = {
+    "messages": said(
+        _MESSAGES,
+        "The conversation, with blocks of the types `text`, `tool_use`, `tool_result`, `thinking` and "
+        '`redacted_thinking`, of which the last is left out. `is_error` of a result puts "Error:" before it. A last '
+        "message of the assistant is continued. A message of the role `system` becomes a part of the turn before it, "
+        "so that the model's cache keeps what precedes it.",
+    ),
+    "system": said(_TEXTS, "Instructions before the conversation, as a text or text blocks."),
+    "tools": said(
+        {"type": "array", "maxItems": MOST_TOOLS, "items": _ANTHROPIC_TOOL},
+        "Tools that the model may call. One with `defer_loading` is shown to the model after a result has a "
+        "`tool_reference` with its name. Tools that Anthropic's servers run are left out, and the header "
+        "`x-modelctl-changed` says so.",
+    ),
+    "tool_choice": said(
+        _CHOICE,
+        "Whether the model calls a tool: as it likes (`auto`), always (`any`), the named one, or never (`none`).",
+    ),
+    "thinking": said(
+        _THOUGHT,
+        "`enabled` and `adaptive` set the variables `enable_thinking` and `thinking` of the chat template to true, and "
+        "`disabled` sets them to false. `budget_tokens` is the `reasoning_budget`. A model whose reasoning is not "
+        "known answers without the budget, and the header `x-modelctl-ignored` says so. Without `thinking`, and with "
+        "`disabled`, the answer has no block of the reasoning. With `display: omitted` the block has no text, and its "
+        "signature brings the reasoning back to the model with the next request.",
+    ),
+    "output_config": said(
+        {"type": "object", "properties": {"effort": _TEXT, "format": _SHAPE}},
+        "`effort` becomes the variable `reasoning_effort` of the chat template. `format` with a JSON schema gives the "
+        "answer that shape.",
+    ),
+}
+"""Properties of a request to /v1/messages/count_tokens, besides ``model``. Unknown properties are ignored."""
+_STOPS: Final[Schema] = {"type": "array", "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 256}}
+MESSAGES: Final[Schema] = RENDERED | {
+    "max_tokens": said(
+        {"type": "integer", "minimum": 1},
+        "Most tokens of the answer. It may be more than the prompt leaves of the context.",
+    ),
+    "stop_sequences": said(_STOPS, "Strings that end the answer. They are not part of it."),
+    "stream": STREAM,
+    "temperature": said(
+        {"type": "number", "minimum": 0}, "The randomness of the draw. 0 is greedy: always the likeliest token."
+    ),
+    "top_p": said(
+        {"type": "number", "minimum": 0, "maximum": 1},
+        "Draw from the smallest set of tokens whose probabilities sum to this. 0 is greedy.",
+    ),
+    "top_k": said({"type": "integer", "minimum": 0}, "Draw from this number of likeliest tokens. 0 is off."),
+    "metadata": said(_OBJECT, "An option about the account. It changes nothing here."),
+}
+"""Properties of a request to /v1/messages, besides ``model``. Unknown properties are ignored."""
+ERROR: Final[Schema] = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
+        "request_id": _TEXT,
+    },
+}
+
+
+# What the OpenAPI document says about the requests of OpenAI's Responses API. Pure.
+
+
+_NONE: Final[Schema] = {"type": "null"}
+
+
+def _texts(*kinds: str) -> Schema:
+    """Return the schema of a text, or of text parts of these types."""
+    parts = [_of_type(kind, ["text"], text=_TEXT) for kind in kinds]
+    return {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": parts}}]}
+
+
+_MESSAGE: Final[Schema] = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"enum": ["user", "assistant", "system", "developer"]},
+        "content": _texts("input_text", "output_text"),
+    },
+}
+_ITEMS: Final[Schema] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            _MESSAGE,
+            _of_type("function_call", ["call_id", "name", "arguments"], call_id=_TEXT, name=_TEXT, arguments=_TEXT),
+            _of_type("function_call_output", ["call_id", "output"], call_id=_TEXT, output=_texts("input_text")),
+            _of_type("item_reference", ["id"], id=_TEXT),
+            _of_type(
+                "reasoning", [], summary={"type": "array", "items": _of_type("summary_text", ["text"], text=_TEXT)}
+            ),
+        ]
+    },
+}
+_RESPONSES_TOOL: Final = _of_type(
+    "function",
+    ["name"],
+    name={"type": "string", "pattern": f"^{NAME.pattern}$"},
+    description=_TEXT,
+    parameters={"anyOf": [_OBJECT, _NONE]},
+    strict={"type": ["boolean", "null"]},
+)
+_LEFT_OUT: Final[Schema] = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
+}
+"""Tools of other types: the functions of a namespace are offered, and all else is left out."""
+_FORMAT: Final[Schema] = {
+    "anyOf": [
+        _of_type("text", []),
+        _of_type("json_object", []),
+        _of_type("json_schema", ["schema"], schema=_OBJECT, name=_TEXT, strict={"type": ["boolean", "null"]}),
+    ]
+}
+_TOOLS: Final[Schema] = {"type": "array", "maxItems": MOST_TOOLS, "items": {"anyOf": [_RESPONSES_TOOL, _LEFT_OUT]}}
+_CHOICES: Final[Schema] = {
+    "anyOf": [{"enum": ["auto", "none", "required"]}, _of_type("function", ["name"], name=_TEXT)],
+}
+RESPONSES: Final[Schema] = {
+    "input": said(
+        {"anyOf": [_TEXT, _ITEMS]},
+        "The conversation: a text, or messages, calls of functions, their results, and reasoning. A picture of a user "
+        "is refused.",
+    ),
+    "instructions": said(_TEXT, "A system message before the conversation."),
+    "tools": said(
+        _TOOLS,
+        "Functions that the model may call, also those within a tool of the type `namespace`. Other tools are left "
+        "out, and the header `x-modelctl-changed` says so.",
+    ),
+    "tool_choice": said(
+        _CHOICES,
+        "Whether the model calls a tool: as it likes (`auto`, the default with `tools`), never, always, or the named "
+        "one.",
+    ),
+    "parallel_tool_calls": PARALLEL,
+    "max_output_tokens": said(
+        {"type": "integer", "minimum": 1},
+        "Most tokens of the answer, reasoning included. Unset: what is left of the context.",
+    ),
+    "text": said(
+        {"type": "object", "properties": {"format": _FORMAT, "verbosity": _TEXT}},
+        "`format` gives the answer the shape of any JSON object or of a schema. `verbosity` changes nothing.",
+    ),
+    "reasoning": said(
+        {"type": "object", "properties": {"effort": _TEXT}},
+        "`effort` is the variable `reasoning_effort` of the model's chat template. A summary is never written.",
+    ),
+    "include": said(
+        {"type": "array", "items": _TEXT},
+        "`reasoning.encrypted_content` adds the reasoning in encrypted form. All else changes nothing.",
+    ),
+    "previous_response_id": said(
+        {"type": ["string", "null"]},
+        "The conversation goes on behind this response. The gateway keeps it for an hour, and until its next restart.",
+    ),
+    "store": said(
+        {"type": ["boolean", "null"]},
+        "False: the response is not kept. It is kept in memory only, never on disk, so OpenAI's 30 days do not hold.",
+        default=True,
+    ),
+    "truncation": said({"enum": ["auto", "disabled", None]}, "A prompt that is too long is refused, also with `auto`."),
+    "stream": STREAM,
+}
+"""Properties of a request to /v1/responses that other requests do not have, or have in another shape."""
+
 _ERROR: Final[Schema] = {
     "type": "object",
     "required": ["error"],

@@ -4,8 +4,7 @@ import difflib
 import importlib
 
 from model_worker.engine import Engine, LoadError
-from protocol.process.engine_packages import READ_TOKENIZERS, install_command, missing_for, not_installed
-from protocol.process.worker_spec import EngineSpec
+from protocol.process.worker_spec import READ_TOKENIZERS, EngineSpec, install_command, missing_for, not_installed
 
 BUILT_IN = {
     "transformers": "model_worker.engines.embedded.engine:TransformersEngine",

@@ -43,8 +43,7 @@ from model_worker.engines.constraint_grammar import (
     tools_alone,
 )
 from protocol.errors import ErrorCode, RequestError
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.birth import die_with, set_title
 
 SECONDS = 1
 """Seconds of processor time of one trial. A constraint that takes longer is refused."""

@@ -14,19 +14,226 @@ first constraint starts the threads and the helper (0.2 s with a vocabulary of 5
 with the worker.
 """
 
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
 
 import llguidance
+import msgpack
 
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, loosened, refusal
-from model_worker.engines.constraint_helper import ConstraintHelper
-from model_worker.engines.turns import TurnsThread
-from protocol.errors import RequestError, WireError
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.process.birth import helper_environment
+
+# A thread that does tasks of several parties in turns. A party with many tasks delays another party by one task only.
+
+
+T = TypeVar("T")
+STACK = 16 << 20
+"""Bytes of stack of the thread, because a grammar may be nested deeply."""
+
+
+class Turns(Generic[T]):
+    """The order in which tasks are done. This class has no thread and no lock.
+
+    A party is a client connection, or a key with all its connections. Parties take turns. The tasks of one party are
+    done in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[T]] = {}
+        self._last: int | None = None
+        """The party that had the last turn."""
+
+    def put(self, party: int, task: T) -> None:
+        self._waiting.setdefault(party, deque()).append(task)
+
+    def take(self, held: Collection[int] = ()) -> tuple[int, T] | None:
+        """Take out the next task, with its party; return None if there is none. Parties in ``held`` are skipped."""
+        if self._last in self._waiting:
+            # The last party moves to the end only now. So parties that came while its task was being done go before it.
+            self._waiting[self._last] = self._waiting.pop(self._last)
+        party = next((party for party in self._waiting if party not in held), None)
+        if party is None:
+            return None
+        self._last = party
+        task = self._waiting[party].popleft()
+        if not self._waiting[party]:
+            del self._waiting[party]
+        return party, task
+
+
+class TurnsThread(Generic[T]):
+    """Does tasks in a thread.
+
+    do  does a task, given the party whose turn it is; it must not raise
+    """
+
+    def __init__(self, name: str, do: Callable[[int, T], None]) -> None:
+        self._name, self._do = name, do
+        self._turns: Turns[T] = Turns()
+        self._changed = threading.Condition()
+        self._held: frozenset[int] = frozenset()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def start(self) -> None:
+        """Start the thread. No other thread may be started meanwhile, because the stack size is a setting of the
+        process."""
+        before = threading.stack_size(STACK)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+        threading.stack_size(before)
+
+    def put(self, party: int, task: T) -> None:
+        with self._changed:
+            self._turns.put(party, task)
+            self._changed.notify()
+
+    def hold(self, parties: frozenset[int]) -> None:
+        """Replace the set of held parties. Their tasks wait until the parties are no longer held."""
+        with self._changed:
+            self._held = parties
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread after its present task, and forget the other tasks."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (turn := self._next()) is not None:
+            self._do(*turn)
+
+    def _next(self) -> tuple[int, T] | None:
+        with self._changed:
+            while not self._closing:
+                if (turn := self._turns.take(self._held)) is not None:
+                    return turn
+                self._changed.wait()
+        return None
+
+
+# The worker's end of the process that tries constraints (constraint_child): start it, ask it, replace it.
+#
+# A helper that was killed, or that has stopped working, is not evidence against its constraint. The constraint is
+# tried once more in a new process. If that fails too, the request ends with ``helper_failed``, which clients may
+# retry, and nothing is remembered.
+
+
+START_S = 30.0
+"""Seconds that the process may take to start. It takes 0.2 with a vocabulary of 500, a second with 128,000, and more on
+a busy machine."""
+LEASE_S = 10.0
+"""Seconds of wall-clock time that a trial may take. The kernel ends a trial after a second of its own processor time. A
+trial that has neither answered nor used that second by then has stopped working."""
+RETRY_MS = 1000
+"""``retry_after_ms`` of a request whose helper failed."""
+
+
+class ConstraintHelper:
+    """The helper process of one vocabulary. One thread uses it, and the process ends with that thread
+    (PR_SET_PDEATHSIG).
+
+    pieces, textless  as Vocabulary has them
+    """
+
+    def __init__(self, pieces: Sequence[bytes], textless: Collection[int]) -> None:
+        self._vocabulary = os.memfd_create("vocabulary")
+        with open(self._vocabulary, "wb", closefd=False) as file:
+            file.write(msgpack.packb({"pieces": pieces, "textless": list(textless)}))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def attempt(self, kind: str, text: str) -> tuple[float, RequestError | None, frozenset[str]]:
+        """Try a constraint. Return the seconds of processor time that it took, why it is refused (None if it is not),
+        and the names of the tools that have to be ``loosened``.
+
+        Raises WireError HELPER_FAILED if two processes in turn were killed or stopped working.
+        """
+        how = ""
+        for _ in range(2):
+            try:
+                connection = self._connection or self._start()
+                connection.send_bytes(msgpack.packb([kind, text]))
+                if not connection.poll(LEASE_S):
+                    raise TimeoutError
+                seconds, wrong, ended_by, loose = msgpack.unpackb(connection.recv_bytes())
+            except (EOFError, OSError) as e:
+                how = "stood still" if isinstance(e, TimeoutError | BlockingIOError) else "was killed or did not start"
+                self._end()
+                continue
+            if ended_by:
+                how = f"was ended by signal {ended_by}"
+                continue
+            error = wrong and RequestError(wrong[0], field=wrong[2], code=ErrorCode(wrong[1]))
+            return seconds, error, frozenset(loose)
+        raise WireError(
+            ErrorCode.HELPER_FAILED,
+            f"{kind}: the process that tries it {how}, and so did the next one: send the request again",
+            field=kind,
+            retry_after_ms=RETRY_MS,
+        )
+
+    def _start(self) -> Connection:
+        """Start the process. Raises OSError or EOFError."""
+        os.lseek(self._vocabulary, 0, os.SEEK_SET)
+        ours, theirs = Pipe()
+        self._connection = ours
+        # Give the child this process's module path: -m alone would look into the current directory first.
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from model_worker.engines.constraint_child import main; main(*map(int, sys.argv[1:]))"
+        )
+        with theirs:
+            arguments = [str(os.getpid()), str(theirs.fileno()), str(self._vocabulary)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program, *arguments],
+                stdin=subprocess.DEVNULL,
+                env=helper_environment(),
+                pass_fds=(theirs.fileno(), self._vocabulary),
+            )
+        # A long schema does not fit the socket, and a process that has stopped reads nothing, so writing has a limit
+        # too.
+        with socket.socket(fileno=os.dup(ours.fileno())) as same:
+            lease = struct.pack("ll", int(LEASE_S), int(LEASE_S % 1 * 1_000_000))
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lease)
+        if not ours.poll(START_S):
+            raise TimeoutError
+        ours.recv_bytes()
+        return ours
+
+    def _end(self) -> None:
+        """Kill the process and the trial that it runs. Neither has anything to clean up."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        self._connection = self._process = None
+
+    def close(self) -> None:
+        """End the process. Closing again does nothing."""
+        self._end()
+        if self._vocabulary >= 0:
+            os.close(self._vocabulary)
+            self._vocabulary = -1
+
 
 KNOWN = 256
 """The number of trial results that are remembered: those of the constraints used last. A failure of the helper process

@@ -10,9 +10,9 @@ from typing import Any
 
 import llguidance
 
-from answer_formats.grammar import NotOffered
-from answer_formats.grammar import grammar as calls_grammar
-from answer_formats.schemas import changed, without_annotations
+from protocol.answer_formats.grammar import grammar as calls_grammar
+from protocol.answer_formats.rules import NotOffered
+from protocol.answer_formats.schemas import changed, without_annotations
 from protocol.errors import ErrorCode, RequestError
 
 LIMITS = llguidance.LLParserLimits(

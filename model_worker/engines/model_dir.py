@@ -3,24 +3,28 @@
 Every fault is a LoadError of one line with the remedy. This module does not import torch.
 """
 
+import difflib
 import math
 import os
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from model_worker.engine import LoadError
-from model_worker.engines.foreign_formats import REMEDY, declared_method
-from model_worker.engines.links import Bounds, open_file
 from model_worker.engines.vetting import (
     READ,
+    REMEDY,
+    TEMPLATE_BYTES,
+    Bounds,
     Faults,
     check_no_pointer,
     check_shard_names,
+    declared_method,
+    open_file,
     parse_json,
     read_bytes,
     read_json,
@@ -387,3 +391,134 @@ def _tensor(entry: dict[str, Any], begin: Any, end: Any, file: str) -> Tensor:
     if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
         raise ValueError(f"{end - begin} bytes hold no {dtype} of shape {shape!r:.80}")
     return Tensor(dtype, tuple(shape), end - begin, file)
+
+
+# Find the chat template in the files of a model's directory. transformers looks in the same places.
+#
+# models.yaml may name another file, or one of several templates that the directory has.
+
+
+JINJA, JSON, CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+TOOLS = "additional_chat_templates/tool_use.jinja"
+
+
+@dataclass(frozen=True)
+class TemplateFiles:
+    """A chat template, as text.
+
+    file         the file that holds it: its name in the directory, with the template's name if models.yaml chooses it,
+                 or the path that models.yaml has
+    tool_source  the template for conversations with tools, if there is another one for them
+    """
+
+    file: str
+    source: str
+    tool_source: str | None
+
+
+def find_template(directory: ModelDir) -> TemplateFiles | None:
+    """Return the chat template of chat_template.jinja, of chat_template.json, or of tokenizer_config.json: the first
+    that exists. None if there is none. Raises LoadError for a file that cannot be read.
+
+    The template that models.yaml names comes before all of these. It is for conversations with tools, too. Raises
+    LoadError (key "chat_template") if there is no such template."""
+    wanted = directory.chat_template
+    if wanted is not None and wanted.startswith("/"):
+        return TemplateFiles(wanted, _read(Path(wanted), directory.bounds.roots), None)
+    if wanted is not None:
+        return _named(directory, wanted)
+    file, named = CONFIG, _by_name(directory.tokenizer_config.get("chat_template"))
+    legacy = directory.path / JSON
+    if legacy.is_file() and (found := _by_name(read_json(legacy, directory.bounds).get("chat_template"))):
+        file, named = JSON, found
+    for name, place in (("default", JINJA), ("tool_use", TOOLS)):
+        if (path := directory.path / place).is_file():
+            try:
+                named[name] = directory.read(place).decode()
+            except UnicodeDecodeError:
+                raise LoadError(f"{path} cannot be read: it is no UTF-8 text") from None
+            file = place if name == "default" else file
+    source = named.get("default")
+    return TemplateFiles(file, source, named.get("tool_use") or None) if source else None
+
+
+def _read(file: Path, roots: tuple[Path, ...]) -> str:
+    try:
+        text = read_bytes(file, TEMPLATE_BYTES, Bounds.of(file.parent, map(str, roots))).decode()
+        if not text.strip():
+            raise ValueError("it is empty")
+    except (LoadError, ValueError) as e:
+        why = "it is no UTF-8 text" if isinstance(e, UnicodeDecodeError) else str(e)
+        raise LoadError(f"{file} cannot be read: {why}", key="chat_template") from None
+    return text
+
+
+def _named(directory: ModelDir, wanted: str) -> TemplateFiles:
+    named = _by_name(directory.tokenizer_config.get("chat_template"))
+    if wanted not in named:
+        there = f"there is {', '.join(sorted(named))[:200]}" if named else "it has none"
+        message = f"{directory.path}/{CONFIG} has no chat template {wanted[:64]!r}: {there}; or name a file (*.jinja)"
+        raise LoadError(message, key="chat_template")
+    return TemplateFiles(f"{CONFIG}, {wanted}", named[wanted], None)
+
+
+def _by_name(given: Any) -> dict[str, str]:
+    """Return templates by name. A file holds one text, a list of {name, template}, or an object."""
+    if isinstance(given, list):
+        given = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
+    elif not isinstance(given, dict):
+        given = {"default": given}
+    return {name: text for name, text in given.items() if isinstance(text, str) and text}
+
+
+# An engine's own keys from models.yaml, checked by name and type before anything heavy happens.
+
+
+class Options:
+    """Reads the options of an engine one by one. Raises LoadError for an unknown key, naming the nearest known one."""
+
+    def __init__(self, engine: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+        self._engine, self._given = engine, given
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+                raise LoadError(f"engine {engine} knows no option {key!r}: {hint}", key=key)
+
+    def integer(self, key: str, default: int, *, minimum: int = 1, multiple_of: int = 1) -> int:
+        """Return an integer option, or ``default`` unchanged if it is not given.
+
+        Raises LoadError for another type, a value below ``minimum``, or a value that is no multiple of ``multiple_of``.
+        """
+        if key not in self._given:
+            return default
+        value = self._given[key]
+        # In Python bool is an int, and YAML reads `threads: yes` as a bool.
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be an integer", key=key)
+        if value < minimum:
+            message = f"option {key} of engine {self._engine} is {value}: it must be at least {minimum}"
+            raise LoadError(message, key=key)
+        if value % multiple_of:
+            raise LoadError(
+                f"option {key} of engine {self._engine} is {value}: it must be a multiple of {multiple_of}, "
+                f"such as {-(-value // multiple_of) * multiple_of}",
+                key=key,
+            )
+        return value
+
+    def text(self, key: str) -> str | None:
+        """Return an option that is a text, or None if it is not given. Raises LoadError for another type."""
+        value = self._given.get(key)
+        if value is not None and (not isinstance(value, str) or not value):
+            raise LoadError(f"option {key} of engine {self._engine} is {value!r}: it must be text", key=key)
+        return value
+
+    def choice(self, key: str, default: str, choices: Iterable[str]) -> str:
+        """Return an option that is one of several words. Raises LoadError for any other value."""
+        value = self._given.get(key, default)
+        if value not in choices:
+            raise LoadError(
+                f"option {key} of engine {self._engine} is {value!r}: it must be one of {', '.join(choices)}", key=key
+            )
+        return str(value)

@@ -4,23 +4,186 @@ tokenizer.json is read as it is. The transformers library would rebuild some tok
 then count other tokens than the engine computes. This module does not import torch.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import json
+import math
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import jinja2
 import tokenizers
 
 from model_worker.engine import PLAIN, ChatTemplate, Layout, LoadError
-from model_worker.engines.model_dir import MOST_IDS, ModelDir
-from model_worker.engines.template_files import find_template
-from model_worker.engines.token_pieces import NoPieces, decode_without, read_pieces, special_tokens
-from model_worker.engines.tokenizer_growth import check_growth
+from model_worker.engines.model_dir import MOST_IDS, ModelDir, find_template
 from model_worker.engines.vetting import TEMPLATE_BYTES, is_panic
-from model_worker.stop_strings import ContentStops
 from model_worker.template_child import environment
-from model_worker.text import Decode, Pieces, TextStream
+from model_worker.text import ContentStops, Decode, PieceDetokenizer, Pieces, TextStream
 from protocol.errors import RequestError
+from protocol.process.worker_spec import READ_TOKENIZERS, not_installed
+
+# The text of each token, for tokenizers that decode by joining texts. Read once, when a model is loaded.
+#
+# Byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, each written as one printable character. Sentencepiece
+# (Llama 2, Mistral, Gemma): a token is text with "▁" for a space, or one byte of a character that has no token. To
+# check the table, the whole vocabulary is decoded both with the table and by the tokenizer, and the results are
+# compared.
+
+
+_SPACE = "▁"
+_CHECKED_TOGETHER = 64
+"""The number of ids decoded in one call when the table is checked."""
+
+_REPLACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+_BYTES, _FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class NoPieces(Exception):
+    """The tokenizer's text is not the joined text of its tokens, or this cannot be known. The message says why."""
+
+
+def read_pieces(tokenizer: tokenizers.Tokenizer, size: int) -> Pieces:
+    """Return the table of ids below ``size``. Raises NoPieces."""
+    steps = _steps(tokenizer.decoder)
+    special = special_tokens(tokenizer)
+    tokens: list[str | None] = [None if i in special else tokenizer.id_to_token(i) for i in range(size)]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        pieces = Pieces(_byte_level(tokens))
+    elif steps in ([_REPLACE, _BYTES, _FUSE], [_REPLACE, _BYTES, _FUSE, _STRIP]):
+        pieces = Pieces(_sentencepiece(tokens), byte_runs=True, strips_space=_STRIP in steps)
+    else:
+        raise NoPieces(f"the decoder is of another kind ({' + '.join(step['type'] for step in steps) or 'none'})")
+    if not all(_agrees(tokenizer, pieces, ids, special) for ids in _samples(pieces)):
+        raise NoPieces("its table does not give what the tokenizer decodes")
+    return pieces
+
+
+def special_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+    """Return the names of the tokens that add nothing to a text, by id."""
+    return {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+
+def decode_without(tokenizer: tokenizers.Tokenizer, skipped: Collection[int], ids: Iterable[int]) -> str:
+    """Return the text of ids, without those in ``skipped``.
+
+    The library would skip special tokens by their text. It does not find those that tokenizer.json calls normalized, as
+    old files of Llama do: their text in the vocabulary is ``▁<s>``, so "<s>" would stand in answers.
+    """
+    text: str = tokenizer.decode([i for i in ids if i not in skipped], skip_special_tokens=False)
+    return text
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """Return the steps of a decoder in order, as in tokenizer.json."""
+    if decoder is None:
+        return []
+    described: dict[str, Any] = json.loads(decoder.__getstate__())
+    steps: list[dict[str, Any]] = described["decoders"] if described["type"] == "Sequence" else [described]
+    return steps
+
+
+def _byte_level(tokens: Sequence[str | None]) -> list[str | bytes | None]:
+    """Return the table of byte-level tokens. As in the library, a token with a character that is no byte is its own
+    text."""
+    alphabet = _byte_characters()
+    allowed = frozenset(map(chr, alphabet))
+    table: list[str | bytes | None] = []
+    for token in tokens:
+        if not token:
+            table.append(None)
+        elif not allowed.issuperset(token):
+            table.append(token)
+        else:
+            data = token.translate(alphabet).encode("latin-1")
+            try:
+                table.append(data.decode())
+            except UnicodeDecodeError:
+                table.append(data)
+    return table
+
+
+def _byte_characters() -> dict[int, int]:
+    """Return the byte of each of byte-level's printable characters (GPT-2's table), for str.translate."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
+
+
+def _sentencepiece(tokens: Sequence[str | None]) -> list[str | bytes | None]:
+    fallback = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    return [None if token is None else fallback.get(token) or token.replace(_SPACE, " ") for token in tokens]
+
+
+def _samples(pieces: Pieces) -> Iterator[list[int]]:
+    """Yield sequences of ids that together hold the whole vocabulary, in random order, and characters written in bytes.
+
+    A byte of a fallback stands alone between texts. In a run of such bytes a stream's text may differ from the text
+    decoded at once, because a stream cannot take back text that it delivered before the run proved broken.
+    """
+    order = random.Random(0)
+    ids = list(range(len(pieces.table)))
+    order.shuffle(ids)
+    texts = [i for i in ids if isinstance(pieces.table[i], str)] if pieces.byte_runs else ids
+    between = [[i] for i in ids if not isinstance(pieces.table[i], str)] if pieces.byte_runs else []
+    by_byte = {piece: i for i, piece in enumerate(pieces.table) if isinstance(piece, bytes)}
+    if pieces.byte_runs and len(by_byte) == 256:
+        between += [[by_byte[bytes([byte])] for byte in character.encode()] for character in "éさ🦊\n\ufffd"]
+    for first in range(0, max(len(texts), _CHECKED_TOGETHER * len(between)), _CHECKED_TOGETHER):
+        if chunk := texts[first : first + _CHECKED_TOGETHER] or texts[:2]:
+            yield [chunk[0], *(between.pop() if between else ()), *chunk[1:]]
+
+
+def _agrees(tokenizer: tokenizers.Tokenizer, pieces: Pieces, ids: list[int], special: Collection[int]) -> bool:
+    if pieces.byte_runs or pieces.strips_space:
+        stream = PieceDetokenizer(pieces)
+        text = "".join(map(stream.push, ids)) + stream.flush()
+    else:  # a stream gives the same, in four times the time
+        parts = [pieces.table[i] or b"" for i in ids]
+        text = b"".join(p.encode() if isinstance(p, str) else p for p in parts).decode(errors="replace")
+    return text == decode_without(tokenizer, special, ids)
+
+
+# Limit how much longer a tokenizer makes a text: a few bytes of tokenizer.json can ask for terabytes.
+
+
+MOST_GROWTH = 64
+"""The largest growth factor of all steps together. Real tokenizers write a space as a character of three bytes, or a
+quotation mark as two characters."""
+MOST_ADDED = 1024
+"""The most characters that a tokenizer may put before a text or a word."""
+
+
+def check_growth(tokenizer: tokenizers.Tokenizer, file: Path) -> None:
+    """Raise LoadError for a tokenizer whose steps would make a text, or an answer, much longer than it is."""
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        step: Any = getattr(tokenizer, part)
+        steps = list(_nested_steps(json.loads(step.__getstate__()))) if step is not None else []
+        growth = math.prod(map(_growth, steps))
+        added = max((len(str(s.get(key) or "")) for s in steps for key in ("prepend", "replacement")), default=0)
+        if growth > MOST_GROWTH or added > MOST_ADDED:
+            what = f"{growth:.3g} times as long" if growth > MOST_GROWTH else f"longer by {added} characters"
+            raise LoadError(f"{file}: its {part} makes a text {what}, which no model's does: it is not to be trusted")
+
+
+def _nested_steps(step: Any) -> Iterator[dict[str, Any]]:
+    """Yield each step of a sequence, including the steps of nested sequences."""
+    if isinstance(step, dict):
+        inner = [each for key in ("normalizers", "pretokenizers", "decoders") for each in step.get(key) or ()]
+        if not inner:
+            yield step
+        for each in inner:
+            yield from _nested_steps(each)
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """Return the growth factor of a Replace step. Its regular expression may match a single character, or none."""
+    if step.get("type") != "Replace":
+        return 1.0
+    replaced = (step.get("pattern") or {}).get("String")
+    return max(1.0, len(step.get("content") or "") / max(1, len(replaced or "")))
 
 
 class Tokenizer:
@@ -187,3 +350,76 @@ def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatT
     except (jinja2.TemplateError, ValueError) as e:  # ValueError: also for a number with very many digits
         raise LoadError(f"the chat template {place} cannot be read: {str(e)[:300]}", key=key) from None
     return ChatTemplate(found.source, special_tokens, found.tool_source)
+
+
+# Open the tokenizer of a model's directory, if the packages that read it are installed.
+#
+# An engine's worker always has these packages (``engines.build_engine``). A command that checks a model for another
+# machine may lack them. So nothing is imported here before it is known to be there. ``engines.not_checked`` returns
+# the message for people.
+
+
+def open_tokenizer(directory: ModelDir) -> "Tokenizer | None":
+    """Return the tokenizer, with the chat template; None without the packages. Raises LoadError if either cannot be
+    read."""
+    if not_installed(READ_TOKENIZERS):
+        return None
+
+    return Tokenizer(directory)
+
+
+def open_vocabulary(directory: ModelDir) -> dict[str, int] | None:
+    """Return the ids by token, without tokens added for control: models of one family name them differently.
+
+    None without the packages. Raises LoadError for a tokenizer.json that cannot be read.
+    """
+    if not_installed(READ_TOKENIZERS):
+        return None
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(directory.read("tokenizer.json"))
+    except LoadError:
+        raise
+    except Exception as e:  # the library raises bare Exception
+        raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
+    return dict(tokenizer.get_vocab(with_added_tokens=False))
+
+
+# The text of each token of a model, in which markers are looked for.
+
+
+class MarkerTexts:
+    """The text of each token, with that of the markers that are special tokens.
+
+    spelled  bytes of each id; b"" for an id without a text
+    """
+
+    def __init__(self, spelled: Sequence[bytes]) -> None:
+        self.spelled = spelled
+        self._beyond: dict[bytes, list[int]] = {}
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {piece: token for token, piece in enumerate(self.spelled) if piece}
+
+    @cached_property
+    def blanks(self) -> list[int]:
+        """Return the ids of line breaks."""
+        return [token for token, piece in enumerate(self.spelled) if piece in (b"\n", b"\n\n")]
+
+    def of(self, token: int) -> bytes:
+        return self.spelled[token] if token < len(self.spelled) else b""
+
+    def beginnings(self, text: bytes) -> list[int]:
+        """Return the ids whose text is the whole text or its beginning."""
+        return [token for size in range(1, len(text) + 1) if (token := self._ids.get(text[:size])) is not None]
+
+    def beyond(self, text: bytes) -> list[int]:
+        """Return the ids whose text begins with this text and goes on behind it."""
+        if text not in self._beyond:
+            size = len(text)
+            self._beyond[text] = [
+                token for token, piece in enumerate(self.spelled) if len(piece) > size and piece.startswith(text)
+            ]
+        return self._beyond[text]

@@ -8,19 +8,27 @@
 waiting.
 """
 
+import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Generic, Protocol, Self, TypeVar, Unpack
 
-from protocol.client.answers import Completion, Delta, Progress, StreamState, TokenLogprob, text_in, token_ids_in
-from protocol.client.async_streams import AsyncChoices, AsyncStream
-from protocol.client.client_key import ClientKey
-from protocol.client.connection import CANNOT_CONNECT, check_can_generate, check_welcomed
-from protocol.client.liveness import DEFAULT_SILENCE_S
-from protocol.client.loop_connection import LoopConnection
-from protocol.client.request_builder import (
+from protocol.client.answers import (
+    Completion,
+    Delta,
+    Progress,
+    StreamState,
+    TokenLogprob,
+    Touched,
+    text_in,
+    token_ids_in,
+)
+from protocol.client.connection import CANNOT_CONNECT, Connection, check_can_generate, check_welcomed
+from protocol.client.request_options import (
     USAGE_S,
+    RequestOptions,
     choice_requests,
     collect_options,
     generate_request,
@@ -28,8 +36,270 @@ from protocol.client.request_builder import (
     pack_token_ids,
     tokenize_params,
 )
-from protocol.client.request_options import RequestOptions
-from protocol.client.stream_base import OnProgress
+from protocol.client.stream_base import ChoicesBase, OnProgress, StreamBase
+from protocol.client.transport import DEFAULT_SILENCE_S, ClientKey, Transport
+
+# A connection that belongs to an asyncio event loop.
+
+
+_WELCOME = 0
+"""The key under which a task waits for the greeting. The numbers of requests and calls begin at 1."""
+
+
+class LoopConnection(Connection):
+    """A connection for one event loop. Only code of the loop may use it, and code of its thread while no loop runs.
+
+    The thread may call ``close`` in any loop. Any thread may call ``abandon``.
+    """
+
+    def __init__(self, endpoint: str | None, **more: Any) -> None:
+        super().__init__(endpoint, **more)
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.current_thread()
+        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._descriptors: tuple[int, ...] = ()
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
+        """When the timer calls, by the loop's clock. uvloop's handle does not know that if the time is now."""
+        self._settling = False
+
+    def check(self) -> None:
+        self._check_thread()
+        try:
+            other = asyncio.get_running_loop() is not self._loop
+        except RuntimeError:  # called between two runs of a loop, or after the last
+            other = self._loop.is_closed()
+        if other:
+            # A request of another loop would be sent, and its events would wake nobody.
+            raise RuntimeError(
+                f"this client belongs to another event loop{', which is closed' if self._loop.is_closed() else ''}: "
+                "make an AsyncClient in each event loop (each asyncio.run has its own), or use Client, which needs none"
+            )
+
+    def _check_thread(self) -> None:
+        self.check_process()
+        if (here := threading.current_thread()) is not self._thread:
+            raise RuntimeError(
+                f"this client belongs to thread {self._thread.name!r} and was used in {here.name!r}: "
+                "make an AsyncClient in each event loop, or use Client, which threads may share"
+            )
+
+    async def wait_change(self) -> None:
+        """Wait until anything happens."""
+        await self._wait((_WELCOME,), None)
+
+    async def wait(self, states: Collection[Touched], timeout: float | None) -> None:
+        """Wait until something happens to one of these requests or calls.
+
+        Raises TimeoutError after ``timeout`` seconds, and RuntimeError if another task waits for one of them.
+        """
+        await self._wait([state.id for state in states], timeout)
+
+    def pump(self) -> None:
+        super().pump()
+        due = self.due()
+        if due is None:
+            return
+        at = self._loop.time() + due
+        if self._timer is not None and self._timer_at > at + 0.001:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer, self._timer_at = self._loop.call_at(at, self._on_time), at
+
+    def close(self) -> None:
+        if not self.closed:
+            self._check_thread()  # any loop of the thread may close the client, because the client's own may have ended
+        super().close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _wait(self, keys: Collection[int], timeout: float | None) -> None:
+        if any(key in self._waiters for key in keys):
+            raise RuntimeError("another task is reading this stream: one task at a time")
+        future = self._loop.create_future()
+        for key in keys:
+            self._waiters[key] = future
+        try:
+            if timeout is None:
+                await future
+            else:
+                async with asyncio.timeout(timeout):
+                    await future
+        finally:
+            for key in keys:
+                del self._waiters[key]
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self.pump()
+
+    def _watch(self, transport: Transport) -> None:
+        self._descriptors = transport.descriptors
+        for descriptor in self._descriptors:
+            self._loop.add_reader(descriptor, self.pump)
+
+    def _unwatch(self) -> None:
+        # Before the descriptors are closed: the next socket may get their numbers.
+        if not self._loop.is_closed():
+            for descriptor in self._descriptors:
+                self._loop.remove_reader(descriptor)
+        self._descriptors = ()
+
+    def _changed(self, touched: list[Touched]) -> None:
+        for key in (_WELCOME, *(state.id for state in touched)):
+            future = self._waiters.get(key)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    def _settle(self) -> None:
+        """Make the loop carry out the noted actions at its next turn. Finalizers call this, in any thread."""
+        if self._noted and not (self._settling or self.closed) and os.getpid() == self._pid:
+            self._settling = True
+            try:
+                self._loop.call_soon_threadsafe(self._settle_now)
+            except RuntimeError:  # the loop is closed, and the connection is not used any more
+                pass
+
+    def _settle_now(self) -> None:
+        self._settling = False
+        self.pump()
+
+
+# The answers that ``AsyncClient`` returns while they are generated: one, or several.
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class AsyncStream(StreamBase):
+    """The answer to one request, while it is generated. Iterate over it with ``async for`` for ``Delta`` objects.
+
+    The rules are those of ``Stream``. Cancelling the task that waits for the next delta cancels the request, too. One
+    task at a time reads a stream.
+    """
+
+    _connection: LoopConnection
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        # A separate iterator is deleted when the loop ends, even if a name still holds the stream.
+        return _Loop(self)
+
+    async def __anext__(self) -> Delta:
+        self._connection.check()
+        while True:
+            delta = self._now()
+            if delta is not None:
+                return delta
+            if self._over:
+                raise StopAsyncIteration
+            try:
+                await self._wait_any([self], self._timeout)
+            except TimeoutError:
+                self.close()
+                raise TimeoutError(
+                    f"no event of request {self.request_id} within {self._timeout} s: it was cancelled"
+                ) from None
+            except asyncio.CancelledError:
+                # A cancelled task, and its frames, can be kept for long. So close the stream now.
+                self.close()
+                raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """Close, as ``close`` does. The library function contextlib.aclosing calls it."""
+        self.close()
+
+    async def complete(self) -> Completion:
+        """Read to the end, and return the whole answer."""
+        async for _ in self:
+            pass
+        return self._completion()
+
+    async def wait_accepted(self) -> None:
+        """Wait until the supervisor has read the request: it has accepted it, or refused it, which reading the stream
+        raises. Nothing is read."""
+        while self._state.accepted is None and not self._stirred:
+            await self._wait_any([self], None)
+
+    async def _wait_any(self, streams: "Sequence[AsyncStream]", timeout: float | None) -> None:
+        """Wait until something happens to one of these streams. Raises TimeoutError after ``timeout`` seconds."""
+        if not any(stream._stirred for stream in streams):
+            await self._connection.wait([stream._state for stream in streams], timeout)
+
+
+class _Loop(Generic[T]):
+    """The iterator of an ``async for`` loop over an AsyncStream or AsyncChoices. It is deleted when the loop ends."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: "_Read[T]") -> None:
+        self._read = read
+
+    def __aiter__(self) -> "_Loop[T]":
+        return self
+
+    def __anext__(self) -> Awaitable[T]:
+        return self._read.__anext__()
+
+    def __del__(self) -> None:
+        self._read._abandon()
+
+
+class _Read(Protocol[T_co]):
+    def __anext__(self) -> Awaitable[T_co]: ...
+    def _abandon(self) -> None: ...
+
+
+class AsyncChoices(ChoicesBase[AsyncStream]):
+    """The answers of ``AsyncClient.choices``. Iterate with ``async for`` for (index, ``Delta``) pairs.
+
+    The rules are those of ``Choices``. Cancelling the task that waits for the next pair cancels every unfinished
+    request, too.
+    """
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        return _Loop(self)
+
+    async def __anext__(self) -> tuple[int, Delta]:
+        self.streams[0]._connection.check()
+        while True:
+            if (came := self._now()) is not None:
+                return came
+            waiting = self._unfinished
+            if not waiting:
+                raise StopAsyncIteration
+            try:
+                await waiting[0]._wait_any(waiting, self._timeout)
+            except TimeoutError:
+                raise self._timed_out() from None
+            except BaseException:  # a cancelled task, and its frames, can be kept for long
+                self.close()
+                raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """Close, as ``close`` does. The library function contextlib.aclosing calls it."""
+        self.close()
+
+    async def complete(self) -> list[Completion]:
+        """Read all answers to their ends, and return them by index."""
+        async for _ in self:
+            pass
+        return [stream._completion() for stream in self.streams]
+
 
 __all__ = ["AsyncChoices", "AsyncClient", "AsyncStream", "Completion", "Delta", "Progress", "TokenLogprob"]
 

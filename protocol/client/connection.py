@@ -19,13 +19,26 @@ import zmq
 
 import protocol
 from protocol.client.answers import CallState, Delta, StreamState, Touched
-from protocol.client.client_key import ClientKey
-from protocol.client.liveness import DEFAULT_SILENCE_S, Liveness, PeerState, Redial
 from protocol.client.session import ClientSession
-from protocol.client.transport import LINGER_MS, Sockets, Transport
+from protocol.client.transport import (
+    DEFAULT_SILENCE_S,
+    LINGER_MS,
+    ClientKey,
+    Liveness,
+    PeerState,
+    Redial,
+    Sockets,
+    Transport,
+)
 from protocol.errors import ErrorCode, WireError
-from protocol.process.private_paths import check_runtime_dir
-from protocol.process.runtime_paths import admin_endpoint, check_endpoint, default_runtime_dir, front_endpoint, ipc_path
+from protocol.process.paths import (
+    admin_endpoint,
+    check_endpoint,
+    check_runtime_dir,
+    default_runtime_dir,
+    front_endpoint,
+    ipc_path,
+)
 
 PROBE_LOOK_S: Final = 0.01
 """Seconds between two looks at the probe of a listener with which the handshake failed."""

@@ -18,7 +18,7 @@ from protocol.client.answers import (
     read_prompt_logprobs,
     read_report,
 )
-from protocol.client.request_builder import pack_fields
+from protocol.client.request_options import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ConnectionLost, ErrorCode, FrameError, WireError
 from protocol.messages import (

@@ -3,20 +3,161 @@
 Nothing here blocks.
 """
 
+import errno
+import json
 import os
+import re
+import socket
+import stat
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import reduce
 from pathlib import Path
 from typing import Final
 
 import zmq
 
-from protocol.client.client_key import ClientKey
-from protocol.client.greeting_probe import GreetingProbe
 from protocol.limits import SOCKET_MAX_FRAME
-from protocol.process.peer_user import check_listener
-from protocol.process.runtime_paths import ENVIRONMENT_VARIABLE, PAUSED, ipc_path, serve_hint
-from protocol.process.socket_calls import monitor_event
+from protocol.process.paths import ENVIRONMENT_VARIABLE, PAUSED, check_private, ipc_path, serve_hint
+from protocol.process.sockets import check_listener, monitor_event
+
+# Find out whether ZeroMQ listens at a TCP address, or another program that only takes connections.
+#
+# The supervisor ends the connection of a client with a wrong key, and CURVE gives no reason. A tunnel, a proxy or a
+# port forwarding without a supervisor behind it also ends the connection. libzmq reports both cases in the same words.
+# But a libzmq that listens sends a greeting to each new connection before it knows any key. The probe looks for that
+# greeting.
+
+
+PROBE_S: Final = 1.0
+"""Seconds that the greeting may take."""
+_SIGNATURE: Final = b"\xff"
+"""The first byte of every greeting of ZMTP 2 and 3."""
+
+
+class GreetingProbe:
+    """A connection to ``tcp://HOST:PORT`` on which nothing is sent.
+
+    Only the look-up of the host's name can block. libzmq has looked the same name up a moment before.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._end_at = time.monotonic() + PROBE_S
+        self._socket: socket.socket | None = None
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[
+                0
+            ]
+            self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, proto)
+            self._socket.connect(address)
+        except BlockingIOError:
+            pass  # the connect goes on in the background
+        except (OSError, ValueError):
+            self.close()
+
+    def greeted(self) -> bool | None:
+        """Return whether the listener greets as ZeroMQ does. None while that is not known yet."""
+        if self._socket is None:
+            return False
+        try:
+            return self._socket.recv(1) == _SIGNATURE
+        except OSError as e:
+            waiting = e.errno in (errno.EAGAIN, errno.ENOTCONN) and time.monotonic() < self._end_at
+            return None if waiting else False
+
+    def close(self) -> None:
+        """Close the connection. A second call does nothing."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+# The key with which a client connects over TCP: a file of mode 0600 that `modelctl keys new` writes.
+#
+# The file is a JSON object of strings, so that a client in any language can read it. ``name`` is the name of the key.
+# ``server_key`` is the supervisor's public key: the supervisor proves that it owns that key. ``public_key`` and
+# ``secret_key`` are the client's pair. They are keys of CURVE (32 bytes) in Z85 (ZeroMQ RFC 32): 40 characters each.
+# This module does not import zmq.
+
+
+KEY_NAME: Final = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
+_DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+FIELDS: Final = ("name", "server_key", "public_key", "secret_key")
+MAX_FILE: Final = 4096
+"""Most bytes of a key file. A real one has some 300."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKey:
+    """A client's key pair and the supervisor's public key, in Z85. The ``repr`` of a key holds no secret."""
+
+    name: str
+    server_key: str
+    public_key: str
+    secret_key: str = field(repr=False)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "ClientKey":
+        """Return the key in a file. Raises ValueError with the file, what is wrong with it, and the remedy."""
+        return parse_client_key(read_private(Path(path)), f"the key file {os.fspath(path)}")
+
+    def to_json(self) -> str:
+        """Return the text of a key file. It holds the secret key."""
+        return json.dumps({name: getattr(self, name) for name in FIELDS}, indent=2) + "\n"
+
+
+def is_key(text: object) -> bool:
+    """Return whether a text is 32 bytes in Z85. Five digits can exceed four bytes: libzmq refuses such a text."""
+    if not isinstance(text, str) or len(text) != 40:
+        return False
+    places = [_DIGITS.find(digit) for digit in text]
+    values = (reduce(lambda value, place: value * 85 + place, places[i : i + 5], 0) for i in range(0, 40, 5))
+    return min(places) >= 0 and max(values) < 1 << 32
+
+
+def parse_client_key(text: str, shown: str) -> ClientKey:
+    """Return the key in a text. Raises ValueError, and never quotes the text, because it may be a secret."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{shown} is not JSON; get a new one with `modelctl keys new`") from None
+    if not isinstance(given, dict) or not all(isinstance(given.get(name), str) for name in FIELDS):
+        message = f"{shown} must be an object with the strings {', '.join(FIELDS)}; get one with `modelctl keys new`"
+        raise ValueError(message)
+    if not KEY_NAME.fullmatch(given["name"]):  # it is shown on terminals
+        raise ValueError(f"{shown}: name is no name of a key; get one with `modelctl keys new`")
+    for name in FIELDS[1:]:
+        if not is_key(given[name]):
+            raise ValueError(f"{shown}: {name} is no key: 40 characters of Z85; get one with `modelctl keys new`")
+    return ClientKey(**{name: given[name] for name in FIELDS})
+
+
+def read_private(path: Path, *, limit: int = MAX_FILE) -> str:
+    """Return the text of a file that only the user (or root) can read or write. Raises ValueError with the remedy."""
+    try:
+        # Check the open file and not its name, which may mean another file by now.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path} is no regular file; give a key file")
+            check_private(path, status)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(limit + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from None
+    if len(content) > limit:
+        raise ValueError(f"{path} is longer than {limit} bytes; it is no key file")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text; it is no key file") from None
+
 
 LINGER_MS: Final = 200
 """Milliseconds that closing waits until the last frames, mostly CANCEL, are sent."""
@@ -302,3 +443,104 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout)
     socket.setsockopt(zmq.HEARTBEAT_TTL, ttl)
+
+
+# Decide when a client tries again to connect, and when it gives a silent supervisor up. Pure: ``now`` is an argument.
+#
+# libzmq's heartbeats notice a supervisor that is stopped (SIGSTOP) or whose machine is gone. A thread of libzmq
+# answers them. So heartbeats do not notice a supervisor whose loop hangs. Only PING does, because the loop answers it.
+
+
+DEFAULT_SILENCE_S: Final = 15.0
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
+"""Each pause between tries to connect is twice the pause before, up to this one. A random part, at most half, is taken
+off each pause."""
+
+
+class PeerState(Enum):
+    ALIVE = "alive"
+    ASK = "ask"
+    """The client has heard nothing for long: send PING."""
+    LOST = "lost"
+    """The supervisor did not answer PING in time."""
+
+
+class Liveness:
+    """The rule for a silent supervisor: send PING after a third of ``silence``, and give up after all of ``silence``.
+
+    silence  seconds
+    step     seconds. Call ``check`` this often while the client waits for something
+    """
+
+    def __init__(self, silence: float, now: float) -> None:
+        self.silence = silence
+        self.step = min(1.0, silence / 10)
+        self._heard = self._looked = now
+        self._asked: float | None = None
+
+    def heard(self, now: float) -> None:
+        """Note that a message came, of any kind."""
+        self._heard, self._asked = now, None
+
+    def check(self, now: float, *, waiting: bool) -> PeerState:
+        """Return the state of the supervisor.
+
+        waiting  True if the client waits for a message. Otherwise silence means nothing
+        """
+        away, self._looked = now - self._looked > 3 * self.step, now
+        if away or not waiting:
+            # The client did not look for a while: the program did something else, or was stopped itself. Messages that
+            # came meanwhile may not have been read yet. So the time begins anew.
+            self.heard(now)
+            return PeerState.ALIVE
+        if self._asked is None:
+            if now - self._heard < self.silence / 3:
+                return PeerState.ALIVE
+            self._asked = now
+            return PeerState.ASK
+        return PeerState.LOST if now - self._asked >= self.silence * 2 / 3 else PeerState.ALIVE
+
+
+class Redial:
+    """The tries to connect.
+
+    patience    seconds until WELCOME must have come
+    always      whether to try again after every failure, until the patience is over
+    at          when the next try is due
+    give_up_at  when the patience is over
+    failure     why the last try failed
+    rejected    whether the supervisor, or the kernel, refused that try
+    """
+
+    def __init__(self, patience: float, always: bool, now: float) -> None:
+        self.patience, self.always = patience, always
+        self.at = now
+        self.give_up_at = now + patience
+        self.failure: str | None = None
+        self.rejected = False
+        self._tries = 0
+
+    def begin(self) -> None:
+        """Note that a try begins."""
+        self._tries += 1
+
+    def again(self, failure: str, rejected: bool, now: float, jitter: float) -> None:
+        """Plan the next try after one that failed. ``jitter`` is a factor of the pause, 0.5 to 1."""
+        self.failure, self.rejected = failure, rejected
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._tries - 1))
+        self.at = now + pause * jitter
+
+    def why_given_up(self, endpoint: str, *, local: bool, taken: bool) -> tuple[str, bool]:
+        """Return (the reason why no connection was made, whether a refusal is that reason).
+
+        local  whether the endpoint is on this machine (ipc)
+        taken  whether somebody took the connection of the last try
+        """
+        # The last try may have begun just now. Unless somebody took that connection, the try before tells more.
+        if self.failure is not None and not taken:
+            return self.failure, self.rejected
+        if taken or local:
+            return f"the supervisor at {endpoint} did not answer within {self.patience:.3g} s", False
+        nobody = f"nobody took the connection to {endpoint} within {self.patience:.3g} s"
+        return f"{nobody}: the address or its name is wrong, or a firewall is between", False

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.birth import die_with, set_title
 
 PIECE: Final = 32 << 10
 """Bytes of a piece. A socket of the kernel's default size has room for some of them."""

@@ -13,9 +13,9 @@ from protocol import __version__
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
+from supervisor.config.spelling import Limit
 from supervisor.placement.gpus import MAX_GPUS
-from supervisor.spelling import Limit
-from supervisor.workers.machines import Elsewhere
+from supervisor.workers.launcher import Elsewhere
 
 BEAT_S: Final = 0.25
 """Seconds between two beats of an agent."""
@@ -157,7 +157,7 @@ class Copying:
 class Beat:
     """A sign of life, every BEAT_S.
 
-    word       the word of the worker's lease, see ``protocol.process.progress_lease``
+    word       the word of the worker's lease, see ``protocol.process.worker_spec``
     memory     bytes of RAM that the worker holds; None if not known
     condition  the state of the worker's process, for people
     """

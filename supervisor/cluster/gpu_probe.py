@@ -8,7 +8,7 @@ import os
 import sys
 
 from protocol.codec import pack_body
-from protocol.process.parent_death import die_with
+from protocol.process.birth import die_with
 from supervisor.placement.gpu_reader import read_once
 from supervisor.placement.gpus import GpusUnknown
 

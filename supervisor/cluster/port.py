@@ -14,16 +14,14 @@ from typing import Final
 
 import zmq
 
-from protocol.process.silent_links import end_when_silent
-from protocol.process.socket_calls import has_input, monitor_event
-from supervisor.ports.accepted import AcceptedDescriptors
+from protocol.process.sockets import end_when_silent, has_input, monitor_event
 from supervisor.ports.client_port import ClientPort
-from supervisor.ports.monitors import open_monitor
-from supervisor.ports.sockets import Context, admit_keys_only
-from supervisor.ports.tcp_listener import MAX_STRANGERS, bytes_both_ways
+from supervisor.ports.connections import AcceptedDescriptors
+from supervisor.ports.listeners import MAX_STRANGERS, bytes_both_ways
+from supervisor.ports.sockets import Context, admit_keys_only, open_monitor
 from supervisor.ports.worker_port import WorkerPort, worker_router
 from supervisor.ports.zap import REMOTE_DOMAIN
-from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.requests.queue import WorkerSlot
 
 PROVEN: Final = 270
 """A peer that has received more bytes than this has proved its key. libzmq sends 234 bytes, and then waits for the

@@ -15,7 +15,7 @@ import sys
 import psutil
 import ray
 
-from supervisor.workers.spares import LEAST_FREE
+from supervisor.workers.local import LEAST_FREE
 
 PROBE_S = 45.0
 """Seconds that reading the GPUs of a machine may take. Opening the driver takes some."""

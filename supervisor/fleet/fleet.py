@@ -9,34 +9,120 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Shutdown
-from supervisor import logs
-from supervisor.config import Config, ModelSpec
-from supervisor.event_history import EventKind, noted
-from supervisor.fleet.hang_watch import HangWatch
-from supervisor.fleet.replica import ROOM_RETRY_S, Replica
-from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.config.file import Config, ModelSpec
+from supervisor.fleet.replicas import ROOM_RETRY_S, Replica, ReplicaRegistry
 from supervisor.fleet.sleepers import Sleepers
-from supervisor.fleet.start_lines import StartLines
 from supervisor.fleet.starts import Starts
-from supervisor.model_logs import about, without_ours
+from supervisor.logs import logs
+from supervisor.logs.events import EventKind, noted
+from supervisor.logs.files import PhaseLines, about, percentage_of, phase_of, without_ours
+from supervisor.placement.memory import loaded_text
 from supervisor.placement.vram import Vram
-from supervisor.placement.worker_memory import loaded_text
-from supervisor.requests.effect_queue import EffectQueue, WorkerChanged
-from supervisor.requests.in_flight import Awaited, ToWorker
+from supervisor.reactor import Timers
+from supervisor.requests.request import Awaited, EffectQueue, ToWorker, WorkerChanged
 from supervisor.requests.scheduler import Scheduler
-from supervisor.timers import Timers
-from supervisor.workers import stop_ladder
+from supervisor.workers import life
 from supervisor.workers.exits import ExitReport, classify, not_admitted
 from supervisor.workers.launcher import Launched, Launcher, local_pid
-from supervisor.workers.lifecycle import ON_DEMAND, Event, LifecycleAction, WorkerState
-from supervisor.workers.stop_ladder import Rung
-from supervisor.workers.worker_life import Desired, Transition
+from supervisor.workers.life import (
+    ON_DEMAND,
+    CheckClock,
+    Desired,
+    Event,
+    HangDetector,
+    HangVerdict,
+    LifecycleAction,
+    Rung,
+    Transition,
+    WorkerState,
+)
+
+# Write to the log how the starts of workers go on, so that the log of a slow load shows that something happens.
+
+
+@runtime_checkable
+class ShowsStarts(Protocol):
+    """A handler of the log that also shows on a terminal how far each start is."""
+
+    def show_starts(self, starts: Mapping[str, tuple[str, Mapping[str, Any] | None]]) -> None:
+        """Show name → (phase, progress) of each worker that starts. ``progress`` is that of the worker's report."""
+
+
+class StartLines:
+    """Logs each part of a load, and every ten seconds how far it is. Other lines tell of the states themselves."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lines = PhaseLines()
+        self._screens = [handler for handler in log.handlers if isinstance(handler, ShowsStarts)]
+
+    def check(self, replicas: Iterable[Replica], now: float) -> None:
+        """Log the lines that are due, and show on a terminal how far the starts are."""
+        starts = {}
+        for replica in replicas:
+            if replica.state not in (WorkerState.STARTING, WorkerState.LOADING):
+                self._lines.forget(replica.name)
+                continue
+            progress = replica.how_far()
+            phase = phase_of(replica.state, progress)
+            starts[replica.shown] = phase, progress
+            line = self._lines.due(replica.name, phase, now, percentage=percentage_of(progress))
+            if line and line != replica.state:
+                self._log.info("%s: %s", replica.shown, line, extra=about(replica.log_name))
+        for screen in self._screens:
+            screen.show_starts(starts)
+
+
+# Watch all workers: read their leases, ask a hung worker for its stacks, and have it killed.
+#
+# ``supervisor.workers.life`` decides which worker hangs.
+
+
+class HangWatch:
+    """The checks of all workers for hangs, done whenever ``check`` is called.
+
+    kill  ends a worker's process: (worker, message for the log, reason in the exit report)
+    """
+
+    def __init__(self, kill: Callable[[Replica, str, str], None], log: logging.Logger) -> None:
+        self._kill = kill
+        self._log = log
+        self._clock = CheckClock()
+
+    def check(self, replicas: Iterable[Replica], now: float) -> None:
+        """Check every worker that has a process, whatever its state."""
+        passed = self._clock.passed(now)
+        for replica in replicas:
+            process = replica.process
+            if process is None or (reading := process.read_lease()) is None:
+                replica.detector = None  # no process, or one that has no lease
+                continue
+            if replica.detector is None:  # a new process
+                replica.detector = HangDetector(reading)
+                continue
+            self._act(replica, process, replica.detector, replica.detector.check(reading, passed))
+
+    def _act(self, replica: Replica, process: Launched, detector: HangDetector, verdict: HangVerdict) -> None:
+        if verdict in (HangVerdict.HUNG, HangVerdict.LOST) and (process.is_gone or replica.killed_for is not None):
+            return  # it has ended, or was killed: the loop is about to see its end
+        if verdict is HangVerdict.HUNG:
+            message = f"{replica.shown}: pid {process.pid} {detector.story()}; {process.condition()}"
+            self._log.error("%s", message, extra=noted(EventKind.HANG, replica.log_name))
+            if detector.can_tell:
+                process.dump_stacks()
+        elif verdict is HangVerdict.SPARED:
+            message = f"{replica.shown}: pid {process.pid} goes on after all"
+            self._log.warning("%s", message, extra=noted(EventKind.HANG, replica.log_name))
+        elif verdict is HangVerdict.LOST:
+            self._kill(replica, f"{detector.story()}; {process.condition()}", "hung")
+
 
 RATE_WINDOW_S = 1.0
 
@@ -398,8 +484,8 @@ class Fleet:
             timer.cancel()
         if self.starts.cancel(replica):
             return
-        times = stop_ladder.IMPATIENT if replica.life.impatient else self.registry.config.supervisor.ladder
-        rungs = stop_ladder.plan(now, times, reads_messages=bool(replica.info))
+        times = life.IMPATIENT if replica.life.impatient else self.registry.config.supervisor.ladder
+        rungs = life.plan(now, times, reads_messages=bool(replica.info))
         replica.ladder = [self._timers.at(at, lambda rung=rung: self._rung(replica, rung)) for at, rung in rungs]  # type: ignore[misc]
 
     def _rung(self, replica: Replica, rung: Rung) -> None:

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.unknown_models import nearest
+from protocol.names import nearest
 from protocol.verbs import Right
 from supervisor.keys.records import (
     LIMITS,
@@ -33,7 +33,7 @@ class Named(Protocol):
 
 
 class Names(Protocol):
-    """All names of models, see ``supervisor.model_names``."""
+    """All names of models, see ``supervisor.config.rules``."""
 
     def __iter__(self) -> Any: ...
 

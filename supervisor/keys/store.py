@@ -13,12 +13,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from protocol.client.client_key import ClientKey, is_key, read_private
-from protocol.process.private_paths import NotPrivate, check_place, check_private, make_private
+from protocol.client.transport import ClientKey, is_key, read_private
+from protocol.process.paths import NotPrivate, check_place, check_private, make_private
 from protocol.verbs import Right
 from supervisor.keys.records import (
     MAX_KEYS,
@@ -343,3 +343,28 @@ def _replace(path: Path, text: str) -> None:
     except OSError as e:
         beside.unlink(missing_ok=True)
         raise KeysProblem(f"cannot write {path}: {e.strerror}") from None
+
+
+# Decide whether the TCP port in models.yaml may be opened. The error for an unsafe port says what to do.
+
+
+_TRY = "make one with `modelctl keys new NAME`, or remove supervisor.listen"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A port that may be opened."""
+
+    endpoint: str
+    secret_key: str = field(repr=False)
+
+
+def check_opening(endpoint: str, directory: Path) -> Opening:
+    """Return the port with its keys. Raises KeysProblem if there are no keys, or they cannot be used."""
+    store = KeyStore(directory)
+    if not directory.exists():
+        raise KeysProblem(f"listens on {endpoint}, and there are no keys in {directory}: {_TRY}")
+    _, secret = store.server_pair()
+    if all(identity.is_http for identity in store.clients().values()):
+        raise KeysProblem(f"listens on {endpoint}, and no key is on the list in {directory}: {_TRY}")
+    return Opening(endpoint, secret)

@@ -11,12 +11,12 @@ the set, then by the seconds until all of the set would be back. Last, they are 
 recently used worker in the set: a longer time is cheaper.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import combinations
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 Sizes = Mapping[Any, int]
 """GPU → bytes. A GPU of this machine is its index. GPUs that the launcher leases elsewhere have a key that the launcher
@@ -196,3 +196,198 @@ def _cost(chosen: Sequence[_Form]) -> tuple[float, ...]:
         sum(form.back_s for form in chosen),
         -min(form.candidate.idle_s for form in chosen),
     )
+
+
+# Groups of models, of which a limited number is loaded at once. Pure.
+#
+# A model has a place in each of its groups from the moment when its start or its wake is admitted to them, until its
+# last process has ended or sleeps. A start takes the places in all of its groups at once, or none. It takes them
+# before it claims any memory. So a start that waits for a place holds nothing that another start waits for.
+
+
+class Group(Protocol):
+    """The keys of a group in models.yaml. The names of the models, and how many of them may be loaded at once."""
+
+    @property
+    def models(self) -> Sequence[str]: ...
+    @property
+    def loaded(self) -> int: ...
+
+
+Groups = Mapping[str, Group]
+"""By name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A model that has a place in each of its groups.
+
+    may_leave  whether the model may be unloaded or put to sleep, because its next request brings it back
+    leaving    whether its workers are on their way down, or to sleep, already
+    idle_s     seconds since its last request
+    stays_s, yields  as for ``EvictionCandidate``
+    """
+
+    model: str
+    busy: bool = False
+    may_leave: bool = True
+    leaving: bool = False
+    priority: int = 0
+    idle_s: float = 0.0
+    stays_s: float = 0.0
+    yields: bool = False
+
+
+def share_group(one: str, other: str, groups: Groups) -> bool:
+    """Return whether two models are in one group."""
+    return any(one in group.models and other in group.models for group in groups.values())
+
+
+def missing_places(model: str, groups: Groups, holders: Collection[str]) -> dict[str, int]:
+    """Return group → models that must leave before the model may be loaded. Empty if the model may be loaded now.
+
+    holders  the models that have places. A model that has its places needs no others for a further worker
+    """
+    if model in holders:
+        return {}
+    counted = {
+        name: sum(holder in group.models for holder in holders) + 1 - group.loaded
+        for name, group in groups.items()
+        if model in group.models
+    }
+    return {name: count for name, count in counted.items() if count > 0}
+
+
+def choose_leavers(missing: Mapping[str, int], groups: Groups, holders: Iterable[Holder]) -> tuple[str, ...] | NoRoom:
+    """Return the models that leave, so that the missing places become free, or why none leaves.
+
+    Models of the lowest priority leave first, and among these the ones that have been idle longest. The time
+    that a load takes does not count: whoever makes a group wants the model that was used last.
+    """
+    chosen = choose(*as_memory(missing, groups, holders))
+    return chosen if isinstance(chosen, NoRoom) else tuple(eviction.worker for eviction in chosen)
+
+
+def as_memory(
+    missing: Mapping[str, int], groups: Groups, holders: Iterable[Holder]
+) -> tuple[dict[int, int], list[EvictionCandidate]]:
+    """Return what is missing, and the models that may leave, as ``eviction`` knows them. A model is a worker there, a
+    group a GPU, and a place a byte."""
+    number = {name: index for index, name in enumerate(missing)}
+    candidates = [
+        EvictionCandidate(
+            holder.model,
+            {index: 1 for name, index in number.items() if holder.model in groups[name].models},
+            busy=holder.busy or holder.leaving,
+            priority=holder.priority,
+            idle_s=holder.idle_s,
+            leaves=holder.leaving,
+            stays_s=holder.stays_s,
+            yields=holder.yields,
+        )
+        for holder in holders
+        if holder.may_leave or holder.leaving
+    ]
+    return {number[name]: count for name, count in missing.items()}, candidates
+
+
+def surplus(groups: Groups, holders: Sequence[Holder]) -> dict[str, int]:
+    """Return group → models that are loaded beyond its limit, without those that leave. A reload can cause that."""
+    counted = {
+        name: sum(holder.model in group.models and not holder.leaving for holder in holders) - group.loaded
+        for name, group in groups.items()
+    }
+    return {name: count for name, count in counted.items() if count > 0}
+
+
+def describe(names: Iterable[str], groups: Groups) -> str:
+    """Return the limits of groups for people: "group coders: 1 at once"."""
+    return ", ".join(f"group {name}: {groups[name].loaded} at once" for name in names)
+
+
+# How models that cannot be loaded together take turns. Pure: times are arguments, in monotonic seconds.
+#
+# A start that finds no room waits for busy models. Without a rule it would wait for ever while requests for those
+# models keep coming, since each of them would be busy at every look. The rule has three parts:
+#
+# * Once a start has waited for ``YIELD_AFTER_S``, enough busy models yield: they take no new requests, finish those
+# that they have, and make room. Requests that come for them meanwhile wait, and start them again afterwards. * A model
+# that has just come up does not yield before it has been up for ``STAY_S``, and for ``STAY_LOADS`` times as long as it
+# took to come up. So at most a third of the time goes into loads, and few models are exchanged. * Starts come first
+# that began first. A later start makes no model leave where an earlier one waits for room.
+
+
+YIELD_AFTER_S = 3.0
+"""Seconds that a start waits for busy models to be idle by themselves, before they take no new requests."""
+STAY_S = 5.0
+"""Seconds for which a model that has come up takes new requests, whoever waits for its place."""
+STAY_LOADS = 2.0
+"""For how many times the seconds that it took to come up, it takes new requests."""
+IDLE_WAIT_S = 60.0
+"""Seconds that a start waits for busy models which do not yield to it, because no request waits for its model any more.
+The time in which one of them is loading does not count."""
+DRAIN_WAIT_S = 600.0
+"""Seconds that a start waits for models that yield to it to finish their requests. Then its own requests end with an
+error that says when to try again, and those models go on."""
+
+
+def stays_s(up_s: float, came_up_s: float) -> float:
+    """Return for how many seconds a model still takes new requests although another model wants its place.
+
+    up_s       seconds for which it has been up
+    came_up_s  seconds that its load, or its wake, took
+    """
+    return max(0.0, STAY_S - up_s, STAY_LOADS * came_up_s - up_s)
+
+
+def behind(candidates: Sequence[EvictionCandidate], awaited: Collection[Any]) -> list[EvictionCandidate]:
+    """Return the candidates as a later start has to see them: those on GPUs for which earlier starts wait are not idle,
+    and do not yield to it.
+
+    awaited  the GPUs for which earlier starts wait
+    """
+    if not awaited:
+        return list(candidates)
+    return [replace(c, busy=True, stays_s=inf) if c.held.keys() & {*awaited} else c for c in candidates]
+
+
+class Turn:
+    """The wait of one start for busy models.
+
+    began  when the start began
+    """
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._since: float | None = None
+
+    def begin_again(self) -> None:
+        """Wait for something else from now on, such as for memory after a place in a group."""
+        self._since = None
+
+    def look(
+        self,
+        now: float,
+        missing: Sizes,
+        candidates: Sequence[EvictionCandidate],
+        *,
+        one_suffices: bool = False,
+        wanted: bool = True,
+        one_loads: bool = False,
+    ) -> tuple[str, ...] | None:
+        """Return the workers that take no new requests until the next look. Return None if the wait is over.
+
+        missing, candidates, one_suffices  as for ``eviction.choose``, which has found that busy workers are in the way
+        wanted     whether a request waits for the model, or somebody has ordered it up
+        one_loads  whether one of the models in the way is being loaded
+        """
+        if self._since is None:
+            self._since = now
+        yielding: tuple[str, ...] = ()
+        if wanted and now - self._began >= YIELD_AFTER_S:
+            yielding = who_yields(missing, candidates, one_suffices=one_suffices)
+        # A worker that loads cannot be idle yet, and a large model may load for longer. One that need not yield yet
+        # will have to.
+        if one_loads or (wanted and not yielding):
+            self._since = now
+        return None if now - self._since >= (DRAIN_WAIT_S if yielding else IDLE_WAIT_S) else yielding

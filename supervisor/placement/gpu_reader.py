@@ -18,13 +18,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from protocol.process.helper_environment import helper_environment
-from supervisor.attempts import Restarts
-from supervisor.packages import directory_of, directory_of_titles
-from supervisor.placement.circuit_breaker import TIMEOUT_S, BreakerState, CircuitBreaker
+from protocol.process.birth import helper_environment
 from supervisor.placement.gpus import (
     MAX_ANSWER,
+    TIMEOUT_S,
     BadAnswer,
+    BreakerState,
+    CircuitBreaker,
     FixedFacts,
     Gpu,
     GpuReading,
@@ -35,6 +35,8 @@ from supervisor.placement.gpus import (
     read_answer,
     read_greeting,
 )
+from supervisor.ports.sockets import Restarts
+from supervisor.workers.environment import directory_of, directory_of_titles
 
 START_S = 2.0
 """Seconds that the first reading waits until the driver is open. Opening takes seconds if nothing keeps the driver open

@@ -1,7 +1,12 @@
 """The connections of one port: the state of each one, and the table of them."""
 
+import os
+import socket
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol, TypeVar
 
 import zmq
 
@@ -143,3 +148,244 @@ def is_older(routing_id: bytes, other: bytes) -> bool:
     """
     age = int.from_bytes(other[1:], "big") - int.from_bytes(routing_id[1:], "big")
     return 0 < age % (1 << 32) < 1 << 31
+
+
+# End one connection of a libzmq socket, for which libzmq has no call.
+#
+# The socket's monitor and SRCFD tell the descriptor of a connection. ``shutdown(2)`` on that descriptor looks to
+# libzmq like a peer that has left. The system uses descriptors again. So this module notes the kernel's socket behind
+# a descriptor when libzmq accepts the connection, and compares it before each action.
+
+
+LAST_WORD_S = 0.5
+"""Seconds between the ERROR that tells a client why, and the end of its connection."""
+MOST_AFTER_LAST_WORD = 4096
+"""Frames that a connection may send during LAST_WORD_S. A connection that sends more is ended at once."""
+
+WRITE_S = 0.02
+"""Seconds for libzmq to write the ERROR before the supervisor stops it from reading more of the connection. When
+libzmq sees the end of a connection, it drops what it has not written, and the client would not learn why."""
+
+T = TypeVar("T")
+KernelSocket = tuple[int, int]
+"""Device and inode number. No two sockets that exist at the same time have the same."""
+
+
+@dataclass(slots=True)
+class Wire:
+    """An accepted descriptor.
+
+    socket  the kernel's socket behind the descriptor; None if that was closed before the supervisor asked
+    read    bytes received up to the check that last found a complete message
+    silent  how many checks of the limits have found that no message came since the descriptor was accepted
+    """
+
+    socket: KernelSocket | None
+    read: int = 0
+    silent: int = 0
+
+
+@dataclass(slots=True)
+class _Ending:
+    at: float
+    fd: int
+    wire: Wire
+    hears: bool
+    frames: int = 0
+
+
+class Endings:
+    """Connections, by routing id, whose clients were told why they end. They are shut down LAST_WORD_S later."""
+
+    def __init__(self) -> None:
+        self._endings: dict[bytes, _Ending] = {}
+
+    def add(self, routing_id: bytes, fd: int, wire: Wire, now: float, *, hears: bool) -> None:
+        """Shut this connection down LAST_WORD_S after ``now``.
+
+        hears  False if libzmq is to read no more of the connection once it has had WRITE_S to write the ERROR
+        """
+        self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire, hears)
+
+    def count(self, routing_id: bytes) -> None:
+        """Count a dropped frame of an ended connection. Shut the connection down now if it goes on sending."""
+        ending = self._endings.get(routing_id)
+        if ending is not None:
+            ending.frames += 1
+            if ending.frames > MOST_AFTER_LAST_WORD:
+                del self._endings[routing_id]
+                shut_down(ending.fd, ending.wire)
+
+    def end_overdue(self, now: float) -> None:
+        """Shut down the connections whose time has come."""
+        for routing_id, ending in list(self._endings.items()):
+            if ending.at <= now:
+                del self._endings[routing_id]
+                shut_down(ending.fd, ending.wire)
+            elif not ending.hears and ending.at - LAST_WORD_S + WRITE_S <= now:
+                ending.hears = True  # once is enough
+                stop_reading(ending.fd, ending.wire)
+
+
+def socket_behind(fd: int) -> KernelSocket | None:
+    """Return the kernel's socket of which this is a descriptor now; None if the descriptor is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def process_of(fd: int) -> int:
+    """Return the pid of a local client; 0 if it is not known, as over TCP."""
+    credentials = borrow(fd, lambda borrowed: borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return 0 if credentials is None else int.from_bytes(credentials[:4], sys.byteorder, signed=True)
+
+
+def shut_down(fd: int, wire: Wire) -> None:
+    """End the connection, unless it has ended by itself and the descriptor is another connection's by now."""
+    if wire.socket is not None and socket_behind(fd) == wire.socket:
+        borrow(fd, lambda borrowed: borrowed.shutdown(socket.SHUT_RDWR))
+
+
+def stop_reading(fd: int, wire: Wire) -> None:
+    """Let libzmq read what the kernel has already received on this connection, and no more.
+
+    Over ipc the client can send nothing more. libzmq reads the rest, some 200 KB, and then sees the end of the
+    connection. libzmq should have written the ERROR that tells the client why before it sees that end, see WRITE_S.
+    Over TCP the client's kernel goes on sending, and the connection ends at ``shut_down``.
+    """
+    if wire.socket is not None and socket_behind(fd) == wire.socket:
+        borrow(fd, lambda borrowed: borrowed.shutdown(socket.SHUT_RD))
+
+
+def borrow(fd: int, act: Callable[[socket.socket], T]) -> T | None:
+    """Call ``act`` with libzmq's descriptor as a socket, and return the result. Return None if the descriptor is closed
+    or the peer has left."""
+    try:
+        # Python asks the kernel for fewer properties if the kind is given. The family may be wrong, so ``act`` must not
+        # ask for addresses.
+        borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
+    except OSError:
+        return None
+    try:
+        return act(borrowed)
+    except OSError:
+        return None
+    finally:
+        borrowed.detach()
+
+
+# The descriptors of one port's connections, from the moment at which libzmq's monitor reports that it accepted them.
+#
+# libzmq shows a connection only with its first message. A connection that brings none still has a descriptor.
+
+
+class AcceptedDescriptors:
+    """The accepted connections of one port, by descriptor, and those that are about to end or have ended."""
+
+    def __init__(self) -> None:
+        self.wires: dict[int, Wire] = {}
+        self.strangers: dict[int, Wire] = {}
+        """Connections that have brought no message yet, the oldest first."""
+        self.endings = Endings()
+        self._unheard: set[int] = set()
+        """Descriptors of connections that ended before one of their messages was read. A descriptor leaves this set
+        when another connection gets it."""
+
+    def accept(self, fd: int, most_strangers: int | None) -> int | None:
+        """Note a new connection. Return the descriptor of the stranger to end, if there are too many strangers now.
+
+        most_strangers  connections that may exist without having brought a message; None if that is not limited
+        """
+        self._unheard.discard(fd)
+        self.wires[fd] = self.strangers[fd] = Wire(socket_behind(fd))
+        if most_strangers is None or len(self.strangers) <= most_strangers:
+            return None
+        oldest = next(iter(self.strangers))
+        del self.strangers[oldest]
+        return oldest
+
+    def note_message(self, fd: int) -> None:
+        """Note that a connection has brought its first message."""
+        self.strangers.pop(fd, None)
+
+    def note_end(self, fd: int, *, heard: bool) -> None:
+        """Note that a connection has ended.
+
+        heard  whether the supervisor has read a message of this connection
+        """
+        self.wires.pop(fd, None)
+        self.strangers.pop(fd, None)
+        if not heard:
+            self._unheard.add(fd)
+
+    def ended_unheard(self, fd: int) -> bool:
+        """Return whether the last connection with this descriptor ended before a message of it was read."""
+        return fd in self._unheard
+
+    def end(self, fd: int) -> None:
+        """End a connection now. Do nothing if it has ended already."""
+        if (wire := self.wires.get(fd)) is not None:
+            shut_down(fd, wire)
+
+    def end_soon(self, routing_id: bytes, fd: int, now: float, *, hears: bool) -> bool:
+        """End a connection as soon as its client has had time to read why. Return False if the connection has ended.
+
+        hears  False if libzmq, too, is to read no more of the connection
+        """
+        if (wire := self.wires.get(fd)) is None:
+            return False
+        self.endings.add(routing_id, fd, wire, now, hears=hears)
+        return True
+
+
+# The interface to the parts of a port that differ between ipc and TCP: pausing, admission of clients, and limits.
+
+
+class ForgedRoutingId(Exception):
+    """A client has chosen a routing id that looks like one of libzmq's own. Nothing can be sent to the client."""
+
+
+class Listener(Protocol):
+    """The way into one port. ``IpcListener`` and ``TcpListener`` are the two that exist."""
+
+    check_s: float
+    """Seconds between two calls of ``find_abusers``."""
+    most_strangers: int | None
+    """Connections that may exist without having brought a message; None if that is not limited."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the port is not open, for people; None if it is."""
+
+    def listen(self, now: float) -> None:
+        """Open the port, if that was not possible yet. ``now`` is in monotonic seconds."""
+
+    def pause(self) -> None:
+        """Take no new connections. Connections that exist go on."""
+
+    def resume(self) -> None:
+        """Take connections again."""
+
+    def admit(
+        self,
+        connection: ClientConnection,
+        part: zmq.Frame,
+        all_connections: Collection[ClientConnection],
+        handshakes: int,
+    ) -> None:
+        """Set the identity of a new connection. Raises WireError or ForgedRoutingId if the connection may not stay.
+
+        part             the connection's first message
+        all_connections  the connections of this port, this one included
+        handshakes       how many handshakes have succeeded at this port
+        """
+
+    def find_abusers(self, wires: Mapping[int, Wire], connections: Mapping[int, ClientConnection]) -> Collection[int]:
+        """Return the descriptors of the connections to end, since they exceed the limits of this kind of port.
+
+        wires        all accepted connections, by descriptor
+        connections  those of them that have brought a message, by descriptor
+        """
+        ...

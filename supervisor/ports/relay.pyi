@@ -3,7 +3,7 @@ from typing import Protocol
 
 import zmq
 
-from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.requests.queue import WorkerSlot
 
 class _Addressed(Protocol):
     routing_id: bytes

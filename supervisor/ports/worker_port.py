@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import zmq
 
 from protocol.process.compiled import find
-from protocol.process.socket_calls import DONT_WAIT, has_input, has_more, receive_now, send_to
+from protocol.process.sockets import DONT_WAIT, has_input, has_more, receive_now, send_to
 from supervisor.ports.client_port import ClientPort
-from supervisor.ports.socket_file import SocketFile
 from supervisor.ports.sockets import Context, bind_private, router, skip_parts
 from supervisor.ports.zap import WORKER_DOMAIN
-from supervisor.requests.worker_slots import WorkerSlot
+from supervisor.requests.queue import WorkerSlot
+from supervisor.runtime import SocketFile
 
 if TYPE_CHECKING:
     from supervisor.ports.relay import Relay

@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from supervisor.requests.in_flight import InFlight
+    from supervisor.requests.request import InFlight
 
 WEIGHTS = {"interactive": 16, "normal": 4, "batch": 1}
 """The share of each priority, in parts of 21, while all three have requests waiting."""

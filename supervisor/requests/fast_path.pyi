@@ -1,7 +1,7 @@
 from typing import Any
 
+from supervisor.requests.queue import WorkerSlot
 from supervisor.requests.request_phase import RequestPhase
-from supervisor.requests.worker_slots import WorkerSlot
 
 SOURCES: int
 

@@ -15,7 +15,7 @@ from libc.string cimport memcpy
 from protocol.messages import TERMINAL, VERSION, Kind
 from protocol.process.sources cimport MODELCTL_SOURCES
 from supervisor.requests.request_phase import RequestPhase
-from supervisor.usage.counters import COMPLETION
+from supervisor.requests.counters import COMPLETION
 
 SOURCES = MODELCTL_SOURCES
 

@@ -16,8 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from protocol.errors import ErrorCode, WireError
-from supervisor.requests.digest import digest
-from supervisor.requests.in_flight import InFlight
+from supervisor.requests.request import InFlight, digest
 
 MOST = 10_000
 """The number of payloads that are remembered. The oldest are forgotten first."""

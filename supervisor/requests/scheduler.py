@@ -12,32 +12,232 @@ When a worker dies, its requests go back into their model's queue with the token
 worker that is free goes on with them.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from protocol import limits
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Accepted, Generate
-from protocol.unknown_models import unknown_model
-from supervisor.keys.rights import OWNER, Identity
-from supervisor.requests import reports
-from supervisor.requests.credit_control import CreditControl, SendBufferLimits
-from supervisor.requests.deadlines import CANCEL, is_met, too_late
-from supervisor.requests.in_flight import Awaited, Effect, InFlight, ToClient
-from supervisor.requests.model_queue import BYTES_PER_TOKEN, ModelQueue, QueueLimits
+from protocol.names import unknown_model
+from supervisor.keys.rights import OWNER, Identity, may_cancel, may_see
+from supervisor.requests import table as reports
+from supervisor.requests.credit import CreditControl, SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy, PoisonTracker
-from supervisor.requests.refusals import refusal
-from supervisor.requests.request_list import RequestList
+from supervisor.requests.queue import BYTES_PER_TOKEN, Affinity, ModelQueue, QueueLimits, WorkerSlot
+from supervisor.requests.request import Awaited, Effect, InFlight, SendBuffer, ToClient, read_route, refusal
 from supervisor.requests.request_phase import RequestPhase
-from supervisor.requests.request_table import RequestTable
-from supervisor.requests.route import read_route
-from supervisor.requests.send_buffer import SendBuffer
 from supervisor.requests.stories import Stories
-from supervisor.requests.worker_ends import WorkerEnds
+from supervisor.requests.table import CANCEL, RequestTable, is_met, too_late
+from supervisor.requests.usage_ledger import UsageLedger
 from supervisor.requests.worker_events import WorkerEvents
-from supervisor.requests.worker_slots import Affinity, WorkerSlot
-from supervisor.usage.ledger import UsageLedger
+
+# Decide what becomes of a worker's requests when the worker dies, has drained for too long, or is stopped. Pure.
+
+
+class WorkerEnds:
+    """Handles the ends of workers. ``PoisonTracker`` decides which requests a death is blamed on."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+
+    def not_sent(self, worker: str, key: tuple[int, int]) -> None:
+        """Take note that a job could not be sent, because the worker is not connected any more. The worker's end, which
+        is about to be known, is not the request's fault.
+
+        key  channel and number of the request
+        """
+        self._table.slot_of(worker).unsent.add(key)
+
+    def worker_gone(self, worker: str, error: WireError, now: float, *, struck: bool = True) -> list[Effect]:
+        """Take note that a worker's process has ended. Its requests go on in another worker, now or after the restart.
+
+        error   ends the requests that cannot go on: their resume is false, or no worker of the model will come up
+        struck  whether one of the requests may be the reason of the death; False after an order to stop the worker
+        """
+        table = self._table
+        queue = table.queue_of_worker[worker]
+        computed = set(queue.worker_slots[worker].computed)
+        running = queue.worker_slots[worker].close()
+        if struck:  # also requests that were given up: the worker had yet to let them go, so it was computing them
+            table.poison.add_death(queue.name, computed, now)
+        effects: list[Effect] = []
+        for request in running:
+            request.settle()
+            if request.phase is RequestPhase.RUNNING:
+                request.note(now, "worker_ended", worker=worker.partition("~")[0], reason=error.message)
+                effects += self._after_death(request, error, now, struck=struck and request in computed)
+            else:
+                table.leave(request)
+        queue.after_death()
+        return effects + table.dispatch(queue, now)
+
+    def _after_death(self, request: InFlight, error: WireError, now: float, *, struck: bool) -> list[Effect]:
+        """Put a request of a dead worker back into the queue, or end it."""
+        table, queue = self._table, self._table.queues[request.model]
+        if request.cancelled:  # the worker had yet to confirm the cancel, which makes no difference to the client
+            return table.end(request, None, now)
+        if struck:
+            suspicion = table.poison.find(request.model, request.body, now)
+            if table.poison.poisons(suspicion):
+                return table.end(request, table.poison.error(), now)
+            request.place, request.alone = request.next_seq, table.poison.next_is_last(suspicion)
+        if not request.resumable or not queue.accepts:
+            return table.end(request, error, now)
+        request.phase, request.worker = RequestPhase.WAITING, ""
+        request.resumes += 1
+        queue.totals.resumed += 1
+        queue.push(request)
+        return []
+
+    def finds_culprit(self, worker: str, now: float) -> bool:
+        """Return whether the worker's death makes a request poisoned, which then does not come to another worker.
+
+        Call this before ``worker_gone``.
+        """
+        queue = self._table.queue_of_worker[worker]
+        return self._table.poison.finds_culprit(queue.name, queue.worker_slots[worker].computed, now)
+
+    def end_running(self, worker: str, now: float) -> list[Effect]:
+        """End the requests of a worker whose time to drain is over, unless they can go on in another worker."""
+        queue = self._table.queue_of_worker[worker]
+        effects: list[Effect] = []
+        message = f"model {queue.name!r} is being stopped; the request was ended before its time"
+        for request in queue.worker_slots[worker].running.values():
+            if request.phase is RequestPhase.RUNNING and not (queue.accepts and request.resumable):
+                effects += self._table.give_up(request, WireError(ErrorCode.DRAINING, message), now)
+        return effects
+
+    def end_waiting(self, worker: str, error: WireError, now: float) -> list[Effect]:
+        """End all requests that wait for the model of a worker that will not serve, unless another worker will."""
+        queue = self._table.queue_of_worker[worker]
+        if queue.accepts:
+            return []
+        effects: list[Effect] = []
+        for request in list(queue.all_waiting()):
+            effects += self._table.give_up(request, self._table.leaving or error, now)
+        return effects
+
+    def release_held(self, worker: str | None, now: float) -> list[Effect]:
+        """Send the held events of requests that a stopped worker has finished. Their ends do not wait for credit.
+
+        worker  the name of the worker; None: all workers are stopped
+        """
+        effects: list[Effect] = []
+        held = [r for r in self._table.live.values() if r.phase is RequestPhase.HELD and worker in (None, r.worker)]
+        for request in held:
+            effects += self._table.release(request, now, all_of_it=True)
+        return effects
+
+
+# Show unfinished requests to people, and find the request that a person names. Pure.
+
+
+MOST = 500
+"""The most requests in one list. Counting a place in a queue of n requests takes n steps, so a list takes n² steps."""
+
+
+class RequestList:
+    """The unfinished requests of all models and connections, as the verbs ``requests`` and ``cancel_request`` see them.
+
+    table  has the requests in the order in which they were accepted
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+
+    def describe(
+        self, identity: Identity, limit: int, shown: Callable[[str], str | None], now: float
+    ) -> dict[str, Any]:
+        """Return the result of the verb ``requests``: the oldest requests that ``identity`` may see.
+
+        limit  the most requests in the list
+        shown  returns the name under which people know a worker; None for a worker that was removed
+        now    monotonic seconds
+        """
+        visible = [request for request in self._unfinished() if _is_visible(identity, request)]
+        return {
+            "requests": [self._describe_one(request, shown, now) for request in islice(visible, limit)],
+            "total": len(visible),
+        }
+
+    def story(self, name: str, identity: Identity, unix: float) -> list[dict[str, Any]]:
+        """Return what became of the requests that a name means, see ``Stories.find``: the result of ``story``.
+
+        unix  what has to be added to monotonic seconds to get seconds since 1970
+
+        Raises RequestError if there is none that ``identity`` may see.
+        """
+        live = {request.id: request for request in self._unfinished()}
+        told = self._table.stories.find(name, identity, (request.record() for request in live.values()))
+        return [
+            story.describe("ended" if story.ended is not None else self._state(live[story.id])[0], unix)
+            for story in told
+        ]
+
+    def find(self, identity: Identity, name: str) -> list[InFlight]:
+        """Return the unfinished requests that a name means: ``12-3``, or a trace id, which several requests may have.
+
+        Raises RequestError if there is none that ``identity`` may see, and WireError if ``identity`` may cancel none.
+        """
+        named = [request for request in self._unfinished() if name == request.id or name in request.route.trace_ids]
+        visible = [request for request in named if _is_visible(identity, request)]
+        if not visible:
+            raise RequestError(f"no request {name[:128]!r} is unfinished: it has ended, or never was", field="id")
+        found = [request for request in visible if may_cancel(identity, request.owner)]
+        if not found:
+            text = f"request {name[:128]} is another key's: cancelling it takes the right admin"
+            raise WireError(ErrorCode.FORBIDDEN, text, field="id")
+        return found
+
+    def count_by_party(self) -> Counter[int]:
+        """Return how many unfinished requests each party has, see ``InFlight``."""
+        return Counter(request.party for request in self._unfinished())
+
+    def counted_in(self) -> set[int]:
+        """Return the places of the counters to which unfinished requests add their tokens."""
+        return {request.usage_place for request in self._unfinished()}
+
+    def _unfinished(self) -> Iterator[InFlight]:
+        return (request for request in self._table.live.values() if request.phase is not RequestPhase.ENDED)
+
+    def _describe_one(self, request: InFlight, shown: Callable[[str], str | None], now: float) -> dict[str, Any]:
+        state, has_worker = self._state(request)
+        position = self._table.queues[request.model].position(request) if state == "queued" else None
+        worker = shown(request.worker) if has_worker else None
+        return {
+            "id": request.id,
+            "model": request.model,
+            "worker": worker,
+            "key": request.owner.name,
+            "state": state,
+            "queue_position": position,
+            "age_ms": int(1000 * (now - request.accepted)),
+            "prompt_tokens": request.prompt_tokens,
+            "prompt_tokens_estimate": request.cost,
+            "tokens": request.tokens,
+            "priority": request.route.priority,
+        }
+
+    def _state(self, request: InFlight) -> tuple[str, bool]:
+        """Return (the state of an unfinished request, whether a worker has it)."""
+        if request.key in self._table.queues[request.model].parked:
+            return "parked", False
+        if request.phase is RequestPhase.WAITING:
+            return "queued", False
+        if request.phase is RequestPhase.HELD:
+            return "delivering", False
+        if request.cancelled:
+            return "cancelling", True
+        return "queued" if request in self._table.slot_of(request.worker).ahead else "running", True
+
+
+def _is_visible(identity: Identity, request: InFlight) -> bool:
+    """Return whether an identity may know of a request: of its owner, and of its model."""
+    return may_see(identity, request.owner) and identity.may_use(request.model)
+
 
 UNLIMITED = 1 << 32
 """Credit for everything that a stream may still hold."""

@@ -50,7 +50,7 @@ class Step(NamedTuple):
     """Something that happened to a request.
 
     at     monotonic seconds
-    step   what happened, see protocol.story.StoryStep
+    step   what happened, see protocol.activity.StoryStep
     facts  what else is known, ready for the wire
     """
 
@@ -173,7 +173,7 @@ class RequestRecord:
         return self.id == name or name in self.trace_ids
 
     def summary(self, unix: float) -> dict[str, Any]:
-        """Return who asked, what the request took, and how it ended, see protocol.story.RequestSummary.
+        """Return who asked, what the request took, and how it ended, see protocol.activity.RequestSummary.
 
         unix  what has to be added to monotonic seconds to get seconds since 1970
         """

@@ -12,13 +12,12 @@ from typing import Any
 from protocol.codec import encode, unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.messages import TERMINAL, EventEntry, EventFlag, Events
-from supervisor.requests.in_flight import Effect, InFlight, ToClient
-from supervisor.requests.reports import report
+from supervisor.requests.counters import CACHED, COMPLETION, PROMPT
+from supervisor.requests.queue import WorkerSlot
+from supervisor.requests.request import Effect, InFlight, ToClient
 from supervisor.requests.request_phase import RequestPhase
-from supervisor.requests.request_table import RequestTable
 from supervisor.requests.stories import MOST_TOKENS, RequestEnd
-from supervisor.requests.worker_slots import WorkerSlot
-from supervisor.usage.counters import CACHED, COMPLETION, PROMPT
+from supervisor.requests.table import RequestTable, report
 
 TOKENS_PER_MS = 1
 """The tokens that are charged for a millisecond of compilation. A second costs as much as an answer of a thousand

@@ -14,21 +14,250 @@ each with ``{answer, body}``: the number of the question, and the body of the RE
 ends, the socket ends. Then the program writes the last counts and leaves.
 """
 
+import fcntl
 import os
 import signal
+import sqlite3
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.process.helper_link import HelperLink, become_helper, serve
-from supervisor.usage.counters import COUNTS, EPOCH, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
-from supervisor.usage.ledger import DAY_S, Retention, day_number, day_text
-from supervisor.usage.store import Count, StoreTrouble, UsageStore
+from supervisor.requests.counters import COUNTS, EPOCH, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
+from supervisor.requests.usage_ledger import DAY_S, Retention, day_number, day_text
+
+# The file with the counts: SQLite, with one row for each day, key, model and session.
+#
+# A session is one life of a supervisor, or the part of it after its clock was set back (SESSION.EPOCH). Its writer
+# stores the counts of the session as they stand, again and again, so a write that is repeated counts nothing twice.
+# When the session is over, the next writer adds its rows to those of the session "" and removes them. A lock makes
+# sure that the former writer has ended by then.
+
+
+VERSION: Final = 1
+"""The version of the file's tables."""
+LOCK_S: Final = 2.0
+"""Seconds to wait for the lock. The writer of a supervisor that was killed still writes its last counts."""
+MOST_ROWS: Final = 5_000
+"""Most rows of one answer, which must fit a message."""
+_COUNTS: Final = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+_TABLE: Final = """
+CREATE TABLE IF NOT EXISTS usage (
+    day TEXT NOT NULL, key_id TEXT NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL, session TEXT NOT NULL,
+    requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL,
+    PRIMARY KEY (day, key_id, model, session)
+) WITHOUT ROWID"""
+_AGES: Final = "CREATE TABLE IF NOT EXISTS ages (day TEXT PRIMARY KEY, seconds REAL NOT NULL) WITHOUT ROWID"
+"""For how many seconds the days before each day were seen to be too old, see ``ledger.Retention``."""
+_SUMS: Final = ", ".join(f"sum({name})" for name in _COUNTS)
+_ADD: Final = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)
+_SET: Final = ", ".join(f"{name} = excluded.{name}" for name in ("key", *_COUNTS))
+
+
+class Count(NamedTuple):
+    """The counts of one row of the table of counters, as they stand."""
+
+    day: str
+    key_id: str
+    key: str
+    model: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    epoch: int = 0
+
+
+class StoreTrouble(Exception):
+    """The file cannot be used now. The message says why, and what to do."""
+
+
+class UsageStore:
+    """The open file. Every method raises StoreTrouble if the disk or the file does not do what is needed.
+
+    session  a text that no other supervisor's life has
+    """
+
+    def __init__(self, file: Path, session: str) -> None:
+        self._file = file
+        self._session = session
+        self._lock = -1
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+        self.openings = 0
+        """How often the file was opened. After that it may be another file, which has none of the counts."""
+
+    def write(self, counts: Sequence[Count]) -> None:
+        """Store the counts of this session as they stand."""
+        statement = (
+            "INSERT INTO usage (day, key_id, key, model, session, requests, prompt_tokens, cached_tokens, "
+            "completion_tokens) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            f"ON CONFLICT (day, key_id, model, session) DO UPDATE SET {_SET}"
+        )
+        rows = [(*count[:4], self._part(count.epoch), *count[4:8]) for count in counts]
+        self._change([(statement, rows)])
+
+    def _part(self, epoch: int) -> str:
+        return f"{self._session}.{epoch}" if epoch else self._session
+
+    def remove_before(self, day: str) -> None:
+        """Forget the days before this one."""
+        self._change([("DELETE FROM usage WHERE day < ?", [(day,)])])
+
+    def ages(self) -> dict[str, float]:
+        """Return what ``keep_ages`` has stored."""
+        try:
+            return dict(self._open().execute("SELECT day, seconds FROM ages"))
+        except sqlite3.Error as e:
+            raise self._trouble(e) from None
+
+    def keep_ages(self, ages: dict[str, float]) -> None:
+        """Store for how many seconds the days before each day were seen to be too old."""
+        self._change([("DELETE FROM ages", [()]), ("INSERT INTO ages VALUES (?, ?)", list(ages.items()))])
+
+    def read(
+        self, *, since: str | None, key_id: str | None, key: str | None, model: str | None, models: Sequence[str] | None
+    ) -> dict[str, Any]:
+        """Return the counts by day, key and model, the latest day first, and their sums.
+
+        key_id  the id of the one key; None for all
+        key     the name of the key; None for all, and empty for requests without a key
+        models  patterns of the models that are meant; None for all
+        """
+        wanted = {"day >= ?": since, "key_id = ?": key_id, "key = ?": key, "model = ?": model}
+        clauses = [clause for clause, value in wanted.items() if value is not None]
+        values = [value for value in wanted.values() if value is not None]
+        if models is not None:
+            clauses.append("may_use(model)")
+        where = f"WHERE {' AND '.join(clauses)} " if clauses else ""
+        try:
+            connection = self._open()
+            connection.create_function(
+                "may_use",
+                1,
+                lambda name: any(fnmatchcase(name, pattern) for pattern in models or ()),
+                deterministic=True,
+            )
+            names = f"SELECT day, key, model, {_SUMS} FROM usage {where}GROUP BY day, key_id, model "
+            order = "ORDER BY day DESC, key, model LIMIT ?"
+            rows = connection.execute(names + order, [*values, MOST_ROWS + 1]).fetchall()
+            total = connection.execute(f"SELECT {_SUMS} FROM usage {where}", values).fetchone()
+        except sqlite3.Error as e:
+            raise self._trouble(e) from None
+        columns = ("day", "key", "model", *_COUNTS)
+        return {
+            "rows": [dict(zip(columns, row, strict=True)) | {"key": row[1] or None} for row in rows[:MOST_ROWS]],
+            "total": dict(zip(_COUNTS, (count or 0 for count in total), strict=True)),
+            "more": len(rows) > MOST_ROWS,
+        }
+
+    def last_days(self) -> dict[str, str]:
+        """Return the last day of each key's usage, by the key's id."""
+        try:
+            return dict(self._open().execute("SELECT key_id, max(day) FROM usage WHERE key_id <> '' GROUP BY key_id"))
+        except sqlite3.Error as e:
+            raise self._trouble(e) from None
+
+    def close(self) -> None:
+        """Close the file. The next use opens it again."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _change(self, statements: Iterable[tuple[str, Sequence[Sequence[Any]]]]) -> None:
+        try:
+            connection = self._open()
+            with connection:
+                for statement, rows in statements:
+                    connection.executemany(statement, rows)
+        except sqlite3.Error as e:
+            raise self._trouble(e) from None
+
+    def _open(self) -> sqlite3.Connection:
+        """Return the connection. If there is none, take the lock, open the file and take in former sessions.
+
+        A file that was moved away is not written to any more.
+        """
+        if self._connection is not None and self._inode == _inode_of(self._file):
+            return self._connection
+        self.close()
+        self._take_lock()
+        connection = sqlite3.connect(self._file, timeout=1.0)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")  # others may read the file while this process writes
+            connection.execute("PRAGMA synchronous = FULL")  # what was committed survives a loss of power
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > VERSION:
+                raise StoreTrouble(f"{self._file} is of a newer modelctl (version {version}): move it away, or update")
+            with connection:
+                connection.execute(_TABLE)
+                connection.execute(_AGES)
+                connection.execute(f"PRAGMA user_version = {VERSION}")
+                self._merge(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection, self._inode = connection, _inode_of(self._file)
+        self.openings += 1
+        return connection
+
+    def _merge(self, connection: sqlite3.Connection) -> None:
+        former = "FROM usage WHERE session NOT IN ('', ?) AND session NOT GLOB ?"
+        own = [self._session, f"{self._session}.*"]
+        connection.execute(
+            f"INSERT INTO usage SELECT day, key_id, max(key), model, '', {_SUMS} {former} GROUP BY day, key_id, model "
+            f"ON CONFLICT (day, key_id, model, session) DO UPDATE SET {_ADD}",
+            own,
+        )
+        connection.execute(f"DELETE {former}", own)
+
+    def _take_lock(self) -> None:
+        if self._lock >= 0:
+            return
+        path = self._file.with_name(f"{self._file.name}.lock")
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as e:
+            raise StoreTrouble(
+                f"{path} cannot be opened: {e.strerror}; mend that, or set supervisor.usage.file"
+            ) from None
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    continue
+            os.close(lock)
+            message = f"{self._file} is in use by another supervisor: give each its own supervisor.usage.file"
+            raise StoreTrouble(message)
+        self._lock = lock
+
+    def _trouble(self, error: sqlite3.Error) -> StoreTrouble:
+        self.close()
+        remedy = "mend that; the counts are kept in memory until then"
+        if (isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error)) or "malformed" in str(error):
+            remedy = "move the file away, and a new one is made; the counts are kept in memory until then"
+        return StoreTrouble(f"{self._file} cannot be used: {error}; {remedy}")
+
+
+def _inode_of(file: Path) -> int:
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return 0
+
 
 WRITE_S: Final = 1.0
 """Seconds between two writes."""

@@ -1,24 +1,81 @@
 """The interface between the supervisor's decisions and the machines on which worker processes are started and ended.
 
-There are two implementations. ``supervisor.workers.local_launcher`` starts workers on this machine. The one in
-``supervisor.cluster.cluster`` starts workers on other machines, too; a supervisor with a section ``cluster`` in
+There are two implementations. ``supervisor.workers.local`` starts workers on this machine. The one in
+``supervisor.cluster.launcher`` starts workers on other machines, too; a supervisor with a section ``cluster`` in
 models.yaml uses it. Health checks, restarts, draining and routing do not depend on the implementation.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from protocol.process.progress_lease import Reading
-from protocol.process.worker_spec import WorkerSpec
-from supervisor.workers.machines import Elsewhere, NoMachineError
+from protocol.process.worker_spec import Reading, WorkerSpec
 
 if TYPE_CHECKING:
-    from supervisor.config_schema import SupervisorConfig
+    from supervisor.config.server import SupervisorConfig
     from supervisor.ports.client_port import ClientPort
     from supervisor.ports.sockets import Context
     from supervisor.ports.worker_port import WorkerPort
     from supervisor.reactor import Reactor
-    from supervisor.requests.worker_slots import WorkerSlot
+    from supervisor.requests.queue import WorkerSlot
+
+
+# The words of ``node`` in models.yaml, by which a model says on which machines its workers run. Pure.
+
+
+AUTO: Final = "auto"
+"""Any machine: the supervisor's own while it has room, then any other."""
+OTHERS: Final = "others"
+"""Any machine but the supervisor's own."""
+
+
+def parse_node(value: object) -> str:
+    """Return the text of ``node``. Raises ValueError."""
+    if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable() or value != value.strip():
+        raise ValueError("must be auto, others, the name of a machine, or labels such as zone=a,disk=fast")
+    if "=" in value:
+        pairs = [part.partition("=") for part in value.split(",")]
+        if any(not name or not wanted or "=" in wanted or " " in name + wanted for name, _, wanted in pairs):
+            raise ValueError("must be labels as in zone=a,disk=fast, each with a name and a value, without blanks")
+    return value
+
+
+def labels_of(node: str) -> dict[str, str]:
+    """Return the labels that a machine must have; empty if ``node`` is no list of labels."""
+    if "=" not in node:
+        return {}
+    return {name: wanted for name, _, wanted in (part.partition("=") for part in node.split(","))}
+
+
+def is_name(node: str) -> bool:
+    """Return whether ``node`` is the name of one machine."""
+    return node not in (AUTO, OTHERS) and "=" not in node
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a worker wants of other machines than the supervisor's own. The launcher reads it, and nothing else does.
+
+    node  the machines that will do, as models.yaml names them
+    gpus  the number of their GPUs that the worker needs, which the cluster chooses; 0 for a worker on the CPU
+    vram  the bytes that the worker takes, if models.yaml says so: one size, or one for each GPU; else None
+    """
+
+    node: str
+    gpus: int = 0
+    vram: tuple[int, ...] | None = None
+
+
+class NoMachineError(Exception):
+    """No other machine can take a worker now. The message is one line for people.
+
+    missing  machine → GPUs that would have to become free there; empty if that would not help, or if GPUs become free
+             anyway
+    """
+
+    def __init__(self, why: str, missing: Mapping[str, int] | None = None) -> None:
+        super().__init__(why)
+        self.missing = missing or {}
 
 
 class Launched(Protocol):
@@ -65,7 +122,7 @@ class Launched(Protocol):
         """Send a signal to the worker and its process group."""
 
     def read_lease(self) -> Reading | None:
-        """Return the worker's lease from its page of ``protocol.process.progress_lease``; None if there is no page."""
+        """Return the worker's lease from its page of ``protocol.process.worker_spec``; None if there is no page."""
 
     def dump_stacks(self) -> None:
         """Ask the worker, not its children, to write the stacks of all its threads into its log.
@@ -152,7 +209,7 @@ class Launcher(Protocol):
 
     @property
     def troubles(self) -> Mapping[str, str | None]:
-        """What is wrong with these workers as a whole, see ``supervisor.troubles``: name → words, None for nothing."""
+        """What is wrong with these workers as a whole, see ``supervisor.status``: name → words, None for nothing."""
         return {}
 
     def describe(self) -> dict[str, Any] | None:

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from answer_formats import plain_json
-from answer_formats.families import FAMILIES
-from answer_formats.parser import Tool
+from protocol.answer_formats import json_formats
+from protocol.answer_formats.families import FAMILIES
+from protocol.answer_formats.source import Tool
 
 Call = tuple[str, dict[str, Any]]
 
@@ -218,7 +218,7 @@ def _harmony_by_template(calls: Sequence[Call]) -> str:
 
 
 def _plain_json(calls: Sequence[Call]) -> str:
-    return plain_json.calls_text(calls)
+    return json_formats.calls_text(calls)
 
 
 RECEIVER_FIRST = _harmony_by_template

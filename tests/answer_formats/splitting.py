@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from answer_formats.parser import AnswerParser, ReasoningMarkers
-from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from tests.answer_formats.answers import TOOLS
 
 THINK = ReasoningMarkers("<think>", "</think>")

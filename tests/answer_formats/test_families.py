@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from answer_formats.parser import AnswerParser, Tool
-from answer_formats.parts import CallArguments
+from protocol.answer_formats.parser import AnswerParser
+from protocol.answer_formats.source import CallArguments, Tool
 from tests.answer_formats.answers import (
     EMPTY,
     LINES,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from answer_formats.families import ALL_MARKERS, FAMILIES, reasoning_tokens
-from answer_formats.parser import ReasoningMarkers
+from protocol.answer_formats.families import ALL_MARKERS, FAMILIES, reasoning_tokens
+from protocol.answer_formats.parser import ReasoningMarkers
 from tests.answer_formats.answers import EMPTY, RECEIVER_FIRST, SIMPLE, WRITERS
 from tests.answer_formats.splitting import check_divisions
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from answer_formats.parser import AnswerParser, ReasoningMarkers, Tool
-from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, Tool
 
 THINK = ReasoningMarkers("<think>", "</think>")
 TOOLS = (Tool("get_weather", {}), Tool("get_time", {}))

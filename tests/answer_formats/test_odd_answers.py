@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from answer_formats.families import FAMILIES, markers_of
-from answer_formats.parser import AnswerParser
-from answer_formats.parts import CallArguments, CallEnd, CallStart
+from protocol.answer_formats.families import FAMILIES, markers_of
+from protocol.answer_formats.parser import AnswerParser
+from protocol.answer_formats.source import CallArguments, CallEnd, CallStart
 from tests.answer_formats.answers import PYTHON, TOOLS, WRITERS, Call, bare
 from tests.answer_formats.splitting import Cut, Meant, check_divisions, divided, parsed
 

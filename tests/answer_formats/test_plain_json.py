@@ -2,7 +2,7 @@
 
 import json
 
-from answer_formats.plain_json import calls_text, result_text, tools_text
+from protocol.answer_formats.json_formats import calls_text, result_text, tools_text
 from tests.answer_formats.answers import EMPTY, SIMPLE
 from tests.answer_formats.splitting import check_divisions
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from answer_formats.families import ALL_MARKERS, FAMILIES, reasoning_tokens, recognise
+from protocol.answer_formats.families import ALL_MARKERS, FAMILIES, reasoning_tokens, recognise
 
 THINK = ("<think>", "</think>")
 # The lines of published templates that write calls and reasoning.

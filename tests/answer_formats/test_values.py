@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from answer_formats.python_calls import python_value
-from answer_formats.values import to_json
+from protocol.answer_formats.json_formats import python_value
+from protocol.answer_formats.rules import to_json
 
 ROOT = {"$defs": {"n": {"type": "integer"}, "me": {"anyOf": [{"$ref": "#/$defs/me"}, {"type": "null"}]}}}
 STRING = {"type": "string"}

@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from supervisor.keys.records import format_clients, parse_rights
 from supervisor.keys.store import CLIENTS, KeyStore, token_id
-from supervisor.usage.ledger import DAY_S, day_text
-from supervisor.usage.store import Count, UsageStore
+from supervisor.requests.usage_ledger import DAY_S, day_text
+from supervisor.usage.writer import Count, UsageStore
 from tests.browser.conftest import Tab, violations
 from tests.gateway.asking import ask
 from tests.keyed import free_port

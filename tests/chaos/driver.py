@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from protocol.process.birth import die_with
 from protocol.process.helper_link import HelperLink
-from protocol.process.parent_death import die_with
 from supervisor.cluster.driver_messages import (
     AgentLeft,
     EndAgent,

@@ -430,7 +430,7 @@ def begin_limited(directory: Path, descriptors: int, mutant: str = "", driver: s
     limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))\n" if descriptors else ""
     broken = f"from tests.chaos.mutants import MUTANTS\nMUTANTS[{mutant!r}]()\n" if mutant else ""
     cluster = (
-        f"    import supervisor.cluster.ray_starter as starter\n"
+        f"    import supervisor.cluster.machines as starter\n"
         f"    starter._COMMAND = (sys.executable, '-P', '-m', {driver!r})\n"
     )
     script.write_text(

@@ -10,20 +10,18 @@ from typing import Any
 
 from protocol.codec import encode
 from protocol.messages import TERMINAL, Events
-from protocol.process.outside_output import OutsideOutput
-from supervisor.placement import turns
+from protocol.process.logs import OutsideOutput
+from supervisor.placement import eviction
 from supervisor.ports.client_port import ClientPort
-from supervisor.requests import request_table
-from supervisor.requests.in_flight import InFlight
-from supervisor.requests.scheduler import Scheduler
-from supervisor.requests.worker_ends import WorkerEnds
+from supervisor.reactor import EarliestTimer
+from supervisor.requests import table
+from supervisor.requests.request import InFlight
+from supervisor.requests.scheduler import Scheduler, WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
-from supervisor.timers import EarliestTimer
-from supervisor.workers import local_launcher
-from supervisor.workers.descendants import Descendants
+from supervisor.workers import local
 from supervisor.workers.guard import Guard
-from supervisor.workers.hang_detector import HangDetector, HangVerdict
-from supervisor.workers.worker_life import RestartHistory
+from supervisor.workers.life import HangDetector, HangVerdict, RestartHistory
+from supervisor.workers.orphans import Descendants
 
 
 def _forget_resume() -> None:
@@ -71,14 +69,14 @@ def _lose_event() -> None:
 
 def _repeat_tokens() -> None:
     """Tell the next worker only how many events were delivered, but not their tokens."""
-    original = request_table._carry
+    original = table._carry
 
     def broken(request: InFlight) -> dict[str, object]:
         carry = original(request)
         carry.pop("token_ids", None)
         return carry
 
-    request_table._carry = broken
+    table._carry = broken
 
 
 def _mix_streams() -> None:
@@ -107,7 +105,7 @@ def _keep_gone() -> None:
 
 def _leak_descriptors() -> None:
     """Leave the pidfds of workers open."""
-    original = local_launcher.os.close
+    original = local.os.close
 
     class Os:
         def __getattr__(self, name: str) -> Any:
@@ -119,7 +117,7 @@ def _leak_descriptors() -> None:
             if "pidfd" not in os.readlink(f"/proc/self/fd/{descriptor}"):
                 original(descriptor)
 
-    local_launcher.os = Os()  # type: ignore[assignment]
+    local.os = Os()  # type: ignore[assignment]
 
 
 def _tell_prompts() -> None:
@@ -145,7 +143,7 @@ def _leave_orphans() -> None:
     nothing."""
     Guard.watch = lambda self, group: None  # type: ignore[method-assign]
     Descendants.new_mark = lambda self: os.urandom(8).hex()  # type: ignore[method-assign]
-    local_launcher.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
+    local.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
 
 
 def _miss_deadlines() -> None:
@@ -189,7 +187,7 @@ def _give_up_soon() -> None:
 
 def _keep_lost_machines() -> None:
     """Never give up a worker whose machine is silent."""
-    from supervisor.cluster.remote_launcher import RemoteLauncher
+    from supervisor.cluster.launcher import RemoteLauncher
 
     original = RemoteLauncher.check
 
@@ -203,14 +201,14 @@ def _keep_lost_machines() -> None:
 
 def _leave_agents() -> None:
     """Never tell the cluster to end an agent."""
-    from supervisor.cluster.ray_starter import RayStarter
+    from supervisor.cluster.machines import RayStarter
 
     RayStarter.end = lambda self, number: None  # type: ignore[method-assign]
 
 
 def _yield_never() -> None:
     """Let no busy model make room for another one."""
-    turns.who_yields = lambda *given, **how: ()  # type: ignore[assignment]
+    eviction.who_yields = lambda *given, **how: ()  # type: ignore[assignment]
 
 
 def _wait_for_readers() -> None:

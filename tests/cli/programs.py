@@ -33,7 +33,7 @@ def modelctl(
     """
     program: tuple[object, ...] = MODELCTL
     if prelude:
-        script = f"{prelude}\nfrom supervisor.cli import main\nraise SystemExit(main())"
+        script = f"{prelude}\nfrom modelctl.cli import main\nraise SystemExit(main())"
         program = (sys.executable, "-c", script)
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {redirect}', "sh", *map(str, (*program, *arguments))],

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.report import check
-from supervisor.cli.bench_figures import COLUMNS
+from modelctl.cli.bench import COLUMNS
 from tests.cli.programs import modelctl
 from tests.keyed import Keyed
 from tests.serving import Serving, engine, wait_until

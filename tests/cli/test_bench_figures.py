@@ -2,8 +2,7 @@
 
 import pytest
 
-from supervisor.cli.bench_figures import COLUMNS, MeasuredAnswer, errors, row
-from supervisor.cli.bench_report import plot
+from modelctl.cli.bench import COLUMNS, MeasuredAnswer, errors, plot, row
 
 
 def answer(*times: float, error: str | None = None, accepted: bool = True) -> MeasuredAnswer:

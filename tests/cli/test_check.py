@@ -13,7 +13,7 @@ import yaml
 
 from model_worker.engine import LoadError
 from model_worker.engines import build_engine
-from model_worker.engines.embedded.architectures import causal_language_models
+from model_worker.engines.embedded.check import causal_language_models
 from model_worker.engines.exllamav2.check import check as check_exllamav2
 from protocol.process.worker_spec import EngineSpec
 from tests.cli.programs import modelctl

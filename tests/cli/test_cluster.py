@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click import unstyle
 
-from supervisor.cli.cluster import NO_CLUSTER, described, text_of
-from supervisor.cli.text_width import columns_of
+from modelctl.cli.cluster import NO_CLUSTER, described, text_of
+from modelctl.cli.tables import columns_of
 from tests.hidden_packages import Hidden
 from tests.keyed import free_port
 from tests.serving import Serving, engine, wait_until

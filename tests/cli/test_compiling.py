@@ -117,7 +117,7 @@ def test_what_lies_in_the_directory_is_not_imported(box: Box, tmp_path: Path) ->
     for name in ("torch", "json"):
         (away / f"{name}.py").write_text("raise SystemExit('somebody else has put this here')")
     arguments = foreground(box, tmp_path)
-    script = "import sys; sys.path[:1] = []\nfrom supervisor.cli import main\nraise SystemExit(main())"
+    script = "import sys; sys.path[:1] = []\nfrom modelctl.cli import main\nraise SystemExit(main())"
     serving = subprocess.Popen([sys.executable, "-c", script, *arguments], env=box.environment, cwd=away)
     try:
         box.wait_for_compilers()

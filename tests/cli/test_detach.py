@@ -80,7 +80,7 @@ def test_what_lies_in_the_directory_is_not_imported(away: Path) -> None:
     """The console script imports no modules from the current directory, and its supervisor must not do so either."""
     config = configure(away, {"a": engine(autostart=False)})
     (away / "supervisor.py").write_text("raise SystemExit('somebody else has put this here')")
-    script = "import sys; sys.path[:1] = []\nfrom supervisor.cli import main\nraise SystemExit(main())"
+    script = "import sys; sys.path[:1] = []\nfrom modelctl.cli import main\nraise SystemExit(main())"
     started = subprocess.run(
         [MODELCTL[0], "-c", script, "serve", "--detach", "-c", str(config), "--runtime-dir", str(away / "r")],
         cwd=away,
@@ -135,8 +135,8 @@ def serve_after(away: Path, what: str) -> "subprocess.CompletedProcess[str]":
     (away / "sitecustomize.py").write_text(what)
     return modelctl(
         *("serve", "--detach", "-c", config, "--runtime-dir", away / "r"),
-        prelude="import supervisor.cli.detach\nsupervisor.cli.detach.STALLED_S = 1.0\n"
-        "import supervisor.phase_lines\nsupervisor.phase_lines.EVERY_S = 2.0",
+        prelude="import modelctl.cli.detach\nmodelctl.cli.detach.STALLED_S = 1.0\n"
+        "import supervisor.logs.files\nsupervisor.logs.files.EVERY_S = 2.0",
         PYTHONPATH=f"{away}{os.pathsep}{ROOT}",
     )
 

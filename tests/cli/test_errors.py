@@ -18,7 +18,7 @@ HOMELESS = "import pwd\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = un
 NO_HOME: dict[str, str | None] = dict.fromkeys(
     ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR", "MODELCTL_CONFIG", "MODELCTL_RUNTIME_DIR")
 )
-FAULTY = "import supervisor.cli.views as v\ndef broken(*_, **__): raise TypeError('odd')\nv.connect = broken"
+FAULTY = "import modelctl.cli.views as v\ndef broken(*_, **__): raise TypeError('odd')\nv.connect = broken"
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from supervisor.cli.requests import text_of
-from supervisor.event_file import NAME
-from supervisor.logs import log_dir
+from modelctl.cli.requests import requests_text
+from supervisor.logs.events import NAME
+from supervisor.logs.logs import log_dir
 from tests.cli.programs import MODELCTL, Terminal
 from tests.serving import Serving, engine, wait_until
 
@@ -156,7 +156,7 @@ def test_requests_of_some_models_are_listed(serving: Serving) -> None:
         for stream in streams:
             stream.cancel()
     reply = {"requests": [], "total": 0, "unread": 7}
-    assert "the 7 youngest requests of all models were not looked at" in text_of(reply, None)
+    assert "the 7 youngest requests of all models were not looked at" in requests_text(reply, None)
 
 
 def test_ended_requests_are_listed(serving: Serving) -> None:

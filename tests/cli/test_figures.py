@@ -4,8 +4,8 @@ from datetime import datetime
 
 import pytest
 
-from supervisor.cli.figures import engine_lines, lines, percent
-from supervisor.spelling import duration, size
+from modelctl.cli.tables import engine_lines, lines, percent
+from supervisor.config.spelling import duration, size
 
 NOON = datetime(2026, 11, 23, 12).timestamp()
 EXLLAMAV2 = {

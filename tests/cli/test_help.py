@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from supervisor.cli.root import cli
+from modelctl.cli.root import cli
 from tests.cli.programs import modelctl
 
 

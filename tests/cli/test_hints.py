@@ -11,8 +11,7 @@ import click
 import pytest
 import yaml
 
-from supervisor.cli.hints import _ANYWHERE
-from supervisor.cli.root import ALIASES, cli
+from modelctl.cli.root import _ANYWHERE, ALIASES, cli
 from tests.cli.programs import modelctl
 from tests.keyed import Keyed
 from tests.serving import Serving, engine

@@ -1,6 +1,6 @@
 """A question is sent with as much of the conversation as fits."""
 
-from supervisor.cli.history import History
+from modelctl.cli.conversation import History
 
 
 def sent(history: History) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.process.terminal_text import harmless
+from protocol.process.logs import harmless
 from tests.cli.programs import Terminal
 from tests.faulty_engines import CLIPBOARD
 from tests.serving import ROOT, Serving, engine, wait_until
@@ -77,7 +77,7 @@ def test_a_program_gets_every_character(serving: Serving) -> None:
 
 
 def test_the_supervisor_s_own_screen() -> None:
-    script = "from protocol.process.log_output import never_wait; never_wait(); print(%r, 'end')"
+    script = "from protocol.process.logs import never_wait; never_wait(); print(%r, 'end')"
     with StoppableReader("terminal") as reader:
         subprocess.run([sys.executable, "-c", script % CLIPBOARD], stdout=reader.descriptor, cwd=ROOT, check=True)
         wait_until(lambda: "end" in reader.text, what="the text")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from protocol.limits import MODEL_NAME_PATTERN
-from supervisor.model_search import MOST_DIRECTORIES, find_models, name_of, original_name
+from supervisor.config.model_search import MOST_DIRECTORIES, find_models, name_of, original_name
 from tests.cli.programs import Terminal, environment, modelctl
 from tests.engines.random_model import edit_json
 from tests.hanging_files import hanging_file
@@ -355,6 +355,6 @@ def test_a_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         (tmp_path / str(number)).mkdir()
     assert find_models(tmp_path).complete
-    monkeypatch.setattr("supervisor.model_search.MOST_DIRECTORIES", 10)
+    monkeypatch.setattr("supervisor.config.model_search.MOST_DIRECTORIES", 10)
     assert not find_models(tmp_path).complete
     assert MOST_DIRECTORIES >= 10_000

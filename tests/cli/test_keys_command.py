@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from supervisor.cli.usage import csv_of, grouped
+from modelctl.cli.requests import csv_of, grouped
 from tests.cli.programs import modelctl
 from tests.keyed import free_port
 

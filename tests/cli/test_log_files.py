@@ -155,7 +155,7 @@ def test_only_their_owner_can_read_what_a_supervisor_writes(away: Path) -> None:
     log.write_bytes(b"x" * 1024 + b"\n" * (8 << 20))  # larger than a log may be: the first line rotates it
     log.chmod(0o644)
     (runtime_dir / "workers.json.new").touch(mode=0o644)  # as left by a supervisor that was killed while writing
-    script = "import os; os.umask(0)\nfrom supervisor.cli import main\nraise SystemExit(main())"
+    script = "import os; os.umask(0)\nfrom modelctl.cli import main\nraise SystemExit(main())"
     started = subprocess.run(
         [MODELCTL[0], "-c", script, "serve", "--detach", "-c", config, "--runtime-dir", runtime_dir],
         env=environment(),

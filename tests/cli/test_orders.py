@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelctl import Client
-from supervisor.cli.waiting import coming_generation, settled_down, settled_up
+from modelctl.cli.waiting import coming_generation, settled_down, settled_up
 from tests.cli.programs import MODELCTL
 from tests.conftest import Serve
 from tests.serving import Serving, engine, is_alive, wait_until

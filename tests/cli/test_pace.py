@@ -1,7 +1,6 @@
 """A pace has an amount, a rate of the last seconds, and the time left; a line with a bar fits the terminal."""
 
-from supervisor.cli.live_lines import with_bar
-from supervisor.cli.pace import Pace
+from modelctl.cli.live_lines import Pace, with_bar
 
 GIB = 1 << 30
 

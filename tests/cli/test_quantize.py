@@ -15,13 +15,11 @@ import yaml
 
 from model_worker.engines.exllamav2.conversion import needs
 from model_worker.engines.model_shape import ModelShape
-from supervisor.cli.errors import CommandFailure
-from supervisor.cli.live_lines import LiveLines
-from supervisor.cli.quantize import check_disk, choose_gpu
-from supervisor.cli.quantize_job import stage_of, trouble_of
-from supervisor.cli.quantize_trial import try_out
+from modelctl.cli.live_lines import LiveLines
+from modelctl.cli.quantize import check_disk, choose_gpu, stage_of, trouble_of, try_out
+from modelctl.cli.root import CommandFailure
 from supervisor.placement.gpus import Gpu
-from supervisor.worker_modules import CONVERSION, DEMO_DIR
+from supervisor.workers.environment import CONVERSION, DEMO_DIR
 from tests.cli.programs import MODELCTL, Terminal, environment
 from tests.nvml_box import Box
 from tests.serving import ROOT, engine, marked_processes, wait_until

@@ -7,14 +7,14 @@ import pytest
 import yaml
 from click import unstyle
 
-from supervisor.cli import keys, plan, requests, usage, views
-from supervisor.cli.doctor import command as doctor
-from supervisor.cli.doctor.findings import bad
-from supervisor.cli.events import line_of
-from supervisor.cli.text_width import columns_of
-from supervisor.cli.top_screen import Readings, View, screen
-from supervisor.config import examine_config
-from supervisor.placement.fit import fit
+from modelctl.cli import doctor, keys, plan, requests, views
+from modelctl.cli import requests as usage
+from modelctl.cli.findings import bad
+from modelctl.cli.logs import line_of
+from modelctl.cli.tables import columns_of
+from modelctl.cli.top import Readings, View, drawn
+from supervisor.config.file import examine_config
+from supervisor.placement.estimates import fit
 from tools import demo_models
 
 WIDTHS = (60, 80, 120, 200, 250)
@@ -63,13 +63,13 @@ def status(names: tuple[str, ...], width: int | None) -> str:
 
 def listed(names: tuple[str, ...], width: int | None) -> str:
     reply = {"requests": [request(name, number) for number, name in enumerate(names)], "total": 700}
-    return requests.text_of(reply, width)
+    return requests.requests_text(reply, width)
 
 
 def used(names: tuple[str, ...], width: int | None) -> str:
     counts = {"requests": 10**7, "prompt_tokens": 10**9, "cached_tokens": 10**9, "completion_tokens": 10**9}
     rows = [{"day": "2026-01-31", "key": "laptop", "model": name, **counts} for name in names]
-    return usage.text_of({"rows": rows, "more": False, "total": counts}, width)
+    return usage.usage_text({"rows": rows, "more": False, "total": counts}, width)
 
 
 def keys_of(names: tuple[str, ...], width: int | None) -> str:
@@ -95,7 +95,7 @@ def top(names: tuple[str, ...], width: int | None) -> str:
     told = {"supervisor": {"version": "0.1.0", "uptime_s": 1e6}, "models": models(names), "gpus": []}
     made = [request(name, number) for number, name in enumerate(names)]
     readings.update(told, {"requests": made, "total": 3}, 1.0)
-    return "\n".join(screen(readings, View(), width or 400, 30, colours=False))
+    return "\n".join(drawn(readings, View(), width or 400, 30, colours=False))
 
 
 TABLES: Mapping[str, Callable[[tuple[str, ...], int | None], str]] = {

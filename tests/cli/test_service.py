@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from supervisor.cli import service as commands
-from supervisor.cli.service_unit import MARK, Scope, Unit, quoted
-from supervisor.config_schema import StopConfig
+from modelctl.cli import service as commands
+from modelctl.cli.service import MARK, Scope, Unit, quoted
+from supervisor.config.server import StopConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy" / "systemd"

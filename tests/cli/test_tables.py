@@ -8,10 +8,9 @@ from click import unstyle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supervisor.cli.colours import chosen
-from supervisor.cli.tables import GAP, SHORTEST, Column, table
-from supervisor.cli.text_width import clean, columns_of, cut, cut_apart, wrapped
-from supervisor.cli.watch import _replace
+from modelctl.cli.options import _replace
+from modelctl.cli.root import chosen
+from modelctl.cli.tables import GAP, SHORTEST, Column, clean, columns_of, cut, cut_apart, table, wrapped
 from tests.cli.programs import Terminal
 from tests.conftest import Serve
 from tests.serving import engine

@@ -8,7 +8,7 @@ These are checked, outside blocks of code:
     `protocol.messages.TERMINAL`               a module, or a name in it. Keys of models.yaml such as
                                                `supervisor.listen` look the same, and must exist
     `Scheduler.submit`, `Scheduler`            a class, and a member of it or of one of its bases
-    | `supervisor/timers.py` | `Timers.at` |   in a table, names after a cell with only files must be in these files
+    | `supervisor/reactor.py` | `Timers.at` |   in a table, names after a cell with only files must be in these files
 """
 
 import ast
@@ -155,8 +155,8 @@ def _is_key(dotted: str) -> bool:
     """Return whether this is a key of the sections ``supervisor`` and ``gateway`` of models.yaml."""
     section, *keys = dotted.split(".")
     if section == "gateway" and len(keys) == 1:
-        return keys[0] in defined_in(ROOT / "supervisor/config_gateway.py").members["GatewayConfig"]
-    defined = defined_in(ROOT / "supervisor/config_schema.py")
+        return keys[0] in defined_in(ROOT / "supervisor/config/server.py").members["GatewayConfig"]
+    defined = defined_in(ROOT / "supervisor/config/server.py")
     if section != "supervisor" or keys[0] not in defined.members["SupervisorConfig"]:
         return False
     return len(keys) == 1 or keys[1] in defined.members.get(f"{keys[0].capitalize()}Config", ())

@@ -7,8 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from supervisor.cli.command import Command
-from supervisor.cli.root import cli
+from modelctl.cli.root import Command, cli
 from tools.docs.commands import commands_page, walk
 
 with click.Context(cli, info_name="modelctl") as root:

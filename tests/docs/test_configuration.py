@@ -8,11 +8,11 @@ import pytest
 
 from model_worker.engines.exllamav2.options import DEFAULT_CHUNK_SIZE
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.config import ModelSpec
-from supervisor.config_model import ENGINE_KEYS, ModelConfig, marked
-from supervisor.config_schema import FileConfig, SupervisorConfig
-from supervisor.fleet.rollout import Change, changes
-from supervisor.schema_validation import fit
+from supervisor.config.file import ModelSpec
+from supervisor.config.models import ENGINE_KEYS, ModelConfig, marked
+from supervisor.config.reading import fit
+from supervisor.config.server import FileConfig, SupervisorConfig
+from supervisor.fleet.rollouts import Change, changes
 from tools.docs.configuration import ENGINE_OPTIONS, Key, all_keys, example_value, keys_of
 
 KEYS = {key.path: key for key in all_keys()}

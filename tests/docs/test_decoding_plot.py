@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree
 
-from supervisor.cli.line_plot import HEIGHT, PANEL, Panel, draw
+from modelctl.cli.bench import HEIGHT, PANEL, Panel, draw
 from tools.docs.decoding_plot import decoding_plot
 from tools.docs.performance import result_files
 

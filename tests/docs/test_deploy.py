@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from supervisor.cli.service_unit import Scope, Unit
-from supervisor.config import Config, load_config
+from modelctl.cli.service import Scope, Unit
+from supervisor.config.file import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from supervisor.config import examine_config
+from supervisor.config.file import examine_config
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all((ROOT / "deploy" / "kuberay" / "modelctl.yaml").read_text()))

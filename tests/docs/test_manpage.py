@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from supervisor.cli.root import cli
+from modelctl.cli.root import cli
 from tools.docs.commands import walk
 from tools.docs.manpage import man_page
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from supervisor.cli.config_file import SCHEMA
-from supervisor.config import examine_config
-from supervisor.yaml_source import ConfigError, YamlSource
+from modelctl.cli.config_file import SCHEMA
+from supervisor.config.file import examine_config
+from supervisor.config.yaml_source import ConfigError, YamlSource
 from tests.cli.programs import modelctl
 from tests.serving import ROOT
 from tools.docs.configuration import Key, all_keys, example_value

@@ -12,8 +12,8 @@ import click
 import pytest
 import yaml
 
-from supervisor.cli.root import cli
-from supervisor.config import load_config
+from modelctl.cli.root import cli
+from supervisor.config.file import load_config
 from tests.docs.references import ROOT
 from tools.docs import headlines, pages
 from tools.docs.commands import walk

@@ -33,8 +33,8 @@ def test_what_a_page_names_exists(page: Path) -> None:
         ("`NoSuchClass`", "no class is called so"),
         ("`NoSuchClass.submit`", "no class is called NoSuchClass"),
         ("`Scheduler.no_such`", "has no no_such"),
-        ("| `supervisor/timers.py` | `Scheduler.submit` |", "not in supervisor/timers.py"),
-        ("| 1 | `supervisor/timers.py` | `no_such` | it |", "not in supervisor/timers.py"),
+        ("| `supervisor/reactor.py` | `Scheduler.submit` |", "not in supervisor/reactor.py"),
+        ("| 1 | `supervisor/reactor.py` | `no_such` | it |", "not in supervisor/reactor.py"),
     ],
 )
 def test_what_does_not_exist_is_told(text: str, message: str) -> None:
@@ -56,7 +56,7 @@ def test_what_does_not_exist_is_told(text: str, message: str) -> None:
         "`TimeoutError`",
         "`LlamaForCausalLM`",
         "`max_tokens`, `config.json`, `HELLO`, `kill -9`, `/dev/null`, `tcp://ADDRESS:PORT`",
-        "| `supervisor/timers.py` | `Timers.at` |",
+        "| `supervisor/reactor.py` | `Timers.at` |",
         "```\nsupervisor/no_such.py `NoSuchClass`\n```",
     ],
 )

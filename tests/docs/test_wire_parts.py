@@ -5,9 +5,9 @@ from typing import get_type_hints
 
 from protocol import bodies
 from protocol.bodies import APPEARS
+from protocol.chat import QUESTIONS
 from protocol.errors import ErrorCode
 from protocol.messages import SUPERVISOR_TO_CLIENT, Kind
-from protocol.questions import QUESTIONS
 from protocol.values import hints_of
 from protocol.verbs import VERBS
 from tools.docs.wire import WIRE_PARTS

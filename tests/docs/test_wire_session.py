@@ -12,19 +12,7 @@ from protocol import bodies
 from protocol.bodies import APPEARS, Place
 from protocol.codec import pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ErrorCode
-from protocol.messages import (
-    Call,
-    Cancel,
-    Error,
-    EventFlag,
-    Events,
-    Generate,
-    GoAway,
-    Message,
-    Ping,
-    Pong,
-    Reply,
-)
+from protocol.messages import Call, Cancel, Error, EventFlag, Events, Generate, GoAway, Message, Ping, Pong, Reply
 from protocol.results import result_of
 from protocol.verbs import QUESTION_VERBS, VERBS
 from tests.deterministic_engine import answer

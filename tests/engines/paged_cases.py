@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from model_worker.engines.paged import attention as paged_attention
-from model_worker.engines.paged.step import Shape, Step
+from model_worker.engines.paged.launch import Shape, Step
 
 
 def way(name: str) -> paged_attention.AttentionPath:

@@ -17,15 +17,14 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from answer_formats.families import ALL_MARKERS, beginnings_of, markers_of, opening_of
-from answer_formats.parser import AnswerParser, Tool
-from answer_formats.parts import CallArguments, CallEnd, CallStart
-from model_worker.answer_format import calls_text
 from model_worker.engine import Job, Layout
-from model_worker.engines.constraint import AnyConstraint, Mask
-from model_worker.engines.constraints import Constraints
+from model_worker.engines.constraints import AnyConstraint, Constraints, Mask
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
+from model_worker.intake import calls_text
+from protocol.answer_formats.families import ALL_MARKERS, beginnings_of, markers_of, opening_of
+from protocol.answer_formats.parser import AnswerParser
+from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Tool
 from protocol.chat import ChatMessage
 from protocol.request import GenerateRequest, SamplingParams
 from tools.demo_models import directory
@@ -76,7 +75,7 @@ def write_vocabulary(at: Path, size: int = 3000) -> Tokenizer:
         show_progress=False,
     )
     root = Path(__file__).parents[2]
-    files = [*root.glob("docs/*.md"), *root.glob("protocol/vectors/*.json"), *root.glob("answer_formats/*.py")]
+    files = [*root.glob("docs/*.md"), *root.glob("protocol/vectors/*.json"), *root.glob("protocol/answer_formats/*.py")]
     lines = [line for path in sorted(files) for line in path.read_text().splitlines(keepends=True)]
     tokenizer.train_from_iterator([line for line in lines if len(line) < 300], trainer)
     tokenizer.save(str(at / "tokenizer.json"))

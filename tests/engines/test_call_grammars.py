@@ -7,11 +7,11 @@ from typing import Any
 import llguidance
 import pytest
 
-from answer_formats.families import FAMILIES
-from answer_formats.parser import AnswerParser, Tool
-from answer_formats.parts import CallArguments
 from model_worker.engines.constraint_child import attempt, judge
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, loosened
+from protocol.answer_formats.families import FAMILIES
+from protocol.answer_formats.parser import AnswerParser
+from protocol.answer_formats.source import CallArguments, Tool
 from protocol.errors import ErrorCode, RequestError
 from tests.answer_formats.answers import (
     EMPTY,

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-import model_worker.engines.constraint_helper as helping
-from model_worker.engines.constraint import Constraint
-from model_worker.engines.constraint_compiler import MOST_AHEAD, ConstraintCompiler
-from model_worker.engines.constraints import Constraints
-from model_worker.engines.turns import Turns
+import model_worker.engines.constraint_compiler as helping
+from model_worker.engines.constraint_compiler import MOST_AHEAD, ConstraintCompiler, Turns
+from model_worker.engines.constraints import Constraint, Constraints
 from protocol.errors import ErrorCode, WireError
 from tests.engines.test_constraint_helper import answered, helpers
 from tests.engines.test_constraints import END, LETTERS, VOCAB, a_job

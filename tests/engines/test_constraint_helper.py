@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-import model_worker.engines.constraint_helper as helping
-from model_worker.engines.constraint import Constraint
-from model_worker.engines.constraints import Constraints
+import model_worker.engines.constraint_compiler as helping
+from model_worker.engines.constraints import Constraint, Constraints
 from protocol.errors import ErrorCode, WireError
 from tests.engines.test_constraints import END, LETTERS, VOCAB, a_job, outcome, push_text
 from tests.meddling import Meddler

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from model_worker.engine import Job
-from model_worker.engines.constraint import Constraint
-from model_worker.engines.constraints import Constraints
+from model_worker.engines.constraints import Constraint, Constraints
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.text import Pieces

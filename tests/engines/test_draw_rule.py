@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model_worker.engines.exllamav2.cut import kept
 from model_worker.engines.exllamav2.gpu_draws.rule import (
     POINT_BITS,
     candidates_of,
@@ -15,7 +14,7 @@ from model_worker.engines.exllamav2.gpu_draws.rule import (
     rule_of,
     weights_of,
 )
-from model_worker.engines.exllamav2.sampling import TokenBias
+from model_worker.engines.exllamav2.sampling import TokenBias, kept
 from protocol.request import SamplingParams
 from tests.engines.test_exllamav2_kernels import Kernels, kernels, some_logits
 

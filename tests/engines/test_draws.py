@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model_worker.engine import Engine, Job
-from model_worker.engines.draws import Draws
+from model_worker.engines.admission import Draws
 from model_worker.engines.embedded.sampling import Sampler
 from protocol.request import SamplingParams
 from tests.engines.driver import GREEDY, answer

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model_worker.engines.healing import Healing
+from model_worker.engines.banned import Healing
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
 from tests.engines.driver import Outcome

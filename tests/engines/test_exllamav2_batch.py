@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from model_worker.engines.exllamav2.batch import PASSES
+from model_worker.engines.exllamav2.answer_jobs import PASSES
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
 from tests.engines.driver import Outcome

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_worker.engines.exllamav2.cut import MOST_SORTED, cut, is_cut, kept
-from model_worker.engines.exllamav2.dry import LONGEST, penalize
+from model_worker.engines.exllamav2.sampling import LONGEST, MOST_SORTED, cut, is_cut, kept, penalize
 from protocol.request import SamplingParams
 from tests.engines.exllamav2_cpu import extension
 from tests.engines.exllamav2_cpu.package import import_package

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2.check import open_draft
-from model_worker.engines.exllamav2.limits import check_limits
+from model_worker.engines.exllamav2.check import check_limits, open_draft
 from model_worker.engines.exllamav2.options import Sizes, read_options, sizes_of
 from model_worker.engines.model_dir import ModelDir
 from protocol.process.worker_spec import EngineSpec

@@ -24,7 +24,7 @@ def _gpu() -> None:
 @pytest.fixture
 def package() -> Any:
     """Return the package's module ``ext`` with the compiled extension."""
-    importlib.import_module("model_worker.engines.exllamav2.attention_choice").import_package()
+    importlib.import_module("model_worker.engines.exllamav2.load").import_package()
     return importlib.import_module("exllamav2.ext")
 
 

@@ -16,7 +16,7 @@ from model_worker.engines.exllamav2.check import check_cache, check_directory, c
 from model_worker.engines.exllamav2.lora import check_adapter, load_adapters
 from model_worker.engines.exllamav2.meaning import check_reach, open_directory
 from model_worker.engines.exllamav2.options import Adapter, read_options, sizes_of
-from model_worker.engines.exllamav2.package_weights import only_the_models_weights
+from model_worker.engines.exllamav2.package_model import only_the_models_weights
 from model_worker.engines.model_dir import ModelDir
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.exllamav2_cpu.package import import_package

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from model_worker.engines.bytes_read import bytes_of_modules, bytes_of_parameters
-from model_worker.engines.exllamav2 import attention_choice as exllamav2_attention_choice
+from model_worker.engines.exllamav2 import load as exllamav2_attention_choice
 from model_worker.engines.exllamav2 import load as exllamav2_load
-from model_worker.engines.exllamav2.attention_choice import Package
 from model_worker.engines.exllamav2.check import check
-from model_worker.engines.exllamav2.load import Loaded, load, make_generator
+from model_worker.engines.exllamav2.load import Loaded, Package, load, make_generator
 from model_worker.engines.exllamav2.package_model import compute_as_transformers
 from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import bytes_of_modules, bytes_of_parameters
 from model_worker.engines.paged import attention as paged_attention
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.exllamav2_cpu.package import import_package

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.models import SHAPES, MixtureShape, write_model
-from model_worker.engines.exllamav2 import mixture
+from model_worker.engines.exllamav2 import load
 from tests.engines.exllamav2_cpu.package import import_package
 
 HANDLE = 7
@@ -109,13 +109,13 @@ SHAPES_OF_STEPS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1
 def test_128_experts_are_never_fused_for_more_than_one_row(
     streams: int, tokens: int, make_layer: MakeLayer, original: Any
 ) -> None:
-    mixture.keep_rows_apart()
-    mixture.keep_rows_apart()
+    load.keep_rows_apart()
+    load.keep_rows_apart()
     layer, given = make_layer(128), states(streams, tokens)
     expected = layer.package.forward_torch(given.clone())
     found = layer.package.forward(given.clone(), cache=None, attn_params=None, past_len=0, loras=None)
     assert set(layer.calls) <= {1}
-    assert len(layer.calls) == (streams * tokens if streams * tokens <= mixture.ROW_BY_ROW else 0)
+    assert len(layer.calls) == (streams * tokens if streams * tokens <= load.ROW_BY_ROW else 0)
     assert found.shape == given.shape
     assert torch.allclose(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
     assert not torch.allclose(found.float(), given.float(), atol=0.1), "the experts of this test add nothing"
@@ -123,7 +123,7 @@ def test_128_experts_are_never_fused_for_more_than_one_row(
 
 @pytest.mark.parametrize("experts", [4, 8, 16])
 def test_fewer_experts_are_fused_as_the_package_does_it(experts: int, make_layer: MakeLayer, original: Any) -> None:
-    mixture.keep_rows_apart()
+    load.keep_rows_apart()
     layer = make_layer(experts)
     for rows in (1, 2, 3, 4, 5):
         layer.package.forward(states(rows, 1))
@@ -131,7 +131,7 @@ def test_fewer_experts_are_fused_as_the_package_does_it(experts: int, make_layer
 
 
 def test_what_the_package_never_fuses_stays_as_it_is(make_layer: MakeLayer, original: Any) -> None:
-    mixture.keep_rows_apart()
+    load.keep_rows_apart()
     layer, given = make_layer(128), states(1, 3)
     expected = layer.package.forward_torch(given)
     assert torch.equal(layer.package.forward(given, intermediates=True)["hidden_states"], expected)

@@ -22,7 +22,7 @@ import torch
 from benchmarks import exl2, gptq
 from benchmarks.models import SHAPES, MixtureShape, write_model
 from model_worker.engines import build_engine
-from model_worker.engines.exllamav2 import mixture
+from model_worker.engines.exllamav2 import load as mixture
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.conftest import need_gpu
 from tests.engines.driver import Driver

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from model_worker.engines.exllamav2.cut import kept, leave_typical
 from model_worker.engines.exllamav2.gpu_draws.rule import (
     POINT_BITS,
     candidates_of,
@@ -23,6 +22,7 @@ from model_worker.engines.exllamav2.gpu_draws.rule import (
     rule_of,
     weights_of,
 )
+from model_worker.engines.exllamav2.sampling import kept, leave_typical
 from protocol.request import SamplingParams
 from tests.engines.draw_cases import SETTINGS, compare, draw_not_numbers, parameters, rows_of
 

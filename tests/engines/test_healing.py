@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from model_worker.engines.healing import Healer
+from model_worker.engines.banned import Healer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.text import Pieces, TextStream

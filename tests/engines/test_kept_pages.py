@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from model_worker.engines.exllamav2.kept_pages import KeptPages
+from model_worker.engines.exllamav2.sleep import KeptPages
 from tests.engines.exllamav2_cpu.harness import PAGE, Harness
 
 pytestmark = pytest.mark.usefixtures("decoding")

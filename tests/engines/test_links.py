@@ -11,9 +11,8 @@ import pytest
 
 from model_worker.engine import LoadError
 from model_worker.engines.embedded.check import check
-from model_worker.engines.links import Bounds, open_file
 from model_worker.engines.model_dir import ModelDir, read_header
-from model_worker.engines.vetting import read_json
+from model_worker.engines.vetting import Bounds, open_file, read_json
 from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec, unpack_spec
 from tests.engines.hostile_directories import DEMO
 

@@ -306,7 +306,7 @@ def test_assertions_must_be_on() -> None:
     in_a_process(
         """
 from model_worker.engine import LoadError
-from model_worker.engines.exllamav2.attention_choice import import_package
+from model_worker.engines.exllamav2.load import import_package
 try:
     import_package()
 except LoadError as e:
@@ -324,7 +324,7 @@ def test_only_engine_modules_import_torch() -> None:
 import sys
 import model_worker.engines, model_worker.text
 import model_worker.engines.admission, model_worker.engines.model_dir
-import model_worker.engines.options, model_worker.engines.tokenizer
+import model_worker.engines.model_dir, model_worker.engines.tokenizer
 from model_worker.engines.exllamav2 import check, extension, vram
 from model_worker.engines.embedded import check
 assert not {"torch", "transformers", "exllamav2"} & set(sys.modules)

@@ -17,8 +17,7 @@ from model_worker.engine import LoadError
 from model_worker.engines import build_engine
 from model_worker.engines.embedded.check import check as check_embedded
 from model_worker.engines.exllamav2.check import check as check_exllamav2
-from model_worker.engines.model_dir import ModelDir, read_header
-from model_worker.engines.template_files import find_template
+from model_worker.engines.model_dir import ModelDir, find_template, read_header
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import TEMPLATE_BYTES, parse_json
 from protocol.process.worker_spec import EngineSpec

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from model_worker.engines.exllamav2.package_tokenizer import make_tokenizer
+from model_worker.engines.exllamav2.load import make_tokenizer
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer as OurTokenizer
 from tests.engines.exllamav2_cpu.package import import_package

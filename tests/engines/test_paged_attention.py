@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from model_worker.engines.paged import attention as paged_attention
-from model_worker.engines.paged import sdpa as paged_sdpa
+from model_worker.engines.paged import attention as paged_sdpa
 from model_worker.engines.paged.attention import flash_attn_with_kvcache
-from model_worker.engines.paged.step import Shape, Step
+from model_worker.engines.paged.launch import Shape, Step
 from tests.engines import paged_cases
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from answer_formats.families import FAMILIES
-from model_worker.answer_format import AnswerFormat, calls_text
 from model_worker.engine import Job
+from model_worker.intake import AnswerFormat, calls_text
+from protocol.answer_formats.families import FAMILIES
 from protocol.chat import ChatMessage
 from protocol.errors import RequestError
 from protocol.request import GenerateRequest, SamplingParams

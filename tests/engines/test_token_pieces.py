@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from model_worker.engine import Layout
 from model_worker.engines import tokenizer as model_tokenizer
 from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.token_pieces import NoPieces, read_pieces
+from model_worker.engines.tokenizer import NoPieces, read_pieces
 from model_worker.text import Detokenizer, PieceDetokenizer, Pieces
 from tools.demo_models import directory
 
@@ -205,7 +205,7 @@ def test_another_kind_of_decoder_has_no_pieces(decoder: object) -> None:
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_a_table_that_reads_the_decoder_wrongly_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wrong entry anywhere in the vocabulary is enough to refuse the table."""
-    from model_worker.engines import token_pieces
+    from model_worker.engines import tokenizer as token_pieces
 
     name = "_byte_level" if kind == "byte-level" else "_sentencepiece"
     read = getattr(token_pieces, name)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from exporter.families import PREFIX, exposition
+from protocol.metrics import PREFIX, exposition
 from tests.exporter.scraping import parsed
 from tests.serving import Serving, engine
 

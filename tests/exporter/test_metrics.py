@@ -14,11 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 
-from exporter.families import PREFIX
-from exporter.naming import counter, gauge
-from exporter.text import compressed, pieces
+from protocol.metrics import PREFIX, compressed, counter, gauge, pieces
 from supervisor.keys.rights import OWNER, Identity
-from supervisor.requests.request_figures import HISTOGRAMS, MOST_ENDS, Histogram, RequestFigures
+from supervisor.requests.figures import HISTOGRAMS, MOST_ENDS, Histogram, RequestFigures
 from supervisor.requests.stories import OTHER, RequestEnd, RequestRecord
 from tests.cli.programs import MODELCTL
 from tests.exporter.scraping import Scraped, counted, mixed_requests, parsed, total

@@ -15,8 +15,8 @@ import time
 import tracemalloc
 from contextlib import suppress
 
+from protocol.chat import QUESTIONS
 from protocol.errors import WireError
-from protocol.questions import QUESTIONS
 from protocol.request import GenerateRequest
 from protocol.values import Unfit, read
 from tests.fuzzing.auditing import Witness

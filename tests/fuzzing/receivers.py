@@ -5,6 +5,7 @@ A receiver must raise nothing but WireError, for any bytes.
 
 from collections.abc import Callable
 
+from protocol.chat import QUESTIONS, parse_question
 from protocol.client.session import ClientSession
 from protocol.codec import decode, unpack_body
 from protocol.errors import ErrorCode, WireError
@@ -28,12 +29,11 @@ from protocol.messages import (
     Stats,
     Woke,
 )
-from protocol.questions import QUESTIONS, parse_question
 from protocol.request import parse_generate
-from supervisor.requests.model_queue import QueueLimits
-from supervisor.requests.route import read_route
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.request import read_route
 from supervisor.requests.scheduler import Scheduler
-from supervisor.workers.worker_reports import (
+from supervisor.workers.exits import (
     checked_hello,
     checked_progress,
     checked_ready,

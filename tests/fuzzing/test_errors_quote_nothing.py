@@ -3,9 +3,9 @@
 import random
 from typing import Any
 
+from protocol.chat import parse_question
 from protocol.codec import pack_body
 from protocol.errors import WireError
-from protocol.questions import parse_question
 from protocol.request import parse_generate
 from tests.fuzzing.corpus import CHAT, REQUESTS
 from tests.fuzzing.running import SEED

@@ -10,8 +10,8 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
 
-from protocol.process.gateway_settings import GatewaySettings
 from protocol.process.helper_link import HelperLink
+from protocol.process.worker_spec import GatewaySettings
 from tests.serving import ROOT, WITHIN, Serving
 
 

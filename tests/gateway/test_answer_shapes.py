@@ -5,13 +5,12 @@ from typing import Any
 import orjson
 import pytest
 
-from answer_formats.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from gateway.answering import TOOL_CALLS, ParsedAnswer, Piece
-from gateway.anthropic.blocks import MessageEvents, Thinking, stop_of, usage_of, whole_message
-from gateway.anthropic.signatures import reasoning_in
+from gateway.anthropic.blocks import MessageEvents, Thinking, reasoning_in, stop_of, usage_of, whole_message
 from gateway.http.errors import ApiError
-from gateway.responses import objects
-from gateway.responses.events import ResponseEvents
+from gateway.responses import answers
+from gateway.responses.answers import ResponseEvents
+from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 
 USAGE = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 3, "reasoning_tokens": 2}
 CALL: list[Part] = [CallStart(0, "look", None), CallArguments(0, '{"at": '), CallArguments(0, "1}"), CallEnd(0)]
@@ -51,7 +50,7 @@ def test_an_answer_that_somebody_else_cancelled_is_an_error_in_each_api() -> Non
     with pytest.raises(ApiError, match="an operator cancelled"):
         stop_of("cancelled", None, cut=False)
     with pytest.raises(ApiError, match="an operator cancelled"):
-        ResponseEvents(objects.ResponseObject("m", {}), lambda item: None).finish("cancelled", {})
+        ResponseEvents(answers.ResponseObject("m", {}), lambda item: None).finish("cancelled", {})
 
 
 def test_half_a_character_in_the_arguments_of_a_call_is_replaced() -> None:
@@ -70,7 +69,7 @@ def test_the_counts_of_tokens() -> None:
         "output_tokens": 3,
         "output_tokens_details": {"thinking_tokens": 2},
     }
-    assert objects.usage_of(USAGE) == {
+    assert answers.usage_of(USAGE) == {
         "input_tokens": 10,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
         "output_tokens": 3,
@@ -95,7 +94,7 @@ def test_the_blocks_of_a_whole_message() -> None:
 
 def test_a_call_that_was_cut_is_nothing_that_a_client_may_run() -> None:
     assert message([Text("a"), *CALL[:2], CallEnd(0)]) == [{"type": "text", "text": "a"}]
-    whole = objects.ResponseObject("m", {}).whole(answer([*CALL[:2], CallEnd(0)], "length"), USAGE)
+    whole = answers.ResponseObject("m", {}).whole(answer([*CALL[:2], CallEnd(0)], "length"), USAGE)
     (item,) = whole["output"]
     assert (whole["status"], item["status"], item["arguments"]) == ("incomplete", "incomplete", '{"at": ')
 
@@ -106,7 +105,7 @@ def test_events_that_keep_a_stream_open_come_before_and_between_the_others() -> 
     assert first.startswith(b"event: message_start\n")
     assert events.silence() == b'event: ping\ndata: {"type":"ping"}\n\n'
     assert b"message_start" not in events.parts([Text("a")])
-    response = ResponseEvents(objects.ResponseObject("m", {}), lambda item: None)
+    response = ResponseEvents(answers.ResponseObject("m", {}), lambda item: None)
     assert response.silence().startswith(b"event: response.created\n")
     assert response.silence().startswith(b'event: response.in_progress\ndata: {"type":"response.in_progress","seq')
     assert b"response.created" not in response.parts([Text("a")])

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.anthropic.models import page
-from gateway.http.dialect import anthropic_body, anthropic_status, is_anthropic
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, anthropic_body, anthropic_status, is_anthropic
+from gateway.openai.models import page
 from protocol.errors import ErrorCode, WireError
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from gateway.anthropic.messages import read_messages
-from gateway.anthropic.options import read_request
-from gateway.anthropic.signatures import reasoning_in, signature_of
+from gateway.anthropic.blocks import reasoning_in, signature_of
+from gateway.anthropic.requests import read_messages, read_request
 from gateway.conversation import OMITTED_FILE, OMITTED_IMAGE
+from gateway.http.answers import Notes
 from gateway.http.errors import ApiError
-from gateway.http.notes import Notes
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}

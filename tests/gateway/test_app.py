@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx2
 
 from gateway.app import make_app
-from protocol.process.gateway_settings import GatewaySettings
+from protocol.process.worker_spec import GatewaySettings
 from tests.serving import Serving, engine
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from gateway.http.body import PACE_BYTES, UNCHECKED_BYTES, BodyMemory, HeldBody, Pace
+from gateway.http.body import PACE_BYTES, UNCHECKED_BYTES, BodyMemory, HeldBody, Pace, memory_of
 from gateway.http.errors import ApiError
-from gateway.http.json_object import memory_of
-from protocol.process.gateway_settings import GatewaySettings
-from supervisor.config_gateway import GatewayConfig, gateway_problems
+from protocol.process.worker_spec import GatewaySettings
+from supervisor.config.server import GatewayConfig, gateway_problems
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.gateway.running import Gateway

@@ -11,9 +11,9 @@ from typing import Any
 import anthropic
 import pytest
 
-from gateway.anthropic.options import read_request
-from gateway.anthropic.signatures import signature_of
-from gateway.http.notes import Notes
+from gateway.anthropic.blocks import signature_of
+from gateway.anthropic.requests import read_request
+from gateway.http.answers import Notes
 from tests.gateway.asking import ask
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from gateway import connection
-from gateway.accepting import AcceptingServer
-from gateway.connection import HEAD_BYTES, MOST_PIPELINED, Connection
-from gateway.places import Places
-from gateway.server import IDLE_S
+from gateway import server as connection
+from gateway.orders import Places
+from gateway.server import HEAD_BYTES, IDLE_S, MOST_PIPELINED, AcceptingServer, Connection
 from tests.serving import WITHIN, wait_until
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from gateway.http.cors import Cors
+from gateway.http.origin import Cors
 
 CHAT = "https://chat.example.org"
 

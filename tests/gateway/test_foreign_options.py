@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from gateway.http.answers import Notes
 from gateway.http.errors import ApiError
-from gateway.http.notes import Notes
 from gateway.openai.foreign_options import IGNORED, NO_EFFECT, NOT_OFFERED, SYNONYMS, nearest
-from gateway.openai.options import KNOWN, Wanted, read_chat, read_completion
+from gateway.openai.requests import KNOWN, Wanted, read_chat, read_completion
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
 

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from gateway.openai.foreign_options import IGNORED, NO_EFFECT, NOT_OFFERED, SYNONYMS
-from gateway.openai.options import CHAT_ONLY, OWN
+from gateway.openai.requests import CHAT_ONLY, OWN
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
 

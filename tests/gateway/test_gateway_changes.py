@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from protocol.process.gateway_settings import GatewaySettings
-from supervisor import gateway_child
-from supervisor.config_gateway import Address, GatewayConfig
-from supervisor.gateway_process import GatewayProcesses
+from protocol.process.worker_spec import GatewaySettings
+from supervisor import gateway as gateway_child
+from supervisor.config.server import Address, GatewayConfig
+from supervisor.gateway import GatewayProcesses
 from supervisor.helper import HelperWatch
-from supervisor.logs import MAX_LOG_BYTES
+from supervisor.logs.logs import MAX_LOG_BYTES
 from tests.deterministic_engine import answer
 from tests.gateway.asking import ask, begin, described
 from tests.hidden_packages import Hidden

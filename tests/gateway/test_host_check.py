@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.http.host_check import HostCheck
+from gateway.http.origin import HostCheck
 
 
 def status(*hosts: str) -> int:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.http.body import MOST_BRACKETS, MOST_COMMAS, MOST_MARKS, parse
 from gateway.http.errors import ApiError
-from gateway.http.json_object import MOST_BRACKETS, MOST_COMMAS, MOST_MARKS, parse
 from tests.gateway.asking import begin
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine

@@ -16,11 +16,11 @@ import pytest
 
 from modelctl import Client
 from protocol.errors import ErrorCode, WireError
-from supervisor.key_orders import MOST
+from supervisor.calls import MOST
 from supervisor.keys.records import format_clients, format_time, parse_rights
 from supervisor.keys.store import CLIENTS, KeyStore, token_id
-from supervisor.usage.ledger import DAY_S, day_text
-from supervisor.usage.store import Count, UsageStore
+from supervisor.requests.usage_ledger import DAY_S, day_text
+from supervisor.usage.writer import Count, UsageStore
 from tests.gateway.test_orders import Http
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, is_helper, wait_until

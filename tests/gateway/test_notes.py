@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.conversation import OMITTED_IMAGE, image_text
+from gateway.http.answers import MOST_NAMED, IgnoredLog, Notes, named
 from gateway.http.errors import ApiError
-from gateway.http.notes import MOST_NAMED, IgnoredLog, Notes, named
 from tests.gateway.running import Gateway
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, wait_until

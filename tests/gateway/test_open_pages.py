@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.page.live import MOST_PAGES
+from gateway.page.page import MOST_PAGES
 from tests.gateway.running import Gateway, is_live
 from tests.serving import ROOT, WITHIN, Serving, engine, wait_until
 

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from gateway.app import API
-from gateway.http.notes import Notes
+from gateway.http.answers import Notes
 from gateway.openai.foreign_options import ABOUT_THE_ACCOUNT
-from gateway.openai.options import OWN, read_chat
+from gateway.openai.requests import OWN, read_chat
 from gateway.openai.schema import document
 from gateway.orders import options_of
 from tests.serving import ROOT, WITHIN

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from starlette.requests import HTTPConnection
 
-from gateway.http.sessions import COOKIE, Sessions, page_token, sign, verify
-from gateway.page.routes import PAGES, STATIC, TYPES
-from protocol.process.ended_sessions import LASTS_S, MOST_ENDED, EndedSessions, Session
-from protocol.process.gateway_settings import GatewaySettings
+from gateway.http.callers import COOKIE, Sessions, page_token, sign, verify
+from gateway.page.page import PAGES, STATIC, TYPES
+from protocol.process.birth import LASTS_S, MOST_ENDED, EndedSessions, Session
+from protocol.process.worker_spec import GatewaySettings
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.gateway.asking import described

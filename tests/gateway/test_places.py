@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.places import SPARE, Places
+from gateway.orders import SPARE, Places
 from tests.gateway.running import Gateway
 from tests.serving import WITHIN, Serving, engine, opened, wait_until
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.logprobs import TextOffset, completion_logprobs, spelled
-from gateway.openai.prompts import EchoedPrompt, PromptPlace, vllm_logprobs
+from gateway.openai.prompts import EchoedPrompt, PromptPlace, TextOffset, completion_logprobs, spelled, vllm_logprobs
 from protocol.client.answers import PromptLogprobs, TokenLogprob
 from tests.deterministic_engine import answer, prompt_logprob
 from tests.gateway.asking import ask

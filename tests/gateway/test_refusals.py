@@ -9,9 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.http.errors import error_headers
-from gateway.http.responses import ErrorAnswer
-from gateway.http.statuses import NAMES, STATUS
+from gateway.http.answers import ErrorAnswer
+from gateway.http.errors import NAMES, STATUS, error_headers
 from protocol.errors import RETRYABLE, ErrorCode, WireError
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from modelctl import AsyncClient, Client
-from protocol.client.request_builder import pack_fields
+from protocol.client.request_options import pack_fields
 from protocol.errors import RequestError, WireError
 from protocol.request import parse_generate
 from supervisor.keys.records import parse_rights

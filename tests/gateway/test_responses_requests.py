@@ -6,10 +6,10 @@ import jsonschema
 import pytest
 
 from gateway.conversation import OMITTED_IMAGE
+from gateway.http.answers import Notes
 from gateway.http.errors import ApiError
-from gateway.http.notes import Notes
 from gateway.openai.schema import document
-from gateway.responses.options import read_request
+from gateway.responses.requests import read_request
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "name": "look", "description": "Look.", "parameters": {"type": "object"}, "strict": True}

@@ -10,7 +10,7 @@ import pytest
 
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
-from supervisor.requests.credit_control import SendBufferLimits
+from supervisor.requests.credit import SendBufferLimits
 from tests.deterministic_engine import answer
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine, wait_until

@@ -9,11 +9,10 @@ import pytest
 
 from gateway.http.body import BodyMemory
 from gateway.http.errors import ApiError
-from gateway.responses.sealing import Sealer
-from gateway.responses.stored_items import LIFETIME_S, OVERHEAD, StoredItems
-from protocol.process.gateway_settings import GatewaySettings
-from supervisor.config_gateway import GatewayConfig, gateway_problems
-from supervisor.gateway_process import settings_of, with_seal_secret
+from gateway.responses.requests import LIFETIME_S, OVERHEAD, Sealer, StoredItems
+from protocol.process.worker_spec import GatewaySettings
+from supervisor.config.server import GatewayConfig, gateway_problems
+from supervisor.gateway import settings_of, with_seal_secret
 from supervisor.keys.records import parse_rights
 from supervisor.keys.store import KeyStore
 from tests.keyed import free_port

@@ -10,9 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.http.keep_alive import LoadLines
-from gateway.http.notes import Notes
-from gateway.openai.messages import read_messages
+from gateway.http.answers import LoadLines, Notes
+from gateway.openai.requests import read_messages
 from protocol.client.answers import Progress
 from tests.deterministic_engine import answer
 from tests.gateway.running import Gateway

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model_worker.stop_strings import ContentStops
+from model_worker.text import ContentStops
 
 THINK = ("<think>", "</think>")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from model_worker.conversations import NINE, Form, UnfitError, adapt
 from model_worker.engine import ChatTemplate
+from model_worker.rendering import NINE, Form, UnfitError, adapt
 from protocol.errors import RequestError
 from tests.chat import format_of, render
 

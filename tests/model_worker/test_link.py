@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_worker.link import MAX_FRAME_BYTES, MAX_FRAME_EVENTS
-from model_worker.sending import slices
-from protocol.process.worker_exit import EXIT_DISCONNECTED
+from model_worker.link import MAX_FRAME_BYTES, MAX_FRAME_EVENTS, slices
+from protocol.process.worker_spec import EXIT_DISCONNECTED
 from tests.protocol.stranger import REPOSITORY, UID, stranger
 
 

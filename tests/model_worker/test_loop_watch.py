@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from model_worker.loop_watch import REPEATS, LoopWatch
+from model_worker.text import REPEATS, LoopWatch
 
 
 def loops(ids: list[int], length: int) -> bool:

@@ -15,15 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_worker.engine import DrawnToken, EngineEvent, Failed, Finished, NewTokens, Prefilling
-from model_worker.link import MAX_FRAME_BYTES, MAX_FRAME_EVENTS
+from model_worker.link import MAX_FRAME_BYTES, MAX_FRAME_EVENTS, Outbox, PlainOutbox
 from model_worker.loop import WorkerLoop, _Tracked
-from model_worker.sending import Outbox, PlainOutbox
 from protocol.codec import decode_events, is_events, split_events, unpack_event
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import EventEntry, Message
-from protocol.process.progress_lease import ProgressLease
-from protocol.process.socket_calls import has_input, plain_has_input
-from protocol.process.worker_spec import EngineSpec
+from protocol.process.sockets import has_input, plain_has_input
+from protocol.process.worker_spec import EngineSpec, ProgressLease
 from tests.compiled_roads import needs_compiled
 from tests.deterministic_engine import DeterministicEngine
 

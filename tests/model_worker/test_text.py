@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from model_worker.stop_strings import StopMatcher
-from model_worker.text import Detokenizer, TextStream
+from model_worker.text import Detokenizer, StopMatcher, TextStream
 
 no_deadline = settings(deadline=None)  # a slow machine must not fail the test
 

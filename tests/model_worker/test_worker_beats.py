@@ -8,7 +8,7 @@ import pytest
 from model_worker.loop import WorkerLoop
 from protocol.codec import pack_body
 from protocol.messages import TERMINAL, Ask, JobMessage, Message
-from protocol.process.progress_lease import Leases, ProgressLease, Reading, WatchedPage, WorkerPhase
+from protocol.process.worker_spec import Leases, ProgressLease, Reading, WatchedPage, WorkerPhase
 from tests.model_worker.test_worker_loop import ScriptedLink, engine, job
 
 LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)

@@ -13,7 +13,7 @@ import zmq
 
 from protocol.codec import decode, encode, pack_body, split_events, unpack_event
 from protocol.messages import TERMINAL, WORKER_TO_SUPERVISOR, Events, JobMessage, Message, Ready, Shutdown
-from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, LOAD_ERROR_PREFIX
+from protocol.process.worker_spec import EXIT_ASKED, EXIT_CONFIG, LOAD_ERROR_PREFIX
 from tests.deterministic_engine import answer
 
 WITHIN_S = 20.0

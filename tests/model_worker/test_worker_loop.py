@@ -12,8 +12,7 @@ from model_worker.engine import Capabilities, DrawnToken, EngineEvent, Finished,
 from model_worker.loop import SLACK_JOBS, WorkerLoop
 from protocol.codec import pack_body, unpack_body, unpack_event
 from protocol.messages import TERMINAL, CancelJob, EventEntry, EventFlag, JobMessage, Message, Shutdown
-from protocol.process.progress_lease import ProgressLease
-from protocol.process.worker_spec import EngineSpec
+from protocol.process.worker_spec import EngineSpec, ProgressLease
 from protocol.request import GenerateRequest
 from protocol.values import hints_of
 from tests.deterministic_engine import DeterministicEngine, answer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelctl import Client
-from protocol.client.sync_client import Completion, Delta
+from protocol.client.answers import Completion, Delta
 from protocol.codec import pack_body, pack_error, unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.limits import MAX_FRAME

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from modelctl import AsyncClient, Client
-from protocol.client.async_streams import AsyncChoices
-from protocol.client.sync_client import Progress
+from protocol.client.answers import Progress
+from protocol.client.async_client import AsyncChoices
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Call, Cancel, Generate, Message, Reply, Report

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from modelctl import Client
-from protocol.client import shared_connection
-from protocol.client.shared_connection import SharedConnection
-from protocol.client.sync_client import Stream
+from protocol.client import sync_client
+from protocol.client.sync_client import SharedConnection, Stream
 from protocol.codec import pack_body, unpack_body
 from protocol.errors import ConnectionLost
 from protocol.messages import Call, Cancel, Generate, Message, Reply
@@ -64,7 +63,7 @@ class Threads:
 @contextmanager
 def patient(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     """Make a client whose threads look for messages only when they are woken, and not after a while by themselves."""
-    monkeypatch.setattr(shared_connection, "_LONGEST_WAIT_S", 300.0)
+    monkeypatch.setattr(sync_client, "_LONGEST_WAIT_S", 300.0)
     with Client(endpoint) as client:
         client._connection._liveness.step = 300.0
         client._connection._look_at = time.monotonic() + 300

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelctl import AsyncClient, Client
-from protocol.client.liveness import Liveness, PeerState
+from protocol.client.transport import Liveness, PeerState
 from protocol.errors import ConnectionLost
 from protocol.messages import Cancel, Generate, Message, Ping
 from tests.protocol.scripted_peer import (

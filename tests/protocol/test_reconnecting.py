@@ -16,11 +16,11 @@ import zmq
 
 from modelctl import AsyncClient, Client
 from protocol.client import connection
+from protocol.client.async_client import LoopConnection
 from protocol.client.connection import check_welcomed
-from protocol.client.liveness import FIRST_PAUSE_S
-from protocol.client.loop_connection import LoopConnection
 from protocol.client.session import ClientSession
-from protocol.client.shared_connection import SharedConnection
+from protocol.client.sync_client import SharedConnection
+from protocol.client.transport import FIRST_PAUSE_S
 from protocol.codec import pack_body, pack_error
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Error, Generate, GoAway, Hello, Message, Reply

@@ -4,13 +4,7 @@ from pathlib import Path
 import pytest
 
 from modelctl import Client
-from protocol.process.runtime_paths import (
-    admin_endpoint,
-    back_endpoint,
-    check_endpoint,
-    default_runtime_dir,
-    front_endpoint,
-)
+from protocol.process.paths import admin_endpoint, back_endpoint, check_endpoint, default_runtime_dir, front_endpoint
 
 
 def test_the_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:

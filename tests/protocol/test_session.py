@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.client.answers import CallState, StreamState
-from protocol.client.request_builder import generate_request
+from protocol.client.request_options import generate_request
 from protocol.client.session import ClientSession
 from protocol.codec import decode, encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from modelctl import AsyncClient, Client
-from protocol.client.client_key import ClientKey
+from protocol.client.transport import ClientKey
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 
 _PUBLIC, _SECRET = (part.decode() for part in zmq.curve_keypair())

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.process.progress_lease import Leases
-from protocol.process.worker_spec import OFF, EngineSpec, WorkerSpec, pack_spec, unpack_spec
+from protocol.process.worker_spec import OFF, EngineSpec, Leases, WorkerSpec, pack_spec, unpack_spec
 
 PLAIN = WorkerSpec(EngineSpec("m", "transformers", "/models/m"), 1, "", "ipc:///back", b"W\x00\xff", "/logs/m.log", 7)
 

@@ -10,7 +10,7 @@ from protocol.codec import encode, pack_body
 from protocol.messages import Hello, Message, Ping, Pong, Welcome
 from supervisor.ports.client_port import ClientPort
 from supervisor.ports.connections import ClientConnection
-from supervisor.ports.ipc_listener import open_ipc_port
+from supervisor.ports.listeners import open_ipc_port
 from supervisor.ports.zap import ZapHandler
 
 LOG = logging.getLogger("test")

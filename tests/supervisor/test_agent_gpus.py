@@ -16,12 +16,11 @@ import pytest
 from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec
-from supervisor.cluster.agent_gpus import ROOM_WAIT_S
+from supervisor.cluster.agent import ROOM_WAIT_S
 from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
-from supervisor.cluster.cluster import limits_elsewhere
-from supervisor.cluster.remote_worker import RemoteWorker
-from supervisor.spelling import Limit
-from supervisor.workers.machines import Elsewhere
+from supervisor.cluster.launcher import RemoteWorker, limits_elsewhere
+from supervisor.config.spelling import Limit
+from supervisor.workers.launcher import Elsewhere
 from tests.hanging_files import hanging_file
 from tests.hidden_packages import Hidden
 from tests.nvml_box import GIB, STRANGER, Box

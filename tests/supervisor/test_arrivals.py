@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from supervisor.ports.arrivals import SHORT_MESSAGES, ArrivalLimits, Arrivals
-from supervisor.ports.gathering import GATHERED, GROWTH, UNREAD, Gathering
+from supervisor.ports.floods import SHORT_MESSAGES, ArrivalLimits, Arrivals
+from supervisor.ports.listeners import GATHERED, GROWTH, UNREAD, Gathering
 
 MIB = 1 << 20
 

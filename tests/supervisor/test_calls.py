@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from protocol.questions import QUESTIONS
+from protocol.chat import QUESTIONS
 from protocol.results import result_of
 from protocol.verbs import ADMIN, QUESTION_VERBS, VERBS, NoParams, Scope, Verb
 from supervisor.calls import Calls

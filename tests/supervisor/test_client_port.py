@@ -15,7 +15,7 @@ import zmq
 from protocol import limits
 from protocol.codec import encode
 from protocol.messages import Call, Cancel, Error, Generate, Hello, Kind, Message, Ping, Pong, Reply, Welcome
-from supervisor.ports.client_ports import ClientPorts
+from supervisor.ports.client_port import ClientPorts
 from supervisor.ports.connections import ClientConnection
 from tests.raw_client import RawClient
 from tests.serving import ROOT, wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.process import compiled
 from protocol.process.compiled import SWITCH, load_compiled, needs, sources
-from supervisor.compiled_modules import MODULES
+from supervisor.workers.environment import MODULES
 
 
 @pytest.fixture

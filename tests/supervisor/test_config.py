@@ -8,15 +8,14 @@ import pytest
 import yaml
 
 from model_worker.engines.exllamav2.options import read_options
-from protocol.process.progress_lease import Leases
-from supervisor.config import Config, load_config
-from supervisor.config_gateway import GatewayConfig
-from supervisor.config_model import ModelConfig
-from supervisor.config_schema import SupervisorConfig
-from supervisor.config_values import parse_gpu
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.spelling import parse_duration
-from supervisor.yaml_source import ConfigError
+from protocol.process.worker_spec import Leases
+from supervisor.config.file import Config, load_config
+from supervisor.config.models import ModelConfig
+from supervisor.config.reading import parse_gpu
+from supervisor.config.server import GatewayConfig, SupervisorConfig
+from supervisor.config.spelling import parse_duration
+from supervisor.config.yaml_source import ConfigError
+from supervisor.requests.credit import SendBufferLimits
 from tests.serving import ROOT
 
 CUSTOM = "tests.deterministic_engine:DeterministicEngine"

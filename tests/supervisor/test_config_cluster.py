@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from supervisor.config import ModelSpec
-from supervisor.placement.gpu_requests import gpu_request_of
+from supervisor.config.file import ModelSpec
+from supervisor.placement.estimates import gpu_request_of
 from tests.supervisor.test_config import CUSTOM, load, problems
 
 CLUSTER = {"advertise": "tcp://192.168.1.5:5571"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.config import Examined, examine_config
+from supervisor.config.file import Examined, examine_config
 
 FILE = """\
 models:

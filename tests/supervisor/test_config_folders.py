@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from supervisor.config import Config, ModelSpec, examine_config, load_config
-from supervisor.config_folders import Folder, FoundModel
-from supervisor.config_settings import settings_of
-from supervisor.folder_scanner import FolderScanner, packed, unpacked
-from supervisor.model_folders import list_folder
-from supervisor.placement.vetting import CONTEXT
+from supervisor.config.file import Config, ModelSpec, examine_config, load_config
+from supervisor.config.folder_scanner import FolderScanner, packed, unpacked
+from supervisor.config.folders import Folder, FoundModel, list_folder
+from supervisor.config.report import settings_of
+from supervisor.placement.estimates import CONTEXT
 from tools.demo_models import directory
 
 FOLDER = {"path": "models", "defaults": {"engine": "transformers", "ttl": "10m", "sampling": {"top_k": 5}}}

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from supervisor.config import load_config
-from supervisor.config_gateway import Address
-from supervisor.yaml_source import ConfigError
+from supervisor.config.file import load_config
+from supervisor.config.server import Address
+from supervisor.config.yaml_source import ConfigError
 
 
 def load(tmp_path: Path, gateway: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from supervisor.config_watch import SETTLE_S, ConfigWatch, Signature, signature_of
+from supervisor.config.yaml_source import SETTLE_S, ConfigWatch, Signature, signature_of
 
 OLD, HALF, NEW = (1, 10, 5, 0), (2, 4, 5, 0), (3, 12, 6, 0)
 

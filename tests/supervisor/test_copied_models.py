@@ -9,9 +9,9 @@ import pytest
 
 from protocol.messages import Ready
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
-from supervisor.cluster.remote_launcher import RemoteWorker
-from supervisor.cluster.store_copying import COPYING
-from supervisor.cluster.store_keeper import ModelStore
+from supervisor.cluster.copies import COPYING
+from supervisor.cluster.launcher import RemoteWorker
+from supervisor.cluster.store import ModelStore
 from supervisor.cluster.store_messages import CHUNK
 from tests.cut_cable import Cable
 from tests.keyed import free_port

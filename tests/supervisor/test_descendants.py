@@ -11,9 +11,9 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from supervisor.workers import descendants
-from supervisor.workers.descendants import SLICE, Descendants, all_processes, is_subreaper
+from supervisor.workers import orphans
 from supervisor.workers.guard import WORKER_MARK
+from supervisor.workers.orphans import SLICE, Descendants, all_processes, is_subreaper
 from tests.serving import is_alive, wait_until
 
 LOG = logging.getLogger("test")
@@ -70,9 +70,9 @@ def test_one_call_looks_at_a_few_processes_only(left: list[psutil.Process], monk
     """The loop waits for each call. A machine may have many thousands of processes."""
     others = cycle(pid for pid in all_processes() if pid != left[0].pid)
     many = [*islice(others, 5 * SLICE - 1), left[0].pid]
-    monkeypatch.setattr(descendants, "all_processes", lambda: many)
+    monkeypatch.setattr(orphans, "all_processes", lambda: many)
     those = Descendants(MARK, LOG)
     for _ in range(5):
         assert is_alive(left[0])
-        assert those.look(time.monotonic()) == descendants.NEXT_S
+        assert those.look(time.monotonic()) == orphans.NEXT_S
     wait_until(lambda: not is_alive(left[0]))

@@ -19,7 +19,7 @@ from supervisor.ports.descriptors import (
     needed,
     reserve_of,
 )
-from supervisor.ports.monitors import UNSEEN
+from supervisor.ports.sockets import UNSEEN
 
 PROGRAM = """
 import logging, os, resource

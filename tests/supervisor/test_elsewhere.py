@@ -5,13 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from supervisor.config import ModelSpec
-from supervisor.config_model import ModelConfig
-from supervisor.fleet.admission import Stage
-from supervisor.fleet.start import Start
+from supervisor.config.file import ModelSpec
+from supervisor.config.models import ModelConfig
+from supervisor.fleet.starts import Stage, Start
 from supervisor.placement.eviction import EvictionCandidate, who_yields
-from supervisor.workers.lifecycle import WorkerState
-from supervisor.workers.machines import Elsewhere, NoMachineError
+from supervisor.workers.launcher import Elsewhere, NoMachineError
+from supervisor.workers.life import WorkerState
 
 
 def replica(name: str, node: str | None, gpus: int = 1, **changes: Any) -> Any:

@@ -15,12 +15,12 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.vram import estimate
 from model_worker.engines.vetting import is_away
 from protocol.process.worker_spec import EngineSpec
-from supervisor.config import load_config
+from supervisor.config.file import load_config
+from supervisor.config.yaml_source import ConfigError
 from supervisor.placement import estimates
 from supervisor.placement.estimates import Estimated, Estimator, Fault, Question, ask_now
-from supervisor.placement.gpu_shares import Needs
-from supervisor.timers import Timers
-from supervisor.yaml_source import ConfigError
+from supervisor.placement.policy import Needs
+from supervisor.reactor import Timers
 from tests.hanging_files import hanging_file
 from tests.serving import wait_until
 from tools.demo_models import directory

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.codec import pack_body
-from supervisor.event_history import FAILS, KEPT, MOST_CHARACTERS, EventHistory, EventKind, died_at, noted, shortened
+from supervisor.logs.events import FAILS, KEPT, MOST_CHARACTERS, EventHistory, EventKind, died_at, noted, shortened
 
 
 def recorder(kept: int = KEPT) -> tuple[logging.Logger, EventHistory]:

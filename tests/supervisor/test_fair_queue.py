@@ -1,9 +1,7 @@
 """The queue is fair between clients, weights requests by priority, and starves no client."""
 
 from supervisor.requests.fair_queue import FairQueue
-from supervisor.requests.in_flight import InFlight
-from supervisor.requests.route import Route
-from supervisor.requests.send_buffer import SendBuffer
+from supervisor.requests.request import InFlight, Route, SendBuffer
 
 
 def push(line: FairQueue, channel: int, number: int, *, priority: str = "normal", cost: int = 10) -> InFlight:

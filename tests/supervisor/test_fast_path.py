@@ -14,12 +14,12 @@ from protocol.codec import decode_events, encode, is_events, pack_event
 from protocol.errors import ErrorCode, FrameError, WireError
 from protocol.messages import TERMINAL, EventEntry, EventFlag, Events, Generate
 from supervisor.keys.rights import OWNER
-from supervisor.requests.in_flight import Effect, ToClient
-from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.counters import COUNTS, CounterTable, make_table
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.request import Effect, ToClient
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.usage_ledger import UsageLedger
 from supervisor.requests.worker_events import requests_of_whole_frame
-from supervisor.usage.counters import COUNTS, CounterTable, make_table
-from supervisor.usage.ledger import UsageLedger
 from tests.compiled_roads import needs_compiled
 from tests.fuzzing.mutating import Mutator
 from tests.fuzzing.running import SEED

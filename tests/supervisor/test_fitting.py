@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.values import Read, Unfit, Within
-from supervisor.config_model import ModelConfig
-from supervisor.config_schema import FileConfig, SupervisorConfig
-from supervisor.schema_validation import fit
+from supervisor.config.models import ModelConfig
+from supervisor.config.reading import fit
+from supervisor.config.server import FileConfig, SupervisorConfig
 
 
 def _even(value: object) -> int:

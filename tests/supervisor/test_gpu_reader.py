@@ -12,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from supervisor.attempts import Restarts
-from supervisor.placement import circuit_breaker
-from supervisor.placement.circuit_breaker import BreakerState, CircuitBreaker
+from supervisor.placement import gpus as circuit_breaker
 from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpus import (
     MAX_ANSWER,
     BadAnswer,
+    BreakerState,
+    CircuitBreaker,
     FixedFacts,
     Gpu,
     GpusAbsent,
@@ -29,6 +29,7 @@ from supervisor.placement.gpus import (
     read_answer,
     read_greeting,
 )
+from supervisor.ports.sockets import Restarts
 from tests.nvml_box import GIB, Box
 from tests.serving import ROOT, is_alive, is_helper, wait_until
 

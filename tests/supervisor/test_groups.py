@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from supervisor.config_schema import GroupConfig
-from supervisor.placement.eviction import EvictionCandidate, NoRoom, choose
-from supervisor.placement.groups import Holder, choose_leavers, describe, missing_places, share_group, surplus
+from supervisor.config.server import GroupConfig
+from supervisor.placement.eviction import (
+    EvictionCandidate,
+    Holder,
+    NoRoom,
+    choose,
+    choose_leavers,
+    describe,
+    missing_places,
+    share_group,
+    surplus,
+)
 from tests.supervisor.test_config import CUSTOM, load, problems
 
 CODERS = {"coders": GroupConfig(models=["a", "b", "c"], loaded=1)}

@@ -1,6 +1,6 @@
 """A key can make only so many connections over time."""
 
-from supervisor.keys.handshakes import AT_ONCE, PER_S, Handshakes
+from supervisor.keys.ring import AT_ONCE, PER_S, Handshakes
 
 
 def admitted(handshakes: Handshakes, key: str, times: int, now: float) -> int:

@@ -11,7 +11,7 @@ from tests.serving import ROOT
 SOURCE = """
 import os
 from pathlib import Path
-from supervisor.malloc_trim import trim
+from supervisor.reactor import trim
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -3,7 +3,7 @@
 import os
 import random
 
-from supervisor.requests.send_buffer import EVENT_COST, SendBuffer
+from supervisor.requests.request import EVENT_COST, SendBuffer
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 

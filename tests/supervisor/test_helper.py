@@ -14,8 +14,8 @@ import pytest
 
 from protocol.process.helper_link import PIECE, HelperLink
 from protocol.process.helper_process import HelperProcess
-from supervisor.attempts import Restarts
 from supervisor.helper import Helper, HelperWatch, writer_environment
+from supervisor.ports.sockets import Restarts
 from tests.serving import WITHIN, is_alive, wait_until
 
 PROGRAM = """

@@ -4,9 +4,8 @@ import random
 from pathlib import Path
 
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.host_memory import HostCopy, free_bytes, room, to_unload
-from supervisor.placement.policy import Placed, Room
-from supervisor.placement.waking import room_to_wake
+from supervisor.placement.policy import Placed, Room, room_to_wake
+from supervisor.placement.vram import HostCopy, free_bytes, room, to_unload
 
 GIB = 1 << 30
 OLD, NEW, AWAKE = HostCopy("old", 4, 10.0), HostCopy("new", 4, 20.0), HostCopy("awake", 3, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from supervisor.how_to_ask import how_to_ask
+from supervisor.config.report import how_to_ask
 
 FILE = Path("/srv/models.yaml")
 OPEN = {"listen": "127.0.0.1:8000", "auth": "none", "tls": False, "problem": None, "ready": True}

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client.client_key import ClientKey
+from protocol.client.transport import ClientKey
 from protocol.verbs import Right
-from supervisor.config import load_config
-from supervisor.keys.opening import check_opening
+from supervisor.config.file import load_config
+from supervisor.config.yaml_source import ConfigError
 from supervisor.keys.records import MAX_KEYS, KeysProblem, format_clients
 from supervisor.keys.rights import Identity
 from supervisor.keys.ring import HandshakeDecision, KeyRing
-from supervisor.keys.store import CLIENTS, MAX_LIST, SERVER, KeyStore, token_id
-from supervisor.yaml_source import ConfigError
+from supervisor.keys.store import CLIENTS, MAX_LIST, SERVER, KeyStore, check_opening, token_id
 from tests.serving import wait_until
 from tests.supervisor.test_keys import INFER, PUBLIC, store_in
 

@@ -9,8 +9,7 @@ import pytest
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import MESSAGE_CLASSES, Call
 from protocol.verbs import Right
-from supervisor.keys.allowance import Allowance
-from supervisor.keys.endpoint import parse_listen
+from supervisor.config.rules import ModelNames
 from supervisor.keys.records import (
     KeysProblem,
     check_limit,
@@ -19,13 +18,12 @@ from supervisor.keys.records import (
     format_clients,
     parse_clients,
     parse_lifetime,
+    parse_listen,
     parse_models,
     parse_rights,
 )
-from supervisor.keys.rights import OWNER, Identity, check_models_of_call, check_right
+from supervisor.keys.rights import CLEAR_AT, OWNER, Allowance, Identity, Unfinished, check_models_of_call, check_right
 from supervisor.keys.store import KeyStore
-from supervisor.keys.unfinished import CLEAR_AT, Unfinished
-from supervisor.model_names import ModelNames
 
 PUBLIC = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 """The public key of the example in ZeroMQ's RFC 26."""

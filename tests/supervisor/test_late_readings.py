@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 
 from protocol.process.worker_spec import WorkerSpec
-from supervisor.config import Config, ModelSpec
-from supervisor.config_model import ModelConfig
-from supervisor.config_schema import SupervisorConfig
-from supervisor.fleet import admission
-from supervisor.fleet.replica import Replica
-from supervisor.fleet.replica_registry import ReplicaRegistry
+from supervisor.config.file import Config, ModelSpec
+from supervisor.config.models import ModelConfig
+from supervisor.config.server import SupervisorConfig
+from supervisor.fleet import starts
+from supervisor.fleet.replicas import Replica, ReplicaRegistry
 from supervisor.fleet.sleepers import Sleepers
 from supervisor.fleet.starts import Starts
-from supervisor.placement import circuit_breaker
+from supervisor.placement import gpus
 from supervisor.placement import vram as vram_module
-from supervisor.placement.gpu_requests import watched_pins
+from supervisor.placement.estimates import watched_pins
 from supervisor.placement.vram import Vram
-from supervisor.requests.effect_queue import EffectQueue
+from supervisor.reactor import Timers
+from supervisor.requests.request import EffectQueue
 from supervisor.requests.scheduler import Scheduler
-from supervisor.timers import Timers
 from supervisor.workers.exits import ExitReport
 from tests.nvml_box import Box
 from tests.serving import ROOT, wait_until
@@ -118,7 +117,7 @@ def placing(box: Box, tmp_path: Path) -> Iterator[Placing]:
 
 
 def test_they_wait_and_the_pinned_go_first(placing: Placing, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circuit_breaker, "QUIET_S", 0.1)
+    monkeypatch.setattr(gpus, "QUIET_S", 0.1)
     auto, pinned = placing.watch("auto", "auto"), placing.watch("pinned", 0)
     placing.admit(auto)
     placing.admit(pinned)
@@ -137,7 +136,7 @@ def test_after_a_while_pins_are_obeyed_and_auto_is_refused(
     placing: Placing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(admission, "READING_WAIT_S", 0.05)
+    monkeypatch.setattr(starts, "READING_WAIT_S", 0.05)
     for name, gpu, last in (("pinned", 1, True), ("ordered", "auto", True), ("crashed", "auto", False)):
         placing.admit(placing.watch(name, gpu), last=last)
     wait_until(lambda: placing.turn() or len(placing.refused) == 2)

@@ -19,21 +19,17 @@ import zmq
 from protocol import __version__
 from protocol.codec import decode, encode, pack_body, unpack_body
 from protocol.messages import WORKER_TO_SUPERVISOR, Hello, Ready, Shutdown
-from protocol.process.progress_lease import Leases, WorkerPhase
-from protocol.process.socket_calls import monitor_event
-from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG
-from protocol.process.worker_spec import EngineSpec, WorkerSpec, pack_spec
+from protocol.process.sockets import monitor_event
+from protocol.process.worker_spec import EXIT_ASKED, EXIT_CONFIG, EngineSpec, Leases, WorkerPhase, WorkerSpec, pack_spec
 from supervisor.cluster.agent import MOST_LOGGED, keep_small
+from supervisor.cluster.launcher import CHECK_S, RemoteLauncher, RemoteWorker
 from supervisor.cluster.port import RemotePort
-from supervisor.cluster.remote_launcher import CHECK_S, RemoteLauncher
-from supervisor.cluster.remote_worker import RemoteWorker
-from supervisor.cluster.store_keeper import ModelStore
+from supervisor.cluster.store import ModelStore
 from supervisor.ports.worker_port import WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
-from supervisor.timers import Timers
-from supervisor.workers.launcher import Launched
-from supervisor.workers.local_launcher import LocalLauncher
-from supervisor.workers.machines import Elsewhere
+from supervisor.reactor import Timers
+from supervisor.workers.launcher import Elsewhere, Launched
+from supervisor.workers.local import LocalLauncher
 from supervisor.workers.orphans import Orphans
 from tests.plain_agents import PlainStarter
 from tests.serving import is_alive, wait_until
@@ -408,7 +404,7 @@ def test_a_wrong_key_is_refused(far: Host) -> None:
 
 def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose specification of a worker has a field that this version does not know."""
-    monkeypatch.setattr("supervisor.cluster.remote_launcher.__version__", "9.9.9")
+    monkeypatch.setattr("supervisor.cluster.launcher.__version__", "9.9.9")
     packing = "supervisor.cluster.agent_messages.pack_spec"
     monkeypatch.setattr(packing, lambda spec: pack_body({**unpack_body(pack_spec(spec)), "new": 1}))
     spec = far.spec()

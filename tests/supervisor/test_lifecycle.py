@@ -2,8 +2,15 @@
 
 import pytest
 
-from supervisor.workers.lifecycle import TRANSITIONS, Event, IllegalTransition, LifecycleAction, WorkerState
-from supervisor.workers.worker_life import RestartPolicy, WorkerLife
+from supervisor.workers.life import (
+    TRANSITIONS,
+    Event,
+    IllegalTransition,
+    LifecycleAction,
+    RestartPolicy,
+    WorkerLife,
+    WorkerState,
+)
 
 S, E, X = WorkerState, Event, LifecycleAction
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from protocol.errors import RequestError, WireError
-from supervisor import logs
-from supervisor.log_reading import MOST_BYTES, MOST_LINES, read_log
+from supervisor.logs import logs
+from supervisor.logs.reading import MOST_BYTES, MOST_LINES, read_log
 
 
 @pytest.fixture

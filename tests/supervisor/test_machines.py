@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from supervisor.cluster.agent_messages import Refused
-from supervisor.cluster.choice import choose, is_worth_another_lease
 from supervisor.cluster.driver_messages import Node
-from supervisor.workers.machines import AUTO, OTHERS, NoMachineError, is_name, labels_of, parse_node
+from supervisor.cluster.machines import choose, is_worth_another_lease
+from supervisor.workers.launcher import AUTO, OTHERS, NoMachineError, is_name, labels_of, parse_node
 
 NODES = [
     Node("0", "desk", "10.0.0.1", 1, 1, 0, True, {"zone": "a"}),

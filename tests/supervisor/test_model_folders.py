@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.config_folders import FoundModel
-from supervisor.model_folders import FolderModels, Listing, Picture, Seen, Verdict, list_folder
+from supervisor.config.folders import FolderModels, FoundModel, Listing, Picture, Seen, Verdict, list_folder
 
 ROOT = Path("/data/models")
 QUIET_S = 30.0

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client.model_names import listed_names_of, means, unknown_among
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, RequestError
-from supervisor.config import load_config
+from protocol.names import listed_names_of, means, unknown_among
+from supervisor.config.file import load_config
+from supervisor.config.rules import ModelNames, Named
+from supervisor.config.yaml_source import ConfigError
 from supervisor.keys.rights import OWNER, Identity
-from supervisor.model_names import ModelNames, Named
-from supervisor.yaml_source import ConfigError
 
 ENGINE = "model_dir: ., engine: 'tests.deterministic_engine:DeterministicEngine'"
 

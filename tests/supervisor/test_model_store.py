@@ -17,8 +17,8 @@ import zmq
 
 from protocol.process.worker_spec import LinkKeys
 from supervisor.cluster.agent_messages import StoreAccess
-from supervisor.cluster.store_copying import COPYING, Fetching
-from supervisor.cluster.store_keeper import ModelStore
+from supervisor.cluster.copies import COPYING, Fetching
+from supervisor.cluster.store import ModelStore
 from supervisor.cluster.store_messages import CHUNK, Ask, Listing, Manifest, Problem, Read, pack, read_answer
 from tests.cut_cable import Cable
 from tests.keyed import free_port

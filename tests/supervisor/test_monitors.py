@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from supervisor.ports.monitors import UNSEEN
+from supervisor.ports.sockets import UNSEEN
 
 PROGRAM = """
 import logging, os, resource, socket, sys, time
 import zmq
 from supervisor.ports.descriptors import BACKLOG
-from supervisor.ports.ipc_listener import open_ipc_port
-from supervisor.ports.monitors import UNSEEN
+from supervisor.ports.listeners import open_ipc_port
+from supervisor.ports.sockets import UNSEEN
 
 os.chdir(sys.argv[1])  # its own path may be too long for a socket
 path = "port"

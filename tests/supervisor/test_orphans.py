@@ -13,8 +13,20 @@ import psutil
 import pytest
 
 from supervisor.workers import orphans
-from supervisor.workers.orphans import FILE, MARK, Orphans, Record, Recorded, left_behind, lineage
-from supervisor.workers.processes import Seen, boot_id, command_of, processes_with, start_of
+from supervisor.workers.orphans import (
+    FILE,
+    MARK,
+    Orphans,
+    Record,
+    Recorded,
+    Seen,
+    boot_id,
+    command_of,
+    left_behind,
+    lineage,
+    processes_with,
+    start_of,
+)
 from tests.serving import is_alive
 
 LOG = logging.getLogger("test")

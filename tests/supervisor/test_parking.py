@@ -6,8 +6,8 @@ import pytest
 
 from protocol.errors import FrameError
 from protocol.messages import CancelJob, Generate, JobMessage, Report
-from supervisor.requests.in_flight import Effect
-from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.request import Effect
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_events import LONGEST_MS, TOKENS_PER_MS
 from tests.supervisor.test_scheduler import DOWN, FINISHED, GONE, NOW, deliver, frame, messages, sent_to

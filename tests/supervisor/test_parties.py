@@ -5,10 +5,9 @@ import pytest
 from protocol.codec import decode, split_events, unpack_event
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import SUPERVISOR_TO_CLIENT, Events, Generate
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.requests.in_flight import Effect, ToClient, ToWorker
-from supervisor.requests.model_queue import QueueLimits
-from supervisor.requests.pending_queries import MOST, MOST_OF_PARTY, Asker, PendingQueries
+from supervisor.requests.credit import SendBufferLimits
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.request import MOST, MOST_OF_PARTY, Asker, Effect, PendingQueries, ToClient, ToWorker
 from supervisor.requests.scheduler import Scheduler
 from tests.supervisor.test_scheduler import FINISHED, NOW, deliver, frame, messages, sent_to
 

@@ -6,20 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supervisor.cluster.cluster import limits_elsewhere
-from supervisor.placement.affinity import near_cpus, ranges
-from supervisor.placement.gpu_shares import CONTEXT_BYTES, Needs, Split, divide, parts_on
+from supervisor.cluster.launcher import limits_elsewhere
+from supervisor.config.spelling import Limit, parse_limit, parse_size
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.policy import (
+    CONTEXT_BYTES,
     GpuRequest,
     Holding,
+    Needs,
     Placed,
     PlacementRefused,
+    Split,
+    divide,
+    near_cpus,
+    parts_on,
     place,
     place_unseen,
+    ranges,
     rooms,
 )
-from supervisor.spelling import Limit, parse_limit, parse_size
 from tests.boxes import read_box
 
 GIB = 1 << 30

@@ -4,10 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from supervisor.config import ModelSpec
-from supervisor.config_model import ModelConfig
-from supervisor.fleet.replica import Replica
-from supervisor.workers.worker_life import RestartPolicy
+from supervisor.config.file import ModelSpec
+from supervisor.config.models import ModelConfig
+from supervisor.fleet.replicas import Replica
+from supervisor.workers.life import RestartPolicy
 
 
 def test_each_step_is_told_once_and_again_after_another_start() -> None:

@@ -12,10 +12,10 @@ import pytest
 from protocol.codec import decode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, EventFlag, Events, Generate
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.requests.in_flight import PROBATION, Effect, ToClient, ToWorker
-from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.credit import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.request import PROBATION, Effect, ToClient, ToWorker
 from supervisor.requests.scheduler import Scheduler
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker, Key
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.ports.probes import PARTS, Probes
+from supervisor.ports.floods import PARTS, Probes
 
 
 @pytest.mark.parametrize("count", [0, 1, PARTS - 1, PARTS, PARTS + 1, 207, 3000])

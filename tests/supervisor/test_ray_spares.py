@@ -4,8 +4,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from supervisor.cluster.driver_messages import KeepSpares, Node
-from supervisor.cluster.ray_spares import Spares
-from supervisor.workers.spares import PAUSE_S, QUIET_S, TRIES
+from supervisor.cluster.ray_driver import Spares
+from supervisor.workers.local import PAUSE_S, QUIET_S, TRIES
 
 HERE = Node("id-0", "desk", "10.0.0.1", 1.0, 1.0, 0.0, True)
 ONE = Node("id-1", "one", "10.0.0.2", 2.0, 2.0, 0.0, False, {"zone": "a"})

@@ -15,10 +15,10 @@ import pytest
 import zmq
 
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
-from supervisor.cluster import ray_starter
-from supervisor.cluster.ray_starter import RayStarter
-from supervisor.cluster.remote_launcher import RemoteLauncher
-from supervisor.workers.machines import Elsewhere, NoMachineError
+from supervisor.cluster import machines as ray_starter
+from supervisor.cluster.launcher import RemoteLauncher
+from supervisor.cluster.machines import RayStarter
+from supervisor.workers.launcher import Elsewhere, NoMachineError
 from tests.plain_agents import ROOT
 
 DRIVER = """

@@ -7,7 +7,7 @@ import pytest
 from protocol.codec import decode, unpack_body
 from protocol.errors import FrameError
 from protocol.messages import CLIENT_TO_SUPERVISOR, Reply
-from supervisor.requests.refusals import refusal
+from supervisor.requests.request import refusal
 from tests.protocol.vector_format import load
 
 FROM_CLIENTS = [vector for vector in load("malformed") if vector["direction"] == "client_to_supervisor"]

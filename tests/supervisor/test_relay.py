@@ -15,9 +15,9 @@ from protocol.codec import EventWriter
 from protocol.messages import EventEntry, EventFlag
 from supervisor.ports.worker_port import DRAIN_LIMIT, open_local_port
 from supervisor.ports.zap import ZapHandler
+from supervisor.requests.queue import WorkerSlot
+from supervisor.requests.request import RequestProgress
 from supervisor.requests.request_phase import RequestPhase
-from supervisor.requests.request_progress import RequestProgress
-from supervisor.requests.worker_slots import WorkerSlot
 from tests.compiled_roads import needs_compiled
 
 pytestmark = needs_compiled

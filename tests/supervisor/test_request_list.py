@@ -8,10 +8,9 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import CancelJob, Events, Generate
 from protocol.verbs import Right
 from supervisor.keys.rights import NOBODY, OWNER, Identity
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.requests.model_queue import QueueLimits
-from supervisor.requests.request_list import MOST
-from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.credit import SendBufferLimits
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.scheduler import MOST, Scheduler
 from supervisor.requests.stories import KEPT, RequestRecord, Stories
 from tests.supervisor.test_scheduler import DOWN, FINISHED, NOW, deliver, frame, messages
 from tests.supervisor.test_turns import reports

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from supervisor.attempts import Restarts
 from supervisor.helper import HelperWatch
 from supervisor.keys.rights import Identity
-from supervisor.request_log import RequestLog, line_of
-from supervisor.request_log_writer import RequestLogFile
+from supervisor.ports.sockets import Restarts
 from supervisor.requests.stories import RequestEnd, RequestRecord, Step
+from supervisor.usage.request_log import RequestLog, line_of
+from supervisor.usage.request_log_writer import RequestLogFile
 from tests.serving import wait_until
 
 
@@ -145,7 +145,7 @@ def test_names_that_are_too_long_are_left_out(log: RequestLog, tmp_path: Path) -
 
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.request_log_writer.MAX_BYTES", 1000)
+    monkeypatch.setattr("supervisor.usage.request_log_writer.MAX_BYTES", 1000)
     file = RequestLogFile(tmp_path / "log")
     for number in range(100):
         file.emit(logging.makeLogRecord({"msg": f'{{"id": "1-{number}", "percent": "%s"}}'}))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supervisor.workers.worker_life import RestartHistory, RestartPolicy
+from supervisor.workers.life import RestartHistory, RestartPolicy
 
 POLICY = RestartPolicy(limit=5, window_s=60, initial_s=0.5, max_s=30, jitter=0.2)
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from supervisor.config import ModelSpec
-from supervisor.config_model import ModelConfig
-from supervisor.fleet.rollout import Change, changes
+from supervisor.config.file import ModelSpec
+from supervisor.config.models import ModelConfig
+from supervisor.fleet.rollouts import Change, changes
 
 
 def model(name: str = "a", **keys: Any) -> ModelSpec:

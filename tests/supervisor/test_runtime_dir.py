@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelctl import Client
-from supervisor.runtime_dir import AlreadyRunning, RuntimeDir, RuntimeDirError
+from supervisor.runtime import AlreadyRunning, RuntimeDir, RuntimeDirError
 from tests.serving import ROOT
 
 
@@ -39,7 +39,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_its_holder_however_it_ends(tmp_path: Path) -> None:
     code = (
-        "import sys, os, signal; from pathlib import Path; from supervisor.runtime_dir import RuntimeDir\n"
+        "import sys, os, signal; from pathlib import Path; from supervisor.runtime import RuntimeDir\n"
         "r = RuntimeDir(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], cwd=ROOT, timeout=60)

@@ -22,11 +22,9 @@ from protocol.messages import (
     Ping,
     Report,
 )
-from supervisor.requests.advance import MOST_UNREAD
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.requests.in_flight import PROBATION, Effect, ToClient, ToWorker, Wake
-from supervisor.requests.model_queue import QueueLimits
-from supervisor.requests.route import read_route
+from supervisor.requests.credit import MOST_UNREAD, SendBufferLimits
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.request import PROBATION, Effect, ToClient, ToWorker, Wake, read_route
 from supervisor.requests.scheduler import Scheduler
 
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")

@@ -18,13 +18,12 @@ from protocol.codec import decode, is_events
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import WORKER_TO_SUPERVISOR, Compiled, EventEntry, EventFlag, Events, Generate, Parked
 from protocol.process.compiled import find
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.requests.in_flight import PROBATION, Effect, InFlight, ToClient
-from supervisor.requests.model_queue import QueueLimits
+from supervisor.requests.credit import SendBufferLimits
 from supervisor.requests.poison import PoisonPolicy
+from supervisor.requests.queue import QueueLimits
+from supervisor.requests.request import EVENT_COST, PROBATION, Effect, InFlight, ToClient
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.scheduler import Scheduler
-from supervisor.requests.send_buffer import EVENT_COST
 from supervisor.requests.stories import Stories
 from tests.supervisor.scheduler_model import FakeClient, FakeWorker
 

@@ -2,9 +2,17 @@
 
 import pytest
 
-from supervisor.service_manager import Environment, take_environment
-from supervisor.service_reports import EXTEND_S, LOOK_S, ServiceReports, View, WorkerView, status_text
-from supervisor.workers.lifecycle import WorkerState
+from supervisor.service import (
+    EXTEND_S,
+    LOOK_S,
+    Environment,
+    ServiceReports,
+    View,
+    WorkerView,
+    status_text,
+    take_environment,
+)
+from supervisor.workers.life import WorkerState
 
 EXTEND = f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1e6:.0f}"
 

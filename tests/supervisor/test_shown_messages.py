@@ -3,9 +3,7 @@
 from protocol.codec import pack_body
 from protocol.messages import MESSAGE_CLASSES, Generate
 from supervisor.requests.fair_queue import FairQueue
-from supervisor.requests.in_flight import InFlight
-from supervisor.requests.route import read_route
-from supervisor.requests.send_buffer import SendBuffer
+from supervisor.requests.request import InFlight, SendBuffer, read_route
 
 SECRET = "sesame"
 

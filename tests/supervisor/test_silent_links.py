@@ -12,12 +12,11 @@ import psutil
 import pytest
 import zmq
 
-from protocol.process.silent_links import MARGIN_S
-from protocol.process.socket_calls import monitor_event
+from protocol.process.sockets import MARGIN_S, monitor_event
 from protocol.process.worker_spec import EngineSpec
 from supervisor.cluster.agent import PREFIX
-from supervisor.ports.tcp_listener import _SO_ATTACH_FILTER, _drop_everything
-from supervisor.ports.wires import borrow
+from supervisor.ports.connections import borrow
+from supervisor.ports.listeners import _SO_ATTACH_FILTER, _drop_everything
 from tests.serving import is_alive, wait_until
 from tests.supervisor.test_launchers import Host
 

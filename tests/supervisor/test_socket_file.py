@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from supervisor.ports.socket_file import SocketFile
+from supervisor.runtime import SocketFile
 
 WITHIN_MS = 60_000
 

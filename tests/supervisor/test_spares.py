@@ -1,6 +1,6 @@
 """When a spare worker is made: in a quiet moment, and not again and again if spares cannot live."""
 
-from supervisor.workers.spares import PAUSE_S, QUIET_S, TRIES, SparePlan
+from supervisor.workers.local import PAUSE_S, QUIET_S, TRIES, SparePlan
 
 WANTED = ("transformers", "exllamav2", "mine:Engine")
 

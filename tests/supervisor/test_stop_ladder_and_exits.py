@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.process.worker_exit import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from supervisor import logs
-from supervisor.timers import CLEAR_AT, EarliestTimer, Timers
+from protocol.process.worker_spec import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
+from supervisor.logs import logs
+from supervisor.reactor import CLEAR_AT, EarliestTimer, Timers
 from supervisor.workers.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
-from supervisor.workers.stop_ladder import IMPATIENT, PATIENT, LadderTimes, Rung, plan
+from supervisor.workers.life import IMPATIENT, PATIENT, LadderTimes, Rung, plan
 
 
 def test_the_rungs_in_order() -> None:

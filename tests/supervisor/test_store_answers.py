@@ -13,9 +13,8 @@ from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys
 from supervisor.cluster.agent_messages import StoreAccess
-from supervisor.cluster.store_catalogue import StoreProblem, scan
-from supervisor.cluster.store_copies import Copies, Copy, NoRoomError
-from supervisor.cluster.store_copying import CHECKING, Fetching
+from supervisor.cluster.copies import CHECKING, Copies, Copy, Fetching, NoRoomError, directories_of, moved
+from supervisor.cluster.store import StoreProblem, scan
 from supervisor.cluster.store_messages import (
     CHUNK,
     Ask,
@@ -28,7 +27,6 @@ from supervisor.cluster.store_messages import (
     pack,
     read_request,
 )
-from supervisor.cluster.store_places import directories_of, moved
 from tests.supervisor.test_model_store import Box, write_model
 
 

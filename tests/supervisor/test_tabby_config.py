@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.config import Examined, examine_config
-from supervisor.tabby_config import NAME
+from supervisor.config.file import Examined, examine_config
+from supervisor.config.foreign import NAME
 
 MODEL = """\
 max_seq_len: 8192

@@ -21,23 +21,22 @@ from protocol.client.transport import Transport
 from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Call, Hello, Ping, Pong, Welcome
-from protocol.process.socket_calls import send_to
+from protocol.process.sockets import send_to
 from protocol.verbs import Right
-from supervisor.attempts import RETRY_MAX_S, ListenAttempts, ListenError
 from supervisor.cluster.port import RemotePort
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
-from supervisor.ports.arrivals import ArrivalLimits
-from supervisor.ports.connections import ClientConnection
-from supervisor.ports.ipc_listener import open_ipc_port
-from supervisor.ports.tcp_listener import (
+from supervisor.ports.connections import ClientConnection, Wire
+from supervisor.ports.floods import ArrivalLimits
+from supervisor.ports.listeners import (
     MAX_CONNECTIONS_OF_KEY,
     TcpListener,
     bytes_both_ways,
     next_number,
+    open_ipc_port,
     open_tcp_port,
 )
-from supervisor.ports.wires import Wire
+from supervisor.ports.sockets import RETRY_MAX_S, ListenAttempts, ListenError
 from supervisor.ports.zap import ZapHandler
 from tests.keyed import free_port
 from tests.raw_client import RawClient
@@ -84,7 +83,7 @@ class TcpHost(LoopWithPort):
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make HELLO_S very long: the port counts it in looks, and each turn of these tests looks."""
-    monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 1e6)
+    monkeypatch.setattr("supervisor.ports.listeners.HELLO_S", 1e6)
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(host: TcpHost) -> No
 
 def test_a_key_has_so_many_connections_and_no_more(host: TcpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_CONNECTIONS_OF_KEY > 16
-    monkeypatch.setattr("supervisor.ports.tcp_listener.MAX_CONNECTIONS_OF_KEY", 1)
+    monkeypatch.setattr("supervisor.ports.listeners.MAX_CONNECTIONS_OF_KEY", 1)
     with host.greet() as client, RawClient(host.endpoint, key=host.key) as second:
         wait_until(lambda: host.turn() and second.socket.poll(0))
         second.receive()
@@ -285,13 +284,13 @@ def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.Monk
     """The port sees a chosen routing id only with the first message. A connection without one is cut off in the end."""
     with host.greet() as client:
         (connection,) = host.connections()
-        monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 5.0)
+        monkeypatch.setattr("supervisor.ports.listeners.HELLO_S", 5.0)
         number = int.from_bytes(connection.routing_id[1:], "big") + 1
         with forger(host, number):
             wait_until(lambda: host.turn() and host.port.counters.disconnected == 1)
             wait_until(lambda: is_free(host, number))
             assert host.port.counters.cut_off == 1
-            monkeypatch.setattr("supervisor.ports.tcp_listener.HELLO_S", 1e6)
+            monkeypatch.setattr("supervisor.ports.listeners.HELLO_S", 1e6)
             with host.greet() as other:
                 assert host.is_answered(other, 1)
         assert host.is_answered(client, 2), "one that has said HELLO may be silent for as long as it likes"
@@ -300,7 +299,7 @@ def test_whoever_says_nothing_is_cut_off(host: TcpHost, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("limit", ["MAX_BEHIND", "MAX_BEHIND_OF_KEY"])
 def test_whoever_does_not_read_is_cut_off(host: TcpHost, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """libzmq would keep 100,000 frames of up to 3 MiB each for such a client."""
-    monkeypatch.setattr(f"supervisor.ports.tcp_listener.{limit}", 8 << 20)
+    monkeypatch.setattr(f"supervisor.ports.listeners.{limit}", 8 << 20)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with host.greet() as reader, context.socket(zmq.DEALER) as deaf:
         (good,) = host.connections()
@@ -371,8 +370,8 @@ def test_nobody_knows_the_numbers(host: TcpHost, runtime_dir: Path) -> None:
 def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
     host: TcpHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("supervisor.keys.handshakes.AT_ONCE", 2)
-    monkeypatch.setattr("supervisor.keys.handshakes.PER_S", 0.0)
+    monkeypatch.setattr("supervisor.keys.ring.AT_ONCE", 2)
+    monkeypatch.setattr("supervisor.keys.ring.PER_S", 0.0)
     other_key = host.store.add("b", frozenset({Right.INFER}), host.store.directory.parent / "b.key")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with host.greet() as first, host.greet() as second:

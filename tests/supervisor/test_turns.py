@@ -11,14 +11,13 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import Generate
 from protocol.verbs import Right
 from supervisor.keys.rights import OWNER, Identity
-from supervisor.placement import turns
-from supervisor.placement.eviction import EvictionCandidate, NoRoom, choose, who_yields
+from supervisor.placement import eviction as turns
+from supervisor.placement.eviction import EvictionCandidate, NoRoom, Turn, behind, choose, stays_s, who_yields
 from supervisor.placement.gpus import Gpu
+from supervisor.placement.memory import WorkerMemory
 from supervisor.placement.policy import Holding
-from supervisor.placement.turns import Turn, behind, stays_s
-from supervisor.placement.worker_memory import WorkerMemory
-from supervisor.requests.reports import awaited_text
 from supervisor.requests.scheduler import Scheduler
+from supervisor.requests.table import awaited_text
 from tests.supervisor.test_scheduler import DOWN, FINISHED, NOW, deliver, frame, messages
 
 LOOK_S = 0.25

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.process.helper_link import HelperLink
 from supervisor.keys.rights import OWNER, Identity
-from supervisor.usage.counters import (
+from supervisor.requests.counters import (
     COMPLETION,
     COUNTS,
     EPOCH,
@@ -22,7 +22,7 @@ from supervisor.usage.counters import (
     CounterTable,
     make_table,
 )
-from supervisor.usage.ledger import (
+from supervisor.requests.usage_ledger import (
     DAY_S,
     JUMP_S,
     OTHERS,
@@ -33,8 +33,7 @@ from supervisor.usage.ledger import (
     UsageRow,
     day_text,
 )
-from supervisor.usage.store import Count, StoreTrouble, UsageStore
-from supervisor.usage.writer import UsageWriter
+from supervisor.usage.writer import Count, StoreTrouble, UsageStore, UsageWriter
 
 LAPTOP, WEB = Identity("laptop", "k" * 40), Identity("web", "f" * 64)
 NOON = 20_000 * DAY_S + DAY_S // 2

@@ -1,7 +1,7 @@
 """The supervisor waits for the VRAM of dead workers, notices when it is back, and gives up waiting in time."""
 
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.vram_return import VramReturns
+from supervisor.placement.memory import VramReturns
 
 GIB = 1 << 30
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.process.progress_lease import (
+from protocol.process.worker_spec import (
     MAX_LEASE_S,
     Leases,
     ProgressLease,
@@ -19,7 +19,7 @@ from protocol.process.progress_lease import (
     WorkerPhase,
     read_word,
 )
-from supervisor.workers.hang_detector import CHECK_S, DUMP_S, CheckClock, HangDetector, HangVerdict
+from supervisor.workers.life import CHECK_S, DUMP_S, CheckClock, HangDetector, HangVerdict
 
 LEASES = Leases(start_s=4.0, load_s=3.0, idle_s=1.0, step_s=2.0)
 

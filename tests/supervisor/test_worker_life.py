@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from supervisor.workers.exits import ExitReport, not_spawned
-from supervisor.workers.lifecycle import Event, LifecycleAction, WorkerState
-from supervisor.workers.worker_life import Desired, RestartPolicy, Transition, WorkerLife
+from supervisor.workers.life import Desired, Event, LifecycleAction, RestartPolicy, Transition, WorkerLife, WorkerState
 
 ASKED = ExitReport(0, "asked", "stopped", retry=False)
 CRASH = ExitReport(-11, "signal", "ended by SIGSEGV", retry=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from supervisor.yaml_source import MAX_FILE_BYTES, ConfigError, YamlSource
+from supervisor.config.yaml_source import MAX_FILE_BYTES, ConfigError, YamlSource
 from tests.serving import ROOT
 
 
@@ -109,7 +109,7 @@ def test_bombs(tmp_path: Path, bomb: str) -> None:
     """A process with little memory must refuse the bomb, which would expand to nine to the power of nineteen values."""
     (tmp_path / "models.yaml").write_text(bomb)
     code = (
-        "import sys; from supervisor.yaml_source import *\n"
+        "import sys; from supervisor.config.yaml_source import *\n"
         "try: YamlSource(sys.argv[1])\nexcept ConfigError as e: print(e)"
     )
     done = subprocess.run(

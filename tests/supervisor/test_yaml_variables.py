@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from protocol.process import masking
-from protocol.process.masking import mask, masked, masked_values
-from supervisor.config import Examined, examine_config
-from supervisor.config_settings import settings_of
-from supervisor.yaml_variables import UnknownVariable, fill, plain_value
+from protocol.process import logs
+from protocol.process.logs import mask, masked, masked_values
+from supervisor.config.file import Examined, examine_config
+from supervisor.config.report import settings_of
+from supervisor.config.yaml_source import UnknownVariable, fill, plain_value
 
 CUSTOM = "tests.deterministic_engine:DeterministicEngine"
 
 
 @pytest.fixture(autouse=True)
 def no_masks_for_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking, "_masks", {})
-    monkeypatch.setattr(masking, "_pattern", None)
+    monkeypatch.setattr(logs, "_masks", {})
+    monkeypatch.setattr(logs, "_pattern", None)
 
 
 def examined(tmp_path: Path, text: str, **environment: str) -> Examined:

@@ -22,12 +22,12 @@ def tell(*_: object) -> None:
 
 
 if __name__ == "__main__":  # workers import this file again as their __mp_main__
-    from supervisor import timers
-    from supervisor.keys import unfinished
+    from supervisor import reactor
+    from supervisor.keys import rights
     from supervisor.ports import connections
     from supervisor.requests import stories
 
     # lower the bounds of tables that keep old entries for a while
-    connections.MAX_LEFT = timers.CLEAR_AT = unfinished.CLEAR_AT = stories.KEPT = 4
+    connections.MAX_LEFT = reactor.CLEAR_AT = rights.CLEAR_AT = stories.KEPT = 4
     signal.signal(signal.SIGUSR2, tell)
     runpy.run_module("supervisor", run_name="__main__", alter_sys=True)

@@ -2,7 +2,7 @@
 
 import runpy
 
-import supervisor.folder_keeper
+import supervisor.config.folder_keeper
 
 if __name__ == "__main__":  # workers import this file again as their __mp_main__
     supervisor.folder_keeper.SCAN_S = 0.2  # type: ignore[misc]

@@ -5,7 +5,7 @@ import pty
 import signal
 import sys
 
-from supervisor.cli.root import run
+from modelctl.cli.root import run
 
 
 def main() -> int:

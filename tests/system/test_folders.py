@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.event_history import KEPT
-from supervisor.folder_keeper import MOST_EVENTS, MOST_SAID
+from supervisor.config.folder_keeper import MOST_EVENTS, MOST_SAID
+from supervisor.logs.events import KEPT
 from tests.keyed import free_port
 from tests.serving import ROOT, WITHIN, Serving, engine, is_helper, wait_until
 

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from supervisor.placement.circuit_breaker import TIMEOUT_S
+from supervisor.placement.gpus import TIMEOUT_S
 from tests.conftest import Serve
 from tests.deterministic_engine import answer
 from tests.nvml_box import Box

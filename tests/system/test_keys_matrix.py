@@ -14,11 +14,11 @@ import pytest
 import zmq
 
 from protocol import verbs
-from protocol.client.client_key import ClientKey
+from protocol.client.transport import ClientKey
 from protocol.codec import encode, pack_body
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.messages import Call, Cancel, Credit, Generate, Hello, Kind, Ping, Pong
-from supervisor.ports.tcp_listener import CHECK_S, MAX_UNREAD
+from supervisor.ports.listeners import CHECK_S, MAX_UNREAD
 from tests.deterministic_engine import answer
 from tests.keyed import Keyed, free_port, misled, new_pair, stolen, stranger
 from tests.raw_client import RawClient

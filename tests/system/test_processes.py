@@ -55,7 +55,7 @@ def test_a_worker_imports_only_its_own(serving: Serving) -> None:
     names = set(line.split()[1:])
     assert "model_worker.loop" in names
     assert not (HEAVY | {"click", "yaml", "psutil"}) & {name.split(".")[0] for name in names}
-    assert {n for n in names if n.startswith("supervisor")} <= {"supervisor", "supervisor.__main__", "supervisor.cli"}
+    assert {n for n in names if n.startswith("supervisor")} <= {"supervisor", "supervisor.__main__", "modelctl.cli"}
     assert not {
         n for n in names if n.startswith(("protocol.client.sync_client", "protocol.client.async_client", "zmq.asyncio"))
     }
@@ -114,7 +114,7 @@ def test_no_core_dump_of_a_command_can_hold_a_prompt_or_a_key() -> None:
     program = (
         "import resource, sys\n"
         "sys.argv = ['modelctl', '--version']\n"
-        "from supervisor.cli.root import run\n"
+        "from modelctl.cli.root import run\n"
         "run()\n"
         "print(resource.getrlimit(resource.RLIMIT_CORE), int(open('/proc/self/coredump_filter').read(), 16))\n"
     )

@@ -8,8 +8,8 @@ import pytest
 from protocol.codec import encode, pack_body
 from protocol.limits import STREAM_WINDOW
 from protocol.messages import Cancel, Credit, Generate
-from supervisor.requests.credit_control import SendBufferLimits
-from supervisor.requests.send_buffer import EVENT_COST
+from supervisor.requests.credit import SendBufferLimits
+from supervisor.requests.request import EVENT_COST
 from tests.deterministic_engine import answer
 from tests.flooding import HELLO, frame, shake_hands
 from tests.raw_client import RawClient

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from supervisor.workers.spares import TRIES
+from supervisor.workers.local import TRIES
 from tests.conftest import Serve
 from tests.serving import Serving, wait_until
 

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from protocol.process.outside_output import MOST_WAITING
+from protocol.process.logs import MOST_WAITING
 from tests.keyed import free_port
 from tests.serving import ROOT, WITHIN, Serving, engine, wait_until
 from tests.stopped_reader import KINDS, StoppableReader

@@ -185,8 +185,8 @@ def test_a_stopped_guard_is_replaced(serve: Serve) -> None:
 
 KILLED_AT_THE_NEXT_INSTRUCTION = """
 import os, signal, subprocess, sys
-from protocol.process.helper_environment import helper_environment
-from supervisor.packages import directory_of_titles
+from protocol.process.birth import helper_environment
+from supervisor.workers.environment import directory_of_titles
 from supervisor.workers import guard
 
 def popen(*args, real=subprocess.Popen, **keys):

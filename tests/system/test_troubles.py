@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from exporter.families import exposition
 from protocol.errors import ErrorCode, WireError
+from protocol.metrics import exposition
 from supervisor.keys.store import CLIENTS, KeyStore
-from supervisor.troubles import LATELY_S, Lasting, Refusals
+from supervisor.status import LATELY_S, Lasting, Refusals
 from tests.conftest import Serve
 from tests.keyed import Keyed
 from tests.nvml_box import Box

@@ -9,7 +9,7 @@ the trained models, but not this code.
 from pathlib import Path
 from typing import Final
 
-from supervisor.worker_modules import DEMO_DIR
+from supervisor.workers.environment import DEMO_DIR
 
 NAMES: Final = ("letters", "stories", "agent")
 

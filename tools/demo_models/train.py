@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from supervisor.worker_modules import DEMO_DIR
+from supervisor.workers.environment import DEMO_DIR
 from tools.demo_models import NAMES, corpus
 from tools.demo_models.build import train_tokenizer, write_directory
 from tools.demo_models.check import Encoded, Report, encode, load, measure, measure_directory

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
+from modelctl.cli import exit_codes
+from modelctl.cli.root import ALIASES, Command, cli
 from protocol.attribute_docs import attribute_docs
-from supervisor.cli import exit_codes
-from supervisor.cli.command import Command
-from supervisor.cli.root import ALIASES, cli
 from tools.docs.markdown import page, table, text
 
 INTRODUCTION = """\
@@ -38,7 +37,7 @@ def commands_page() -> str:
         parts = [part for each in commands for part in _part(each, common)]
     return page(
         "Commands",
-        "the commands in supervisor/cli",
+        "the commands in modelctl/cli",
         INTRODUCTION,
         ", ".join(links)
         + ". Other names: "

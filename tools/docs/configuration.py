@@ -13,11 +13,18 @@ from model_worker.engines.embedded.check import EmbeddedOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from protocol.attribute_docs import attribute_docs
 from protocol.values import Read, Within
-from supervisor.config_gateway import Address, GatewayConfig
-from supervisor.config_model import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
-from supervisor.config_schema import ClusterConfig, FileConfig, FolderConfig, GroupConfig, SupervisorConfig
-from supervisor.config_values import parse_days, parse_lease
-from supervisor.spelling import parse_duration
+from supervisor.config.models import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
+from supervisor.config.reading import parse_days, parse_lease
+from supervisor.config.server import (
+    Address,
+    ClusterConfig,
+    FileConfig,
+    FolderConfig,
+    GatewayConfig,
+    GroupConfig,
+    SupervisorConfig,
+)
+from supervisor.config.spelling import parse_duration
 from tools.docs.markdown import page, text
 
 ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers": EmbeddedOptions}
@@ -140,7 +147,7 @@ def configuration_page() -> str:
     """Return the page."""
     return page(
         "models.yaml",
-        "supervisor/config_model.py, supervisor/config_schema.py and supervisor/config_gateway.py",
+        "supervisor/config/models.py, supervisor/config/server.py and supervisor/config/server.py",
         INTRODUCTION,
         *(part for title, kind, prefix in _sections() for part in _part(title, kind, prefix)),
     )

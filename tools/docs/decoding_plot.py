@@ -2,7 +2,7 @@
 
 import re
 
-from supervisor.cli.line_plot import Panel, draw
+from modelctl.cli.bench import Panel, draw
 from tools.docs.performance import result_files
 
 TITLES = {

@@ -1,6 +1,6 @@
-"""Make the table of errors over HTTP from ``gateway.http.statuses``."""
+"""Make the table of errors over HTTP from ``gateway.http.errors``."""
 
-from gateway.http.statuses import STATUS, code_of, type_of
+from gateway.http.errors import STATUS, code_of, type_of
 from protocol.errors import RETRYABLE, ErrorCode
 from tools.docs.markdown import GENERATED, table
 
@@ -19,4 +19,4 @@ def http_error_table() -> str:
             known = f"[`{code.wire_name}`](wire-protocol.md#{code.wire_name})"
             rows.append((str(status), f"`{code_of(code)}`", known, f"`{type_of(status)}`", again))
     header = ("status", "`code`", "error of the wire", "`type`", "sent again")
-    return GENERATED.format(source="gateway/http/statuses.py") + "\n\n" + table(header, rows) + "\n"
+    return GENERATED.format(source="gateway/http/errors.py") + "\n\n" + table(header, rows) + "\n"

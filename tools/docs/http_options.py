@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from gateway.anthropic.schema import MESSAGES
 from gateway.openai.option_schemas import BOTH, CHAT, COMPLETION
-from gateway.openai.schema import document
-from gateway.responses.schema import RESPONSES
+from gateway.openai.schema import MESSAGES, RESPONSES, document
 from tools.docs.markdown import GENERATED, table
 
 SECTIONS: Final = {
@@ -65,12 +63,12 @@ def http_options() -> str:
 
 def responses_options() -> str:
     """Return the table of the options of the Responses API."""
-    return _options(RESPONSES, "gateway/responses/schema.py")
+    return _options(RESPONSES, "gateway/openai/schema.py")
 
 
 def anthropic_options() -> str:
     """Return the table of the options of Anthropic's API."""
-    return _options(MESSAGES, "gateway/anthropic/schema.py")
+    return _options(MESSAGES, "gateway/openai/schema.py")
 
 
 def _options(options: dict[str, Any], source: str) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
+from modelctl.cli import exit_codes
+from modelctl.cli.root import ALIASES, Command, cli
 from protocol import __version__
 from protocol.attribute_docs import attribute_docs
-from supervisor.cli import exit_codes
-from supervisor.cli.command import Command
-from supervisor.cli.root import ALIASES, cli
 from tools.docs.commands import common_options, names_of_common, option_records, walk
 
 ENVIRONMENT = {

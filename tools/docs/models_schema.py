@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from answer_formats.families import FORMATS
+from protocol.answer_formats.families import FORMATS
 from protocol.attribute_docs import attribute_docs
 from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from protocol.presets import PRESETS
@@ -18,13 +18,11 @@ from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
 from protocol.values import Read, Within, json_schemas
-from supervisor.config_defaults import NO_DEFAULTS
-from supervisor.config_gateway import Address
-from supervisor.config_model import ENGINE_KEYS, ModelConfig, VariantConfig
-from supervisor.config_schema import FileConfig
-from supervisor.config_values import LEAST_HELD, MIN_LEASE_S, MOST_HELD, MOST_MARKER
-from supervisor.spelling import MAX_BYTES, MAX_DURATION_S
-from supervisor.yaml_source import NOTE_PREFIX
+from supervisor.config.models import ENGINE_KEYS, NO_DEFAULTS, ModelConfig, VariantConfig
+from supervisor.config.reading import LEAST_HELD, MIN_LEASE_S, MOST_HELD, MOST_MARKER
+from supervisor.config.server import Address, FileConfig
+from supervisor.config.spelling import MAX_BYTES, MAX_DURATION_S
+from supervisor.config.yaml_source import NOTE_PREFIX
 from tools.docs.configuration import split
 
 Schema = dict[str, Any]

@@ -40,8 +40,8 @@ FILES: dict[str, Callable[[], str]] = {
     **pictures(),
     "images/decoding.svg": decoding_plot,
     "../deploy/grafana/modelctl.json": dashboard,
-    "../supervisor/cli/models.schema.json": models_schema,
-    "../supervisor/cli/modelctl.1": man_page,
+    "../modelctl/cli/models.schema.json": models_schema,
+    "../modelctl/cli/modelctl.1": man_page,
 }
 """File below docs/ → the function that makes its text. The JSON schema of models.yaml and the man page are shipped with
 the command line."""

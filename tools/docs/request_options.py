@@ -15,7 +15,7 @@ from protocol.request import ALIASES, GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
 from protocol.sampling_params import SamplingParams
 from protocol.values import hints_of, json_schemas
-from supervisor.requests.route import CHECKS, Route
+from supervisor.requests.request import CHECKS, Route
 from tools.docs.markdown import table, text
 
 OFFERED: dict[str, frozenset[str]] = {"exllamav2": exllamav2.OFFERED, "transformers": embedded.OFFERED}

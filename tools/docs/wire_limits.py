@@ -6,11 +6,10 @@ from protocol.bodies import APPEARS, Place
 from protocol.chat import DEEPEST
 from protocol.errors import ErrorCode
 from protocol.messages import CLIENT_TO_SUPERVISOR, SUPERVISOR_TO_CLIENT
-from supervisor.ports import tcp_listener
-from supervisor.ports.arrivals import ArrivalLimits
-from supervisor.requests import pending_queries
-from supervisor.requests.advance import MOST_UNREAD
-from supervisor.requests.credit_control import SendBufferLimits
+from supervisor.ports import listeners
+from supervisor.ports.floods import ArrivalLimits
+from supervisor.requests import request
+from supervisor.requests.credit import MOST_UNREAD, SendBufferLimits
 from tools.docs.markdown import GENERATED, table
 
 MIB = 1 << 20
@@ -70,16 +69,16 @@ def most() -> str:
                  "this stream ends with `slow_consumer`"),
                 ("windows of credit in advance before a PONG", str(MOST_UNREAD), "events are held"),
                 ("questions (`tokenize`, `detokenize`) without an answer",
-                 f"{pending_queries.MOST_OF_PARTY} of a connection or of a key, {pending_queries.MOST} in all, for each"
+                 f"{request.MOST_OF_PARTY} of a connection or of a key, {request.MOST} in all, for each"
                  " worker",
                  "`overloaded`"),
                 ("messages that wait to be handled", str(arrivals.messages_of_connection),
                  "the connection ends with `rate_limited`"),
                 ("bytes of messages that wait to be handled", size(arrivals.bytes_of_connection),
                  "the connection ends with `rate_limited`"),
-                ("over TCP: time until HELLO", f"{tcp_listener.HELLO_S:g} s", "the connection ends"),
-                ("over TCP: bytes that the client has not read", size(tcp_listener.MAX_BEHIND), "the connection ends"),
-                ("over TCP: connections of a key", str(tcp_listener.MAX_CONNECTIONS_OF_KEY), "`rate_limited`"),
+                ("over TCP: time until HELLO", f"{listeners.HELLO_S:g} s", "the connection ends"),
+                ("over TCP: bytes that the client has not read", size(listeners.MAX_BEHIND), "the connection ends"),
+                ("over TCP: connections of a key", str(listeners.MAX_CONNECTIONS_OF_KEY), "`rate_limited`"),
             ],
         ),
         "The queue of a model is bounded by `max_queue` and `max_queue_tokens` of models.yaml (`overloaded`). A key is "

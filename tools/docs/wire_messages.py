@@ -22,8 +22,8 @@ from protocol.messages import (
 from protocol.results import result_of
 from protocol.values import hints_of
 from protocol.verbs import VERBS, Right, Verb
-from supervisor.event_history import EventKind
-from supervisor.workers.lifecycle import WorkerState
+from supervisor.logs.events import EventKind
+from supervisor.workers.life import WorkerState
 from tools.docs.markdown import GENERATED, table, text
 from tools.docs.wire_maps import KEY_HEADER, described, inner_maps, map_section, type_name
 
@@ -42,7 +42,7 @@ ELSEWHERE = {
 
 def messages() -> str:
     """Return the sections about all messages, and the maps that they hold."""
-    parts = [GENERATED.format(source="protocol/client_messages.py, protocol/events.py and protocol/bodies.py")]
+    parts = [GENERATED.format(source="protocol/messages.py, protocol/messages.py and protocol/bodies.py")]
     parts += ["### Messages of the client", *(_message(kind) for kind in sorted(CLIENT_TO_SUPERVISOR))]
     only = sorted(SUPERVISOR_TO_CLIENT - CLIENT_TO_SUPERVISOR)
     parts += ["### Messages of the supervisor", *(_message(kind) for kind in only)]
@@ -68,7 +68,7 @@ def verbs() -> str:
     kinds = attribute_docs(EventKind)
     parts += ["Kinds of events:", table(("kind", "meaning"), [(f"`{k}`", text(kinds[k.name])) for k in EventKind])]
     header = ("verb", "socket over ipc", "right over TCP", "purpose")
-    note = GENERATED.format(source="protocol/verbs.py, protocol/results.py, supervisor/event_history.py")
+    note = GENERATED.format(source="protocol/verbs.py, protocol/results.py, supervisor/logs/events.py")
     return "\n\n".join([note, table(header, rows), *parts]) + "\n"
 
 

@@ -20,9 +20,8 @@ from transformers import (
 )
 
 from model_worker.engine import DrawnToken, Job
-from model_worker.engines.admission import excluded_ids, is_greedy
-from model_worker.engines.constraint import Mask
-from model_worker.engines.draws import Draws
+from model_worker.engines.admission import Draws, excluded_ids, is_greedy
+from model_worker.engines.constraints import Mask
 from protocol.request import SamplingParams
 
 _NEVER = float("-inf")

@@ -30,12 +30,10 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2 import extension
 from model_worker.engines.exllamav2.check import check_directory
 from model_worker.engines.exllamav2.meaning import open_directory
-from model_worker.engines.exllamav2.package_weights import only_the_models_weights
-from model_worker.engines.model_shape import ModelShape, read_shape
-from model_worker.engines.weight_shapes import check_layers
-from protocol.process.engine_packages import install_command, missing_for, not_installed
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from model_worker.engines.exllamav2.package_model import only_the_models_weights
+from model_worker.engines.model_shape import ModelShape, check_layers, read_shape
+from protocol.process.birth import die_with, set_title
+from protocol.process.worker_spec import install_command, missing_for, not_installed
 
 ROWS, LENGTH = 115, 2048
 """Rows of the calibration data that come with the package, and tokens of each."""

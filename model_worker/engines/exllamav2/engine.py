@@ -10,7 +10,9 @@ decides which of two stop strings it finds. It reports ids that it took back.
 """
 
 import importlib
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,29 +29,172 @@ from model_worker.engine import (
     Job,
     Prefilling,
     ProgressCallback,
+    PromptScoring,
 )
 from model_worker.engines.admission import check_job
-from model_worker.engines.constraint import AnyConstraint
+from model_worker.engines.banned import Healer, Healing
 from model_worker.engines.constraints import OFFERED as CONSTRAINTS
-from model_worker.engines.constraints import WAIT_S, Constraints
-from model_worker.engines.exllamav2 import warming
+from model_worker.engines.constraints import WAIT_S, AnyConstraint, Constraints
 from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
-from model_worker.engines.exllamav2.answer_jobs import AnswerJobs
-from model_worker.engines.exllamav2.batch import Batch
+from model_worker.engines.exllamav2.answer_jobs import AnswerJobs, Batch
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.decode.capture import make_loop
+from model_worker.engines.exllamav2.job import propose_for_all
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
-from model_worker.engines.exllamav2.meter import Meter
-from model_worker.engines.exllamav2.ngram import propose_for_all
 from model_worker.engines.exllamav2.options import offered, read_options
 from model_worker.engines.exllamav2.sampling import check_sampling
-from model_worker.engines.exllamav2.sleeper import Sleeper
-from model_worker.engines.healing import Healer, Healing
+from model_worker.engines.exllamav2.sleep import KeptPages
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
+from protocol.request import SamplingParams
 
-AHEAD = "torch.nn.attention.bias", "setuptools", "triton", "model_worker.engines.exllamav2.gpu_draws.slow_kernels"
+# Figures about the generator's last steps, for `status`.
+
+
+RECENT = 128
+"""The number of steps that the figures cover."""
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.steps = 0
+        self.draft_accepted = self.draft_rejected = 0
+        self._recent: deque[tuple[float, int, int, bool]] = deque(maxlen=RECENT)
+        self._defragmented: float | None = None
+
+    def step(self, seconds: float, jobs: int, tokens: int, read: bool) -> None:
+        """Note one step.
+
+        seconds  how long the step took
+        jobs     number of jobs that got tokens
+        tokens   number of tokens that they got
+        read     whether a part of a prompt was computed
+        """
+        self.steps += 1
+        self._recent.append((seconds, jobs, tokens, read))
+
+    def defragmented(self) -> None:
+        """Note that the generator has looked at its pages. It moves them together if more than a tenth are out of
+        order."""
+        self._defragmented = time.monotonic()
+
+    def reset(self) -> None:
+        """Forget the steps, but not when pages were last moved."""
+        self.steps = 0
+        self.draft_accepted = self.draft_rejected = 0
+        self._recent.clear()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures.
+
+        step_ms             median
+        jobs_per_step       mean over steps that made any tokens
+        tokens_per_step     mean over steps that made any tokens
+        prefill_share       share of steps that computed prompts, 0 to 1
+        draft_accepted      share of speculated tokens that were accepted
+        defragmented_s_ago  seconds since the generator looked at its pages
+        """
+        figures: dict[str, Any] = {}
+        if self._recent:
+            seconds, jobs, tokens, read = zip(*self._recent, strict=True)
+            decoding = sum(n > 0 for n in jobs) or 1
+            figures["step_ms"] = round(statistics.median(seconds) * 1000, 3)
+            figures["jobs_per_step"] = round(sum(jobs) / decoding, 2)
+            figures["tokens_per_step"] = round(sum(tokens) / decoding, 2)
+            figures["prefill_share"] = round(sum(read) / len(read), 3)
+        if speculated := self.draft_accepted + self.draft_rejected:
+            figures["draft_accepted"] = round(self.draft_accepted / speculated, 3)
+        if self._defragmented is not None:
+            figures["defragmented_s_ago"] = round(time.monotonic() - self._defragmented, 1)
+        return figures
+
+
+# The jobs that a new engine computes before it is ready. Pure.
+#
+# At their first use kernels are loaded and scratch memory grows. That must not delay the first request of any kind.
+
+
+GREEDY = SamplingParams(temperature=0)
+STEPS = 4
+"""Tokens of each answer of a full batch."""
+
+
+def groups(context: int, room: int, chunk_size: int, batch: int, drawable: int, *, scores: bool) -> list[list[Job]]:
+    """Return groups of jobs. The jobs of a group are computed together.
+
+    context     tokens of prompt and answer together
+    room        tokens of the cache for one sequence
+    chunk_size  prompt tokens computed at a time
+    batch       answers of a full batch
+    drawable    ids below this are in the vocabulary
+    scores      whether log-probabilities of prompts are offered
+    """
+    new = min(STEPS, context - 1)
+    longest = min(context, room) - new
+    # Chunks are multiples of pages. No two prompts begin alike, so that none is in the cache. The largest comes first,
+    # so that PyTorch's allocator reuses its blocks for the others.
+    sizes = reversed(range(PAGE_TOKENS, min(longest, chunk_size + 1), PAGE_TOKENS))
+    chunks = [[Job(-1, (size // PAGE_TOKENS % drawable,) * (size + 1), 1, GREEDY)] for size in sizes]
+    prompts = [(0,) * min(longest, 2 if number else chunk_size + 1) for number in range(batch)]
+    full = [Job(-1 - number, prompt, new, GREEDY, min_new_tokens=new) for number, prompt in enumerate(prompts)]
+    short = (0,) * min(longest, 2)
+    log_probabilities = [Job(-1, short, 1, GREEDY, top_logprobs=1)]
+    whole = (0,) * min(longest, chunk_size + 1)
+    of_prompts = [Job(-1, whole, 1, GREEDY, prompt_logprobs=PromptScoring(1))] if len(whole) > 1 and scores else []
+    return [*chunks, full, log_probabilities, *([of_prompts] if of_prompts else [])]
+
+
+# Put a loaded model to sleep, and wake it.
+
+
+class Sleeper:
+    """The sleep of one model. All but ``prepare`` and ``absent`` need ``loaded.memory``."""
+
+    def __init__(self, generator: Any, loaded: Loaded, spec: EngineSpec) -> None:
+        self._generator, self._loaded, self._prepares = generator, loaded, spec.prepare_sleep
+        self._kept = KeptPages(loaded.caches, spec.options.get("sleep_cache", 0)) if loaded.memory is not None else None
+
+    @property
+    def absent(self) -> int:
+        """Bytes that PyTorch counts as allocated, but that are not on the GPU now."""
+        return 0 if self._loaded.memory is None else self._loaded.memory.absent
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The most host memory that the model takes while it sleeps. None if it cannot sleep."""
+        if self._loaded.memory is None or self._kept is None:
+            return None
+        return self._loaded.memory.host_bytes + self._kept.most_bytes
+
+    def prepare(self) -> bool:
+        """See SleepingEngine.prepare_sleep."""
+        memory = self._loaded.memory
+        return self._prepares and memory is not None and memory.prepare()
+
+    def sleep(self, progress: Callable[[], None]) -> None:
+        """Give the GPU memory back. There is no job."""
+        assert self._loaded.memory is not None
+        assert self._kept is not None
+        self._kept.save(self._generator.all_pages)
+        torch.cuda.empty_cache()
+        self._loaded.memory.sleep(progress)
+
+    def wake(self, progress: Callable[[], None]) -> None:
+        """Take the GPU memory again."""
+        assert self._loaded.memory is not None
+        assert self._kept is not None
+        self._loaded.memory.wake(progress)
+        self._kept.restore()
+        with torch.inference_mode():
+            for cache in self._loaded.caches:
+                for pair in getattr(cache, "temp_tensors", {}).values():  # quantized caches compute with these
+                    for tensor in pair:
+                        tensor.zero_()
+        torch.cuda.synchronize()
+
+
+AHEAD = "torch.nn.attention.bias", "setuptools", "triton", "model_worker.engines.exllamav2.gpu_draws.kernels"
 """Modules that loading a model imports, and that do not use the GPU. The first brings PyTorch's compiler, which the
 package never uses but imports: 2.6 seconds. The second is part of torch.utils.cpp_extension, which the package imports
 and which itself opens the driver."""
@@ -119,7 +264,7 @@ class ExLlamaV2Engine:
     def _warm_up(self, loaded: Loaded, progress: ProgressCallback) -> None:
         """Compute jobs of all kinds, so that the first requests wait for nothing that is loaded at first use."""
         room = self._generator.max_pages * PAGE_TOKENS - loaded.draft_tokens
-        together = warming.groups(
+        together = groups(
             self.capabilities.context, room, loaded.chunk_size, self._spec.max_batch_size, self._drawable,
             scores="prompt_logprobs" in self.capabilities.offered,
         )  # fmt: skip

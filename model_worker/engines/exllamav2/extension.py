@@ -34,8 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.birth import die_with, set_title
 
 NAME = "exllamav2_ext"
 Report = Callable[[str, int, int], None]

@@ -13,8 +13,7 @@ import sys
 from typing import Any
 
 from model_worker.engines.exllamav2.extension import end_session
-from protocol.process.parent_death import die_with
-from protocol.process.process_title import set_title
+from protocol.process.birth import die_with, set_title
 
 
 def _die_with(parent: int) -> None:

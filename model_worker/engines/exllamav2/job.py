@@ -14,29 +14,156 @@ would give a later prompt the keys and values of another place, or would end the
 
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from exllamav2.generator import ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exllamav2.generator.dynamic import _tensor_hash_checksum
 
 from model_worker.engine import DrawnToken
-from model_worker.engines.constraint import AnyConstraint, Bits, write_bias
-from model_worker.engines.draws import Draws
-from model_worker.engines.exllamav2.answer import COMPLETE, FAILED
-from model_worker.engines.exllamav2.cut import BeforeDraw, is_cut
-from model_worker.engines.exllamav2.gpu_draws.host import draw_by_rule
+from model_worker.engines.admission import Draws
+from model_worker.engines.constraints import AnyConstraint, Bits, write_bias
+from model_worker.engines.exllamav2.answer import COMPLETE, FAILED, PromptScorer
+from model_worker.engines.exllamav2.gpu_draws.batched import draw_by_rule
 from model_worker.engines.exllamav2.gpu_draws.rule import draws_by_rule, rule_of
-from model_worker.engines.exllamav2.ngram import NGrams
-from model_worker.engines.exllamav2.pages import complete_page, release
-from model_worker.engines.exllamav2.prompt_scoring import PromptScorer
-from model_worker.engines.exllamav2.sampling import NEVER, TokenBias
-from model_worker.engines.exllamav2.xtc import draw_excluding_top
+from model_worker.engines.exllamav2.sampling import NEVER, BeforeDraw, TokenBias, is_cut
 from protocol.errors import RequestError
 from protocol.messages import FinishReason
 from protocol.process.worker_spec import PAGE_TOKENS
 from protocol.request import SamplingParams
+
+# XTC ("exclude top choices") with ExLlamaV2's sampler. The package's own XTC kernel uses wrong indices in 0.3.2.
+#
+# By p-e-w (text-generation-webui, pull request 6335): with a given probability, every token at least as likely as the
+# threshold is left out, except the least likely of these. As in that implementation, newlines and special tokens are
+# never left out.
+
+
+Draw = Callable[[float, int], tuple[int, Sequence[int], Sequence[float]]]
+"""(random, n) -> (token, ids, probabilities). The token is the one at ``random`` of the cumulated probabilities, added
+from the likeliest token on. The lists are the n likeliest ids and their probabilities, after all other filters. May be
+called twice for the same logits."""
+SCALE = 0.9998
+"""The factor by which the sampler itself multiplies the random number."""
+
+
+def draw_excluding_top(draw: Draw, random: float, threshold: float, protected: Collection[int]) -> int:
+    """Return one of the tokens that XTC leaves: the one at ``random``, in [0, 1), of their cumulated probabilities.
+
+    The sampler adds up probabilities from the likeliest token on. So a draw among the remaining tokens is the sampler's
+    draw at a number that skips the share of the excluded tokens.
+    """
+    most = math.ceil(1 / threshold)
+    _, ids, probs = draw(0.0, most)
+    likely = [token for token, p in zip(ids, probs, strict=True) if p >= threshold and token not in protected]
+    gone = set(likely[:-1])
+    left = random * SCALE * (1 - sum(p for token, p in zip(ids, probs, strict=True) if token in gone))
+    for token, p in zip(ids, probs, strict=True):
+        if p > 0 and token not in gone:
+            left -= p
+            if left <= 0:
+                return token
+    token = draw(min((sum(probs) + left) / SCALE, 1.0), most)[0]
+    return token if token not in gone else likely[-1]
+
+
+# Pages of ExLlamaV2's cache: naming a full one, and giving one back, with the repairs that ``job`` lists.
+#
+# Importing this module imports exllamav2, so ``exllamav2.load`` must have imported the package before.
+
+
+def complete_page(generator: Any, sequence: Any) -> None:
+    """Name a full page by its tokens and all tokens before them, so that other jobs can use it. Begin the next
+    page.
+
+    The package does this, too, but fails an assertion if another job holds a page of that name that is not computed
+    yet. In that case this job keeps its own page.
+    """
+    index = sequence.kv_position // PAGE_TOKENS - 1
+    page = sequence.allocated_pages[index]
+    before = sequence.allocated_pages[index - 1].phash if index else None
+    name = _tensor_hash_checksum(
+        sequence.sequence_ids.torch_slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS), before
+    )
+    same = generator.referenced_pages.get(name)
+    if same is None:
+        if name in generator.unreferenced_pages:
+            generator.unreferenced_pages[name].clear()
+        page.update_hash(name)
+    elif same.kv_position == PAGE_TOKENS:
+        serial = page.access_serial
+        release(page)
+        sequence.allocated_pages[index] = same
+        sequence.block_index_tensor = None
+        same.add_ref(serial)
+    following = sequence.allocated_pages[index + 1]
+    following.prev_hash = sequence.allocated_pages[index].phash
+    following.can_revert = False
+
+
+def release(page: Any) -> None:
+    """Give back one reference to a page.
+
+    If another page has taken this page's name, the package renames this page as if it began a text. Then this page is
+    marked as empty, so that no prompt finds it by its tokens.
+    """
+    name = page.phash_revert if page.can_revert else page.phash
+    page.sub_ref()
+    if not page.ref_count and page.phash != name:
+        page.kv_position = 0
+
+
+# Guess the next tokens of a sequence from its own past, for speculation without a draft model.
+#
+# The package's own code indexes beyond sequences of fewer than three tokens, which ends the process.
+
+
+LONGEST = 3
+"""The number of tokens in the longest run that is looked up."""
+
+
+class NGrams:
+    """A table of the token that last followed each run of one to three tokens. Costs a microsecond per token."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._followed: dict[tuple[int, ...], int] = {}
+        self._last: tuple[int, ...] = ()
+        for token in tokens:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        last = self._last
+        for begin in range(len(last)):
+            self._followed[last[begin:]] = token
+        self._last = (*last, token)[-LONGEST:]
+
+    def propose(self, size: int) -> list[int]:
+        """Return a guess of the next ``size`` tokens from the past. A token that has no precedent repeats the last one.
+
+        Call ``push`` at least once before.
+        """
+        last, tokens = self._last, []
+        for _ in range(size):
+            guess = last[-1]
+            for begin in range(len(last)):
+                found = self._followed.get(last[begin:])
+                if found is not None:
+                    guess = found
+                    break
+            tokens.append(guess)
+            last = (*last, guess)[-LONGEST:]
+        return tokens
+
+
+def propose_for_all(generator: Any) -> torch.Tensor | None:
+    """Guess tokens for all jobs, in place of the package's code. Return ids [jobs, draft tokens], or None without
+    jobs."""
+    size = generator.num_draft_tokens
+    rows = [job.past.propose(size) for job in generator.active_jobs if job.is_prefill_done()]
+    return torch.tensor(rows, dtype=torch.long) if rows else None
+
 
 NOT_NUMBERS = "the model's logits are not numbers"
 UNLIKELY = 1e-30

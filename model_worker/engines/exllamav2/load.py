@@ -5,31 +5,241 @@
 """
 
 import contextlib
+import importlib
+import importlib.util
 import itertools
+import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import torch
 
 from model_worker.engine import LoadError, ProgressCallback
-from model_worker.engines import one_line
-from model_worker.engines.bytes_read import bytes_of_modules
-from model_worker.engines.exllamav2 import vram
-from model_worker.engines.exllamav2.attention_choice import Package, check_attention, import_package
-from model_worker.engines.exllamav2.check import CheckedExLlamaV2Model, check_parallel
-from model_worker.engines.exllamav2.decode.obstacles import obstacle_before_loading
+from model_worker.engines import check_installed, one_line
+from model_worker.engines.exllamav2 import extension, vram
+from model_worker.engines.exllamav2.check import CheckedExLlamaV2Model, check_parallel, obstacle_before_loading
 from model_worker.engines.exllamav2.lora import load_adapters
-from model_worker.engines.exllamav2.mixture import keep_rows_apart
+from model_worker.engines.exllamav2.meaning import layer_kinds
 from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
-from model_worker.engines.exllamav2.package_model import compute_as_transformers
-from model_worker.engines.exllamav2.package_tokenizer import make_tokenizer
-from model_worker.engines.exllamav2.package_weights import only_the_models_weights
-from model_worker.engines.exllamav2.sleep_memory import NoSleepError, SleepMemory, obstacle
+from model_worker.engines.exllamav2.package_model import compute_as_transformers, only_the_models_weights, replaced
+from model_worker.engines.exllamav2.sleep import NoSleepError, SleepMemory, obstacle
 from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_shape import bytes_of_modules, read_shape
+from model_worker.engines.paged import attention as paged_attention
+from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
-from protocol.process.worker_spec import DEFAULT_RESERVE_MB, PAGE_TOKENS
+from model_worker.text import Pieces
+from protocol.process.worker_spec import DEFAULT_RESERVE_MB, PAGE_TOKENS, install_command
+
+# Import exllamav2, and choose the attention that it uses.
+#
+# Whether the package can batch depends on the module flash_attn that it finds when it is imported. So this module puts
+# the right flash_attn in place and then imports the package. No other module imports the package before.
+
+
+@dataclass(frozen=True)
+class Package:
+    """The imported package, and the name of the attention that it uses (for people)."""
+
+    core: Any
+    generator: Any
+    attention: str
+
+
+def import_package(progress: ProgressCallback = lambda *_: None) -> Package:
+    """Import exllamav2, with flash-attn where that works, and with PyTorch's attention in its place elsewhere.
+
+    Compile the package's extension first if that has not been done. Raises LoadError in one line for whatever is
+    missing.
+    """
+    if not __debug__:
+        raise LoadError("ExLlamaV2 checks its input with assertions: do not run Python with -O or PYTHONOPTIMIZE")
+    check_installed("exllamav2")
+    if not torch.cuda.is_available():
+        raise LoadError(
+            "no CUDA device is visible to this process: ExLlamaV2 needs one; see whether nvidia-smi finds it, and "
+            f"whether torch {torch.__version__} is a CUDA build"
+        )
+    os.environ.setdefault("EXLLAMA_NO_XFORMERS", "1")  # unused, and a build for another torch would break the import
+    if "exllamav2" not in sys.modules:
+        _load_extension(progress)
+    attention = _choose_attention()
+    try:
+        core = importlib.import_module("exllamav2")
+        generator = importlib.import_module("exllamav2.generator")
+    except ModuleNotFoundError as e:  # exllamav2 is there (check_installed), but a package that it needs is not
+        message = f"engine exllamav2 needs the package {e.name}: run {install_command('exllamav2')}"
+        raise LoadError(message) from e
+    except Exception as e:
+        raise LoadError(f"exllamav2 cannot be imported: {type(e).__name__}: {one_line(e)}") from e
+    return Package(core, generator, attention)
+
+
+def _load_extension(progress: ProgressCallback) -> None:
+    """Import the compiled extension under the name where the package looks first, so that the package never
+    compiles."""
+    phases = {"waiting": "waiting for a compiler", "build": "compiling ExLlamaV2"}
+    try:
+        extension.ensure(lambda phase, done, total: progress(phases[phase], done, total, "steps"))
+        if importlib.util.find_spec("exllamav2"):
+            extension.import_built()
+    except extension.ExtensionError as e:
+        raise LoadError(str(e)) from None
+
+
+def _choose_attention() -> str:
+    """Leave ``flash_attn`` unchanged if it works here, else replace it. Return a name of the attention for people."""
+    # With this variable the package uses no paged attention at all. Here the variable only chooses between two kinds.
+    switched_off = os.environ.pop("EXLLAMA_NO_FLASH_ATTN", None) is not None
+    old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
+    if paged_attention.is_installed():
+        return paged_attention.NAME
+    if switched_off:
+        why = "flash-attn is switched off"
+    elif importlib.util.find_spec("flash_attn") is None:
+        why = "flash-attn is not installed"
+    elif old:
+        why = "flash-attn needs an Ampere GPU or later"
+    else:
+        try:
+            version = str(importlib.import_module("flash_attn").__version__)
+            importlib.import_module("flash_attn_2_cuda")
+            if [int(part) for part in version.split(".")[:3] if part.isdigit()] >= [2, 5, 7]:
+                return f"flash-attn {version}, paged"
+            why = f"flash-attn {version} is older than 2.5.7"
+        except Exception as e:  # a build for another torch: importing the package with it would fail
+            why = f"flash-attn does not load: {one_line(e)}"
+    paged_attention.install()
+    return f"{paged_attention.NAME}; {why}"
+
+
+def check_attention(package: Package, directory: ModelDir, gpus: int, progress: ProgressCallback) -> str:
+    """Try the attention of this model on each GPU. Return, for people, its name, and why it is not flash-attn."""
+    if not paged_attention.is_installed():
+        return package.attention
+    shape, config = read_shape(directory), directory.text_config
+    # the package's window does not count the token itself (``package_model``)
+    window = config["sliding_window"] - 1 if any(layer_kinds(directory)) else None
+    softcap = config.get("attn_logit_softcapping")
+    found = ""
+    for index in range(gpus):
+        progress("compiling attention", index, gpus)
+        for size in [window, -1] if isinstance(window, int) else [-1]:  # some models have layers of both kinds
+            found = paged_attention.check(
+                torch.device("cuda", index),
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                window=size,
+                softcap=float(softcap or 0.0),
+            )
+    progress("compiling attention", gpus, gpus)
+    return found + package.attention.removeprefix(paged_attention.NAME)
+
+
+# Mixtures of 128 experts, which ExLlamaV2's fused function computes wrongly for more than one row.
+#
+# The fused function (exllamav2_ext/cuda/q_mlp.cu, ``QMoEMLP::forward_``) copies the routing weights of row 0 to the
+# host, and launches only the experts that row 0 chose. It skips the experts that only later rows chose, and reports
+# nothing. The package calls the function for 2 to 4 rows (moe_mlp.py, ``forward``). The rows are all tokens of one
+# forward pass: those of two concurrent streams, speculated tokens, or the last tokens of a prompt.
+#
+# With one row the function is right. With 4, 8 or 16 experts it launches every expert, and is right for up to 4 rows.
+
+
+EXPERTS = 128
+"""The number of experts for which the fused function reads the routing of row 0 only."""
+ROW_BY_ROW = 64
+"""The most rows for which the fused function is called once per row. More rows take the package's PyTorch code, which
+waits for the GPU 128 times per layer or more, whatever the number of rows. benchmarks/mixture.py measures both: on an
+H200, one layer of Qwen3-30B-A3B takes 2.5 ms instead of 16 ms for 8 rows, and 20 ms instead of 30 ms for 64 rows."""
+
+
+def keep_rows_apart() -> None:
+    """Make the package compute mixtures of 128 experts correctly in all models of this process, draft models included.
+
+    A second call changes nothing.
+    """
+    module: Any = importlib.import_module("exllamav2.moe_mlp")
+    if hasattr(module, "modelctl_original"):
+        return
+    original = module.modelctl_original = module.ExLlamaV2MoEMLP.forward
+
+    def forward(
+        layer: Any,
+        hidden_states: Any,
+        cache: Any = None,
+        attn_params: Any = None,
+        past_len: Any = None,
+        intermediates: bool = False,
+        loras: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        rows = hidden_states.shape[0] * hidden_states.shape[1]
+        given = (cache, attn_params, past_len, intermediates, loras)
+        # The fused function is right for other numbers of experts, and for one row. In the other three cases the
+        # package never calls it.
+        if layer.num_experts != EXPERTS or rows == 1 or layer.q_handle is None or intermediates or loras:
+            return original(layer, hidden_states, *given, **kwargs)
+        if rows > ROW_BY_ROW:
+            return layer.forward_torch(hidden_states, *given, **kwargs)
+        # The fused function adds its result to the row in place, so the rows have to be views.
+        for row in hidden_states.view(rows, 1, 1, hidden_states.shape[-1]):
+            original(layer, row, *given, **kwargs)
+        return hidden_states
+
+    module.ExLlamaV2MoEMLP.forward = forward
+
+
+# Make the package's tokenizer from ours, so that a vocabulary is read once. Reading one of 128,256 ids takes the
+# package longer than the weights of a small model.
+#
+# The package would parse tokenizer.json twice more and have each id decoded alone. The result is the same: a test
+# compares it with what the package reads by itself.
+
+
+def make_tokenizer(core: Any, config: Any, ours: Tokenizer) -> Any:
+    """Return the package's ExLlamaV2Tokenizer of a model, with the lists that its generator needs.
+
+    core    the package's module exllamav2
+    config  the package's configuration of the model
+    ours    the tokenizer of the same directory
+    """
+    library = ours.library
+    added = [
+        {"id": token, "content": known.content, "special": known.special}
+        for token, known in library.get_added_tokens_decoder().items()
+    ]
+
+    def load(file: IO[str]) -> Any:
+        return {"added_tokens": added} if file.name.endswith("/tokenizer.json") else json.load(file)
+
+    with (
+        replaced("exllamav2.tokenizer.hf", "Tokenizer", SimpleNamespace(from_file=lambda path: library)),
+        replaced("exllamav2.tokenizer.tokenizer", "json", SimpleNamespace(load=load)),
+    ):
+        tokenizer = core.ExLlamaV2Tokenizer(config)
+    if ours.pieces is not None:
+        tokenizer.tokenizer_model.vocab = _texts(ours.pieces, library.get_vocab_size())
+        tokenizer.id_to_ord = []  # the next calls would make this list, too, and nothing reads it
+    # Otherwise these lists are made at the first token, in the middle of the first answer.
+    tokenizer.get_id_to_piece_list(True)
+    tokenizer.get_id_to_piece_list(False)
+    return tokenizer
+
+
+def _texts(pieces: Pieces, size: int) -> list[str]:
+    """Return the text of each id below ``size`` as if it were decoded alone, behind another text."""
+    texts = [
+        "" if piece is None else piece if isinstance(piece, str) else piece.decode(errors="replace")
+        for piece in pieces.table[:size]
+    ]
+    return texts + [""] * (size - len(texts))
+
 
 MEGABYTE = 1 << 20
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_worker.engine import LoadError
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.options import Options
+from model_worker.engines.model_dir import ModelDir, Options
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 from protocol.request import SamplingParams
 from protocol.values import hints_of

@@ -9,13 +9,17 @@ import importlib
 import itertools
 import json
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
 
 from model_worker.engines.exllamav2.meaning import LONGROPE, layer_kinds, open_directory
-from model_worker.engines.model_dir import ModelDir
+from model_worker.engines.model_dir import ModelDir, weight_files
+from model_worker.engines.vetting import Bounds
 
 _NO_POSITIONS = math.inf
 """The rotary base that stands for a table without rotation."""
@@ -169,3 +173,31 @@ def _kept(scaling: dict[str, Any], base: float, dim: int, original: int) -> torc
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float) - low) / ((high - low) or 0.001)
     return 1 - ramp.clamp(0, 1)
+
+
+# Make the package take the weights of a directory that are its model. Does not import torch.
+
+
+def only_the_models_weights(bounds: Bounds | None = None) -> AbstractContextManager[None]:
+    """Make the package take the files that ``weight_files`` returns. It would take every safetensors file of a
+    directory, and for each tensor the last file that has its name.
+
+    bounds  where the files may be; None: in their directory
+    """
+
+    def glob(pattern: str) -> list[str]:
+        return [str(file) for file in weight_files(Path(pattern).parent, bounds)]
+
+    return replaced("exllamav2.config", "glob", SimpleNamespace(glob=glob))
+
+
+@contextmanager
+def replaced(module: str, name: str, value: Any) -> Iterator[None]:
+    """Give a module of the package another value of a name for a while."""
+    changed = importlib.import_module(module)
+    before = getattr(changed, name)
+    setattr(changed, name, value)
+    try:
+        yield
+    finally:
+        setattr(changed, name, before)

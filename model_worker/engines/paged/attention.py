@@ -18,11 +18,215 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from model_worker.engines.paged import flash as paged_flash
 from model_worker.engines.paged import launch as paged_triton
-from model_worker.engines.paged import sdpa as paged_sdpa
-from model_worker.engines.paged.step import Attend, Shape, Step
+from model_worker.engines.paged.launch import Attend, Shape, Step
+
+# Attention over pages with ``scaled_dot_product_attention`` alone. It works on every device and is the reference.
+#
+# The pages of each sequence are gathered into one tensor and attended under a mask.
+
+
+class Slots:
+    """The places of new keys and of all keys in the cache.
+
+    pages      int64 [b, pages], page numbers of each sequence
+    slots      int64 [b * q_len], indices of the queries' own tokens among all tokens of the cache
+    positions  int64 [b, q_len], positions of the queries in their sequences
+    """
+
+    def __init__(self, step: Step, shape: Shape) -> None:
+        table, q_len, page_size = step.table, shape.q_len, shape.page_size
+        self.positions = step.ends(shape).long()[:, None] - q_len + torch.arange(q_len, device=table.device)
+        self.pages = table.long()
+        page = self.pages.gather(1, self.positions.div(page_size, rounding_mode="floor"))
+        self.slots = (page * page_size + self.positions % page_size).flatten()
+
+    def append(self, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        k_cache.flatten(0, 1)[self.slots] = k.flatten(0, 1)
+        v_cache.flatten(0, 1)[self.slots] = v.flatten(0, 1)
+
+
+def plan(step: Step, shape: Shape) -> Attend:
+    """Return the attention of this shape for this step."""
+    where = Slots(step, shape)
+    keys = torch.arange(step.table.shape[1] * shape.page_size, device=step.table.device)
+    visible = keys <= where.positions[:, :, None]
+    if shape.window >= 0:
+        visible &= keys >= where.positions[:, :, None] - shape.window
+    hidden = torch.full((), -torch.inf, dtype=shape.dtype, device=step.table.device)
+    # An additive mask, because the kernels would turn a boolean mask into an additive one at every call.
+    mask = torch.where(visible, hidden.new_zeros(()), hidden)[:, None]  # [b, 1, q_len, keys]
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if k is not None and v is not None:
+            where.append(k_cache, v_cache, k, v)
+        return _attend(q, k_cache[where.pages].flatten(1, 2), v_cache[where.pages].flatten(1, 2), mask, shape)
+
+    return attend
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
+) -> torch.Tensor:
+    """Compute attention. ``keys`` and ``values`` are [b, keys, kv_heads, head_dim]."""
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    queries = q.transpose(1, 2)
+    if shape.q_len == 1:
+        # The query heads that share a key head become its queries, so nothing is copied.
+        queries = q.reshape(shape.batch, shape.kv_heads, shape.group, shape.head_dim)
+    elif shape.group > 1:
+        keys = keys.repeat_interleave(shape.group, dim=1)
+        values = values.repeat_interleave(shape.group, dim=1)
+    if shape.softcap:
+        out = _attend_capped(queries, keys, values, mask, shape.scale, shape.softcap)
+    else:
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=shape.scale)
+    return out.reshape(q.shape) if shape.q_len == 1 else out.transpose(1, 2).contiguous()
+
+
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """Compute attention with capped scores, which SDPA cannot do. All scores are held in memory."""
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap) + mask
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+# Attention over pages with PyTorch's own flash attention: from torch 2.12 on over the pages in place, else gathered.
+#
+# It needs an Ampere GPU or later, 16-bit numbers, and a head_dim of up to 256 in steps of 8. It supports windows, but
+# no soft-capping.
+
+
+def varlen() -> Callable[..., Any] | None:
+    """Return ``torch.nn.attention.varlen.varlen_attn`` if it reads pages by a block table, else None."""
+    try:
+        import inspect
+
+        from torch.nn.attention import varlen as module
+
+        function: Callable[..., Any] = module.varlen_attn
+        known = inspect.signature(function).parameters
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+    return function if {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"} <= set(known) else None
+
+
+def reads_gathered() -> bool:
+    """Return whether the operator below ``varlen_attn`` accepts the lengths in use (torch 2.9 and later)."""
+    try:
+        arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
+    except AttributeError:
+        return False
+    return any(a.name == "seqused_k" for a in arguments)
+
+
+def _fits(shape: Shape, device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and shape.dtype in (torch.float16, torch.bfloat16)
+        and shape.head_dim % 8 == 0
+        and shape.head_dim <= 256
+        and not shape.softcap
+    )
+
+
+def plan_in_place(step: Step, shape: Shape) -> Attend | None:
+    """Return ``varlen_attn`` over the pages for this step; None if it cannot compute this shape."""
+    attention = varlen()
+    if attention is None or shape.page_size % 256 or not _fits(shape, step.table.device):
+        return None
+    where, ends = Slots(step, shape), step.ends(shape)
+    starts = torch.arange(0, (shape.batch + 1) * shape.q_len, shape.q_len, dtype=torch.int32, device=ends.device)
+    most = step.table.shape[1] * shape.page_size
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if k is not None and v is not None:
+            where.append(k_cache, v_cache, k, v)
+        out: torch.Tensor = attention(
+            q.flatten(0, 1),
+            k_cache,
+            v_cache,
+            starts,
+            None,
+            shape.q_len,
+            most,
+            scale=shape.scale,
+            window_size=(shape.window, 0),
+            enable_gqa=shape.group > 1,
+            seqused_k=ends,
+            block_table=step.table,
+        )
+        return out.view(q.shape)
+
+    return attend
+
+
+def plan_gathered(step: Step, shape: Shape) -> Attend | None:
+    """Return flash attention over gathered pages, or over a view of consecutive ones; None if it cannot compute this
+    shape."""
+    if not reads_gathered() or not _fits(shape, step.table.device):
+        return None
+    where, ends = Slots(step, shape), step.ends(shape)
+    width, page_size = step.table.shape[1], shape.page_size
+    first: int | None = None
+    if shape.q_len > 1 and shape.batch == 1:  # once per chunk of a prompt, which is long enough to wait for the device
+        used = -(-int(ends.max()) // page_size)
+        numbers = step.table[0, :used].tolist()
+        width, first = used, numbers[0] if numbers == list(range(numbers[0], numbers[0] + used)) else None
+    pages = where.pages[:, :width].flatten()
+    starts_q = torch.arange(0, (shape.batch + 1) * shape.q_len, shape.q_len, dtype=torch.int32, device=ends.device)
+    starts_k = torch.arange(shape.batch + 1, dtype=torch.int32, device=ends.device) * (width * page_size)
+
+    def together(cache: torch.Tensor) -> torch.Tensor:
+        found = cache.index_select(0, pages) if first is None else cache[first : first + width]
+        return found.flatten(0, 1)
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if k is not None and v is not None:
+            where.append(k_cache, v_cache, k, v)
+        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            q.flatten(0, 1),
+            together(k_cache),
+            together(v_cache),
+            starts_q,
+            starts_k,
+            shape.q_len,
+            width * page_size,
+            0.0,
+            True,
+            False,
+            scale=shape.scale,
+            window_size_left=shape.window if shape.window >= 0 else None,
+            window_size_right=0 if shape.window >= 0 else None,
+            seqused_k=ends,
+        )[0]
+        return out.view(q.shape)
+
+    return attend
+
 
 NAME = "paged attention of PyTorch and Triton, without flash-attn"
 SDPA = "PyTorch SDPA over gathered pages"
@@ -38,9 +242,9 @@ class AttentionPath:
 
 WAYS = (
     AttentionPath("Triton kernels that read the pages in place", paged_triton.plan),
-    AttentionPath("PyTorch varlen_attn over the pages in place", paged_flash.plan_in_place),
-    AttentionPath("PyTorch flash attention over gathered pages", paged_flash.plan_gathered),
-    AttentionPath(SDPA, paged_sdpa.plan),  # computes every shape on every device
+    AttentionPath("PyTorch varlen_attn over the pages in place", plan_in_place),
+    AttentionPath("PyTorch flash attention over gathered pages", plan_gathered),
+    AttentionPath(SDPA, plan),  # computes every shape on every device
 )
 
 _installed = False
@@ -216,7 +420,7 @@ def _check(device: torch.device, shape: Shape) -> str:
         for _ in range(2)
     ]
     plain = [c.clone() for c in caches]
-    expected = paged_sdpa.plan(Step(lengths, table), shape)(q, plain[0], plain[1], new[0], new[1])
+    expected = plan(Step(lengths, table), shape)(q, plain[0], plain[1], new[0], new[1])
     left_out = _left_out.setdefault(device, {})
     while True:
         name, reason = "", ""

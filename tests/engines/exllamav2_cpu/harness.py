@@ -8,8 +8,7 @@ from unittest import mock
 
 from model_worker.engine import DrawnToken, EngineEvent, Job
 from model_worker.engines.exllamav2 import engine as exllamav2_engine
-from model_worker.engines.exllamav2.decode.loop import DecodeLoop
-from model_worker.engines.exllamav2.decode.pace import Pace
+from model_worker.engines.exllamav2.decode.loop import DecodeLoop, Pace
 from model_worker.engines.exllamav2.engine import ExLlamaV2Engine
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import EngineSpec

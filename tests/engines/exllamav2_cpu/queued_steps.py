@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_worker.engines.exllamav2.decode.inputs import Row
+from model_worker.engines.exllamav2.decode.graphs import Row
 from model_worker.engines.exllamav2.decode.loop import NOT_A_TOKEN, Array, Computed
-from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw
+from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw, RowTables
 from model_worker.engines.exllamav2.gpu_draws.rule import draw, penalised
-from model_worker.engines.exllamav2.gpu_draws.tables import RowTables
 from tests.engines.exllamav2_cpu.package import logprob_of
 
 PAGE = 256

@@ -14,20 +14,261 @@ What has to hold for a capture:
   be freed during a capture: PyTorch's destructors then abort the process.
 """
 
+import contextlib
 import gc
 import importlib
+import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 
-from model_worker.engines.exllamav2.decode.buckets import fitting
-from model_worker.engines.exllamav2.decode.embedding import HostEmbedding, scale_of
-from model_worker.engines.exllamav2.decode.inputs import Row, StepInputs
-from model_worker.engines.exllamav2.decode.static_params import static_params
-from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw
+from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw, write_words
+from model_worker.engines.exllamav2.gpu_draws.rule import WORDS
 from model_worker.engines.paged import attention
+
+# What the host writes for a step: tokens, lengths and block tables, in pinned memory and on each GPU.
+
+
+Array = np.ndarray[Any, Any]
+
+PINNED_SETS = 3
+"""Sets of pinned memory. A set is written again once the copy that reads it has run. At most two steps are queued, so
+that never takes long."""
+_ALIGNED = 4
+"""int32 numbers to which parts are aligned: Triton launches fast with addresses that are multiples of 16 bytes."""
+
+
+@dataclass
+class Row:
+    """One sequence of a step.
+
+    tokens  the tokens whose logits are computed, in order; not read where ``source`` is not -1
+    length  tokens of the sequence in the cache, before the step appends
+    pages   int32: the numbers of its pages, in order, up to the last one that the step writes
+    source  the row of the step before that draws the token; -1: the host knows it
+    """
+
+    tokens: Sequence[int]
+    length: int
+    pages: Array
+    source: int = -1
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+class StepInputs:
+    """The inputs of a step with ``queries`` tokens for each of at most ``rows`` rows, on one or more GPUs.
+
+    All of it is one block of int32 for each GPU: given tokens [rows * queries], sources [rows], lengths [rows], what
+    the rows draw [rows, WORDS], and the block table [rows, width] of the step's own width. So a step is one copy.
+
+    width  pages of the widest block table
+    spare  a page that no sequence owns. Rows that fill up a step write there, and unused entries of tables hold it
+    """
+
+    def __init__(self, devices: Sequence[int], rows: int, queries: int, width: int, spare: int) -> None:
+        self.rows, self.queries, self._spare = rows, queries, spare
+        self._sources = _aligned(rows * queries)
+        self._lengths = self._sources + _aligned(rows)
+        self._words = self._lengths + _aligned(rows)
+        self._table = self._words + rows * WORDS
+        size = self._table + rows * width
+        self._pinned = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(PINNED_SETS)]
+        self._arrays = [tensor.numpy() for tensor in self._pinned]
+        self._next = 0
+        self._copied: list[list[Any]] = [[] for _ in range(PINNED_SETS)]  # events behind the copies of each set
+        self.device = {index: torch.zeros(size, dtype=torch.int32, device=f"cuda:{index}") for index in devices}
+
+    def given(self, device: int, rows: int) -> torch.Tensor:
+        return self.device[device][: rows * self.queries]
+
+    def sources(self, device: int, rows: int) -> torch.Tensor:
+        return self.device[device][self._sources : self._sources + rows]
+
+    def lengths(self, device: int, rows: int) -> torch.Tensor:
+        return self.device[device][self._lengths : self._lengths + rows]
+
+    def words(self, device: int) -> torch.Tensor:
+        """Return what the rows draw, int32 [rows, WORDS] (``gpu_draws.kernels``)."""
+        return self.device[device][self._words : self._table].view(self.rows, WORDS)
+
+    def table(self, device: int, rows: int, width: int) -> torch.Tensor:
+        return self.device[device][self._table : self._table + rows * width].view(rows, width)
+
+    def write(self, step: Sequence[Row], draws: Sequence[RowDraw | None], rows: int, width: int) -> None:
+        """Queue the copies of a step's inputs on the current streams. ``rows`` and ``width`` are those of the graph.
+
+        draws  what each row draws; None, and rows without an element: nothing
+        """
+        block, pinned, copied = self._arrays[self._next], self._pinned[self._next], self._copied[self._next]
+        self._next = (self._next + 1) % PINNED_SETS
+        while copied:
+            copied.pop().synchronize()
+        queries, used = self.queries, len(step)
+        end = self._table + rows * width
+        table = block[self._table : end].reshape(rows, width)
+        table.fill(self._spare)
+        for number, row in enumerate(step):
+            if row.source < 0:
+                block[number * queries : (number + 1) * queries] = row.tokens
+            table[number, : len(row.pages)] = row.pages
+        block[self._sources : self._sources + rows] = -1
+        block[self._sources : self._sources + used] = [row.source for row in step]
+        block[self._lengths : self._lengths + rows] = 0
+        block[self._lengths : self._lengths + used] = [row.length for row in step]
+        block[used * queries : rows * queries] = 0
+        write_words(block[self._words : self._words + rows * WORDS].reshape(rows, WORDS), draws)
+        for index, tensor in self.device.items():
+            tensor[:end].copy_(pinned[:end], non_blocking=True)
+            copied.append(torch.cuda.current_stream(index).record_event())
+
+
+# The package's parameters object of a step whose tables are static tensors on the GPU.
+
+
+@cache
+def _kind() -> Any:
+    # Not imported above: importing the package is left to ``exllamav2.load``.
+    from exllamav2.attn_params import PagedParams
+
+    class StaticParams(PagedParams):  # type: ignore[misc]
+        """What attention asks of a step (attn.py, forward_paged): its tables, which here are always on the GPU.
+
+        The package's own object keeps tables on the CPU, and moves them with a wait for the GPU. A step of one row may
+        be "sequential" there, which puts the position into the launches. Here no step is.
+        """
+
+        def __init__(self, table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> None:
+            self.batch_size, self.page_size, self.paged = table.shape[0], page_size, True
+            self.is_sequential, self.multi_cache = False, False
+            self.block_index, self.cache_seqlens = table, lengths
+            self.block_index_tp = None
+            self.max_cache_seqlen = table.shape[1] * page_size  # only compared with 0
+            self.alt_rope_embed: dict[Any, Any] = {}
+            self.rope_offsets = None
+
+        def get_block_index(self, device: Any) -> torch.Tensor:
+            return self.block_index
+
+        def get_cache_seqlens(self, device_idx: int) -> torch.Tensor:
+            return self.cache_seqlens
+
+    return StaticParams
+
+
+def static_params(inputs: StepInputs, rows: int, width: int, device: int) -> Any:
+    """Return the parameters object of a step of ``rows`` rows with a table of ``width`` pages, for one GPU."""
+    return _kind()(inputs.table(device, rows, width), inputs.lengths(device, rows), 256)
+
+
+# The embedding in host memory, where the GPU can read it.
+
+
+class NotReadableError(Exception):
+    """The GPU cannot read the host's memory."""
+
+
+class HostEmbedding:
+    """A model's embedding [vocabulary, hidden] in fp16, in host memory that GPUs can read.
+
+    A captured step reads the rows that it needs over PCIe: 8 KiB for each token of a model of 8 billion parameters.
+    Raises NotReadableError with the reason in words.
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        size = table.numel() * table.element_size()
+        code = torch.cuda.cudart().cudaHostRegister(table.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+        if not int(code):
+            # Memory that is freed while it is registered breaks later copies from its addresses.
+            weakref.finalize(self, _unregister, table.data_ptr())
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the next launch reports the error and clears it
+        raise NotReadableError(
+            f"the GPU cannot read the embedding ({size >> 20} MiB) in host memory (CUDA error {int(code)}); the limit "
+            "of locked memory may be too low (ulimit -l)"
+        )
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def scale_of(model: Any) -> float:
+    """Return the factor by which the package multiplies embeddings (embedding.py, normalize_embeddings)."""
+    return float(model.config.hidden_size**0.5) if model.modules[0].archparams.normalize_embeddings else 1.0
+
+
+# The sizes of step for which graphs are captured. Pure.
+
+
+KERNEL_ROWS = 32
+"""The most rows that the package's kernels for quantised matrices compute. For more it first makes fp16 matrices of
+them (config.h, MAX_Q_GEMM_ROWS)."""
+FEWEST_KERNEL_ROWS = 16
+"""Steps of as many rows are always computed by these kernels."""
+WIDE = 40
+"""The fewest rows above KERNEL_ROWS for which a graph is captured."""
+PASSES = 64, 256
+"""Tokens of the passes over prompts that are captured, ascending. The pace counts prompts in pages of 256 tokens."""
+FEWEST_PAGES = 4
+"""Pages of the narrowest block table. Kernels for quantised caches cost little for a kilobyte of tokens."""
+
+
+def row_sizes(most: int, kernel_rows: int = KERNEL_ROWS) -> list[int]:
+    """Return the numbers of rows to capture, ascending, the last of them at least ``most``.
+
+    kernel_rows  the most rows that quantised matrices multiply quicker as they are than by way of fp16. More rows, up
+                 to KERNEL_ROWS, are captured as WIDE, so that the package makes fp16 matrices
+
+    Up to 4 rows EXL2 has one kernel per number of rows, and beyond that it computes tiles of 4 rows. So every number up
+    to 4 is captured, and multiples of 4 beyond: rows that fill up a tile cost nothing. The distance grows with the
+    size.
+    """
+    sizes, size = [], 1
+    last = WIDE if kernel_rows < most <= KERNEL_ROWS else most
+    while size < last:
+        if size <= kernel_rows or size > KERNEL_ROWS:
+            sizes.append(size)
+        size += 1 if size < 4 else 4 if size < KERNEL_ROWS else 8 if size < 64 else 16
+    return [*sizes, last]
+
+
+def most_captured(most: int, quantised: bool) -> int:
+    """Return the most rows that a captured step of ``most`` rows may have, padding included."""
+    return WIDE if quantised and FEWEST_KERNEL_ROWS < most <= KERNEL_ROWS else most
+
+
+def page_sizes(most: int, depends_on_width: bool) -> list[int]:
+    """Return the widths of block tables to capture, in pages, ascending, the last of them ``most``.
+
+    depends_on_width  whether a step's cost depends on the table's width (quantised caches), and not only on the lengths
+    """
+    if not depends_on_width:
+        return [most]
+    sizes, size = [], FEWEST_PAGES
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, most]
+
+
+def fitting(sizes: Sequence[int], needed: int) -> int | None:
+    """Return the smallest of ascending ``sizes`` that is at least ``needed``; None if all are smaller."""
+    index = bisect_left(sizes, needed)
+    return sizes[index] if index < len(sizes) else None
+
 
 WARM_UPS = 3
 """Runs of a size before it is captured: Triton compiles at the first, launches another way from the second on."""
@@ -76,7 +317,7 @@ class DecodeGraphs:
         padded = model.modules[-1].out_features if head else 0
         self.logits = torch.zeros((most, queries, padded), dtype=torch.half, device=f"cuda:{last}")
         # Not imported above: it needs Triton.
-        self._kernels: Any = importlib.import_module("model_worker.engines.exllamav2.decode.kernels")
+        self._kernels: Any = importlib.import_module("model_worker.engines.exllamav2.decode.graphs")
         self.pools = pools or {device: torch.cuda.graph_pool_handle() for device in self.devices}
         self._captured: dict[tuple[int, int], list[Any]] = {}
         self._alive: list[Any] = []
@@ -221,3 +462,29 @@ def finish(model: Any, logits: torch.Tensor) -> None:
 
 def _softcap(logits: torch.Tensor, cap: float) -> None:
     importlib.import_module("exllamav2.ext").ext_c.softcap_(logits, cap)
+
+
+# The Triton kernel with which a captured step begins: it finds each row's token, and fetches its embedding.
+
+
+# mypy: ignore-errors
+
+
+@triton.jit
+def embed(table, given, sources, drawn, out, QUERIES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the embedding of each row's token.
+
+    table    fp16 [vocabulary, HIDDEN], in host memory that the GPU can read
+    given    int32 [rows, QUERIES]: the tokens, if the host knows them
+    sources  int32 [rows]: the row of the step before that drew the row's only token, or -1 for ``given``
+    drawn    int64 [rows]: tokens that the step before has drawn
+    out      fp16 [rows, QUERIES, HIDDEN]
+    """
+    row = tl.program_id(0)
+    source = tl.load(sources + row // QUERIES)
+    token = tl.load(given + row).to(tl.int64)
+    if source >= 0:
+        token = tl.maximum(tl.load(drawn + source), 0)  # below 0 where logits were not numbers; the host raises then
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < HIDDEN
+    tl.store(out + row * HIDDEN + at, tl.load(table + token * HIDDEN + at, mask=mask), mask=mask)

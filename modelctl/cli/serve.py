@@ -1,0 +1,458 @@
+"""The command serve: the supervisor itself, in the foreground or detached."""
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from modelctl.cli import exit_codes
+from modelctl.cli.config_file import find_config
+from modelctl.cli.live_lines import Shown, Ticking
+from modelctl.cli.options import Signalled, config_file, connect, raised, runtime_dir_option, supervisor_options, way_to
+from modelctl.cli.root import Command, CommandFailure, drop_unwritten, say
+from protocol.errors import WireError
+from protocol.process.logs import FORMATS, LEVELS, LogStyle
+from protocol.process.worker_spec import install_command, not_installed
+from supervisor.config.server import Address, parse_address
+from supervisor.workers.environment import EXTENSION_BUILD
+
+if TYPE_CHECKING:
+    from supervisor.config.server import GatewayConfig
+
+
+# Compile ExLlamaV2's CUDA code before serving, once and visibly, in a process of its own.
+#
+# Workers would compile the code, too, under the same lock. But then one worker would compile for minutes while all
+# models seem to hang in loading. The module that the process runs (``EXTENSION_BUILD``) describes its output.
+#
+# The builder has a session of its own. So Ctrl-C and a hangup of the terminal reach only ``serve``, which then ends
+# the builder. If ``serve`` is killed (SIGKILL), the kernel sends the builder a signal.
+
+
+ENGINE = "exllamav2"
+END_S = 0.5
+"""Seconds that the builder has to end its compilers. After that the builder is killed, and its compilers end by
+themselves."""
+
+
+def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
+    """Compile the extension if one of the engines needs it. Show the steps on stderr, and wait until it is done.
+
+    A failure is reported, but does not end serving: models of other engines are served, and ``status`` says why those
+    of this engine cannot be. Ctrl-C ends the builder (KeyboardInterrupt). SIGTERM and SIGHUP end the builder, and then
+    this process, as always before serving. Call this in the main thread only (ValueError).
+    """
+    if ENGINE not in engines:
+        return
+    try:
+        with raised(signal.SIGTERM, signal.SIGHUP):
+            _compile(_Line(quiet))
+    except Signalled as e:
+        # The parent then sees which signal ended this process. A service manager counts such an end as clean.
+        signal.raise_signal(e.number)
+
+
+def _compile(shown: "_Line") -> None:
+    from modelctl.cli.detach import child_environment  # a third of the imports of `serve`, needed only to compile
+
+    # From the main thread, because the builder ends with the thread that starts it (PR_SET_PDEATHSIG).
+    with subprocess.Popen(
+        [*EXTENSION_BUILD, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+        start_new_session=True,
+    ) as builder:
+        assert builder.stdout is not None
+        assert builder.stderr is not None
+        try:
+            for line in builder.stdout:
+                shown.show(line.split())
+            code = builder.wait()
+        except BaseException:
+            shown.close()
+            _end(builder)
+            raise
+        shown.close()
+        if code:
+            why = builder.stderr.read().strip().rpartition("\n")[2] or f"exit code {code}"
+            _say(f"modelctl: ExLlamaV2's CUDA code is not compiled, its models will not load: {why}\n")
+
+
+def _end(builder: "subprocess.Popen[str]") -> None:
+    builder.terminate()  # the builder ends its compilers, too
+    try:
+        builder.wait(END_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also when a second signal cuts the wait short
+        builder.kill()
+
+
+class _Line:
+    """The present step on stderr: on a terminal a bar that is redrawn, elsewhere a line per step."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._live = sys.stderr.isatty() and not quiet
+        self._ticking: Ticking | None = None
+
+    def show(self, words: list[str]) -> None:
+        """Show what the builder has printed."""
+        if (text := _message_of(words)) is None or self._quiet:
+            return
+        if not self._live:
+            _say(f"{text}\n")
+            return
+        line = _shown(words)
+        if self._ticking is None:
+            self._ticking = Ticking(line).__enter__()
+        self._ticking.line = line
+
+    def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.__exit__()
+            self._ticking = None
+
+
+def _shown(words: list[str]) -> Shown:
+    """Return the line for a terminal."""
+    text = _message_of([*words[:1], "0", "0"] if words[0] == "build" else words) or ""
+    done, total = map(int, words[1:]) if words[0] == "build" else (0, 0)
+    return Shown(text, text, {"done": done, "total": total, "unit": "steps"})
+
+
+def _say(text: str) -> None:
+    try:
+        click.echo(text, err=True, nl=False)
+    except OSError:  # nobody reads stderr any more; that is no reason to give up a build of minutes
+        drop_unwritten()
+
+
+def _message_of(words: list[str]) -> str | None:
+    match words:
+        case ["build", "0", "0"]:  # the number of steps is not known yet
+            return "compiling ExLlamaV2's CUDA code"
+        case ["build", done, total]:
+            return f"compiling ExLlamaV2's CUDA code: {done} of {total}"
+        case ["waiting"]:
+            return "another process is compiling ExLlamaV2's CUDA code"
+    return None
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl serve": "Serve the models of ./models.yaml in this terminal",
+        "modelctl serve --detach /etc/modelctl/models.yaml": "Serve in the background, and wait for the models",
+    },
+)
+@config_file
+@click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the models are loaded.")
+@click.option("-q", "--quiet", is_flag=True, help="Log to the log file only.")
+@click.option("-w", "--watch", is_flag=True, help="Reload when the file changes.")
+@click.option("--no-compile", is_flag=True, hidden=True, help="The caller has seen to it.")
+@runtime_dir_option
+def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile: bool, runtime_dir: Path) -> int:
+    """Run the supervisor with the models of a models.yaml (FILE)."""
+    from supervisor.config.file import load_config, opening_of
+    from supervisor.config.yaml_source import ConfigError
+    from supervisor.ports.descriptors import TooFewDescriptors, raise_limit
+
+    try:
+        loaded = load_config(find_config(file, runtime_dir))
+        opening = opening_of(loaded)
+    except ConfigError as e:
+        for problem in e.problems:
+            say(str(problem))
+        return exit_codes.CONFIG
+    try:
+        raise_limit(loaded.worker_count, ports=2 if opening is None else 3)
+    except TooFewDescriptors as e:
+        raise CommandFailure(exit_codes.CONFIG, "too_few_descriptors", str(e)) from None
+    if not no_compile:
+        try:
+            compile_for(loaded.engines, quiet=quiet)
+        except KeyboardInterrupt:
+            return exit_codes.INTERRUPTED
+    if detach:
+        from modelctl.cli.detach import start_detached
+
+        return start_detached(
+            loaded.file,
+            runtime_dir,
+            [w for m in loaded.models.values() if m.autostart for w in m.workers],
+            ["--watch"] if watch else [],
+        )
+
+    from protocol.process.logs import never_wait, write_rest
+    from protocol.process.paths import admin_endpoint
+    from supervisor.logs.events import FAILS, EventKind, noted
+    from supervisor.logs.logs import set_up_logging
+    from supervisor.loop import Supervisor
+    from supervisor.ports.sockets import ListenError
+    from supervisor.runtime import AlreadyRunning, RuntimeDir, RuntimeDirError
+    from supervisor.workers.orphans import become_subreaper
+
+    try:
+        admin_endpoint(runtime_dir)  # raises ValueError if the longest socket path is too long
+        runtime = RuntimeDir(runtime_dir)
+    except AlreadyRunning as e:
+        raise CommandFailure(exit_codes.TEMPFAIL, "already_running", str(e)) from None
+    except RuntimeDirError as e:
+        raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
+    except OSError as e:
+        what = f"{runtime_dir / e.filename}: {e.strerror}" if isinstance(e.filename, str) else e.strerror
+        message = f"the runtime directory {runtime_dir} cannot be used: {what}"
+        raise CommandFailure(
+            exit_codes.CONFIG, "not_usable", f"{message}; repair it, or give another --runtime-dir"
+        ) from None
+    never_wait()  # from here on this process has a loop
+    log = set_up_logging(
+        runtime_dir, None if quiet else _screen(loaded.supervisor.log_style), loaded.supervisor.log_style
+    )
+    code = exit_codes.SOFTWARE
+    become_subreaper()
+    try:
+        code = Supervisor(loaded, runtime, log, opening, watch=watch).run()
+    except ListenError as e:
+        log.error("%s", e)
+        if quiet:  # otherwise the log goes to stderr, too
+            say(f"modelctl: {e}")
+        code = exit_codes.CONFIG
+    except KeyboardInterrupt:  # before the supervisor handles SIGINT
+        code = exit_codes.INTERRUPTED
+    except BaseException:
+        log.exception(FAILS, extra=noted(EventKind.SUPERVISOR))
+    # Not a return: the interpreter's own exit would wait for the workers (multiprocessing joins its children). After a
+    # fault the kernel and the guard kill workers that still run.
+    write_rest()
+    os._exit(code)
+
+
+def _screen(style: LogStyle) -> logging.Handler:
+    """Return the handler that writes the log to stderr."""
+    if sys.stderr.isatty() and not style.is_json:
+        from modelctl.cli.waiting import StartScreen
+
+        return StartScreen()
+    return logging.StreamHandler(sys.stderr)
+
+
+# The command gateway: serve OpenAI's API over HTTP for a supervisor, usually one on another machine.
+
+
+PATIENCE_S = 35.0
+"""Seconds that answers may take to complete after the first signal. A second signal ends them at once."""
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl gateway --connect tcp://192.168.1.5:5570 --key-file web.key": "Serve another machine's models",
+        "modelctl gateway --listen 9000 --auth none": "Serve the models of this machine, for a try, without tokens",
+    },
+)
+@click.option("--listen", metavar="ADDRESS:PORT", help="Address and port to listen on.  [default: 127.0.0.1:8000]")
+@click.option("--auth", metavar="keys|none", help="none: requests need no token; for loopback only.  [default: keys]")
+@click.option("--processes", type=int, help="Processes that share the port.  [default: 1]")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, help="A name by which clients may call the gateway.")
+@click.option("--cors-origin", "cors_origins", multiple=True, help="An origin of web pages that may use the API.")
+@click.option("--certificate", help="PEM file of the certificate chain, for HTTPS.")
+@click.option("--private-key", help="PEM file of its private key.")
+@click.option("--max-body", help="Largest body of a request.  [default: 16MiB]")
+@click.option("--stored-items", help="Bytes of responses' items that are kept in memory.  [default: 128MiB]")
+@click.option("--keepalive", metavar="comment|chunk|off", help="What keeps silent streams open.  [default: comment]")
+@click.option("--progress", metavar="comment|reasoning", help="Where chats tell of a model's load.  [default: comment]")
+@click.option(
+    "--reasoning-key",
+    metavar="reasoning_content|reasoning",
+    help="The key of the reasoning in answers.  [default: reasoning_content]",
+)
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Least level logged.")
+@click.option(
+    "--log-format", type=click.Choice(FORMATS), default="human", show_default=True, help="json: an object in each line."
+)
+@supervisor_options
+def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) -> int:
+    """Serve OpenAI's API over HTTP in this terminal, for a supervisor that runs already.
+
+    The supervisor on this machine needs no such command: the section `gateway` of models.yaml does the same. For one on
+    another machine, give --connect and a key with the right `gateway` (`modelctl keys new NAME --rights gateway`).
+
+    The options are the keys of the section `gateway`, and those of the log.
+    """
+    from protocol.client.transport import ClientKey
+    from protocol.process.logs import begin_log, never_wait
+    from protocol.process.worker_spec import missing_for_gateway
+    from supervisor.gateway import CHECK_S, GatewayProcesses, settings_of, with_seal_secret
+    from supervisor.helper import HelperWatch
+
+    config = _config_of(given)
+    style = LogStyle(log_level, log_format)
+    settings = replace(settings_of(config, Path.cwd()), log_style=style)
+    way = way_to(runtime_dir)
+    if "key" in way:
+        try:
+            ClientKey.load(way["key"])
+        except ValueError as e:
+            raise CommandFailure(exit_codes.CONFIG, "bad_key", str(e)) from None
+        settings = replace(settings, connect=str(way["endpoint"]), key_file=str(Path(way["key"]).absolute()))
+    else:
+        settings = with_seal_secret(replace(settings, runtime_dir=str(runtime_dir)), runtime_dir)
+    if (missing := missing_for_gateway()) is not None:
+        raise CommandFailure(exit_codes.CONFIG, "not_installed", missing)
+    never_wait()
+    begin_log("gateway", style)
+    watch = HelperWatch()
+    processes = GatewayProcesses(config, settings, logging.getLogger("modelctl"), watch)
+    signals: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            processes.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        processes.check()
+        if not processes.is_open:
+            raise CommandFailure(exit_codes.CONFIG, "cannot_listen")  # the log has said why
+        poll = select.poll()
+        poll.register(watch.descriptor, select.POLLIN)
+        while not signals:
+            if poll.poll(CHECK_S * 1000):
+                watch.hear()
+            processes.check()
+    finally:
+        processes.close(PATIENCE_S)
+    return exit_codes.INTERRUPTED if signals[0] == signal.SIGINT else exit_codes.OK
+
+
+def _config_of(given: dict[str, Any]) -> "GatewayConfig":
+    """Return the section ``gateway`` that the options stand for. Raises UsageError with the option that is wrong."""
+    from protocol.values import Unfit
+    from supervisor.config.reading import fit
+    from supervisor.config.server import GatewayConfig, gateway_problems
+
+    names = {"allowed_hosts": "--allowed-host", "cors_origins": "--cors-origin"}
+    present = {key: value for key, value in given.items() if value not in (None, ())}
+    keys = {key: list(value) if isinstance(value, tuple) else value for key, value in present.items()}
+    try:
+        config = fit(GatewayConfig, keys)
+        problems = gateway_problems(config)
+    except Unfit as e:
+        problems = [(str(flaw.path[0]), flaw.message) for flaw in e.flaws]
+    if problems:
+        key, message = problems[0]
+        raise click.UsageError(f"{names.get(key, '--' + key.replace('_', '-'))}: {message}")
+    return config
+
+
+# The command metrics: print the metrics once, or serve them for Prometheus where no gateway runs.
+
+
+CONNECTION_S = 10.0
+"""Seconds that a client of the HTTP port may be silent."""
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl metrics": "Print all metrics once",
+        "modelctl metrics --listen 9400": "Serve them at http://127.0.0.1:9400/metrics",
+    },
+)
+@click.option("--listen", metavar="ADDRESS:PORT", help="Serve the metrics there, for everybody who can reach it.")
+@supervisor_options
+def metrics(listen: str | None, runtime_dir: Path) -> None:
+    """Print the metrics in the format of Prometheus, or serve them.
+
+    A gateway serves the same under /metrics, for keys with the right `status`.
+    """
+    if not_installed(("prometheus_client",)):
+        text = f"metrics need the package prometheus-client: run {install_command('metrics')}"
+        raise CommandFailure(exit_codes.CONFIG, "not_installed", text)
+    if listen is None:
+        with connect(runtime_dir) as client:
+            click.echo(_read(client).decode(), nl=False)
+        return
+    try:
+        address = parse_address(listen)
+    except ValueError as e:
+        raise click.UsageError(f"--listen {listen}: {e}") from None
+    from protocol.client.sync_client import Client
+
+    with Client(**way_to(runtime_dir)) as client, _server(address, lambda: _read(client)) as server:
+        click.echo(f"modelctl: metrics are at http://{address}/metrics; Ctrl-C ends this", err=True)
+        server.serve_forever()
+
+
+def _read(client: Any) -> bytes:
+    from protocol.metrics import exposition  # not imported above: it needs the package prometheus-client
+
+    return exposition(client.status(), client.call("metrics", reply_timeout=client.timeout))
+
+
+def _server(address: Address, read: Callable[[], bytes]) -> ThreadingHTTPServer:
+    """Return an HTTP server that listens. Raises CommandFailure."""
+    from protocol.metrics import CONTENT_TYPE, EVERY_S, accepts_gzip, compressed
+
+    lock, newest, made_at = threading.Lock(), b"", -EVERY_S
+
+    def recent() -> bytes:
+        """Return the text of the last second, or a new one."""
+        nonlocal newest, made_at
+        with lock:
+            if time.monotonic() - made_at >= EVERY_S:
+                newest, made_at = read(), time.monotonic()
+            return newest
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = CONNECTION_S
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] not in ("/metrics", "/"):
+                self.send_error(404)
+                return
+            try:
+                status, kind, body = 200, CONTENT_TYPE, recent()
+            except (WireError, TimeoutError, OSError) as e:  # the supervisor is away, and may come back
+                status, kind, body = 503, "text/plain; charset=utf-8", f"{e}\n".encode()
+            self.send_response(status)
+            self.send_header("Vary", "Accept-Encoding")
+            if status == 200 and accepts_gzip(self.headers.get("Accept-Encoding", "")):
+                body = b"".join(compressed([body]))
+                self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing: a scrape comes each few seconds."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        daemon_threads = True
+
+    try:
+        return Server((address.host, address.port), Handler)
+    except OSError as e:
+        text = f"--listen {address}: cannot be opened: {e.strerror or e}"
+        raise CommandFailure(exit_codes.CONFIG, "cannot_listen", text) from None

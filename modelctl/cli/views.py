@@ -1,0 +1,359 @@
+"""The commands ps and status."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from modelctl.cli import options, root, tables
+from modelctl.cli.options import as_json, connect, show, supervisor_options, watch
+from modelctl.cli.root import Command, completed
+from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
+from supervisor.config.spelling import duration, size
+from supervisor.logs.files import percentage_of
+
+# The short form of `status`: the values that people look for first, in some ten lines a model. Pure.
+#
+# Unknown values take no line. ``figures`` has all values, for `status --verbose`.
+
+
+Values = Mapping[str, Any]
+Entries = list[tuple[str, list[str]]]
+"""Labels, each with one or more lines of text."""
+_TROUBLE = {
+    "handshakes_failed": "handshakes failed",
+    "connections_denied": "connections denied",
+    "bad_frames": "bad frames",
+    "worker_frames_dropped": "frames of workers dropped",
+}
+"""Counters that are worth a line once they are not zero."""
+
+
+def supervisor_entries(s: Values) -> Entries:
+    """Return the lines about the supervisor."""
+    counters = s["counters"]
+    found = {
+        "process": f"pid {s['pid']}, version {s['version']}, up for {duration(s['uptime_s'])}",
+        "shutting down": "yes" if s.get("shutting_down") else None,
+        "config": s["config"],
+        "runtime_dir": s["runtime_dir"],
+        "log": s.get("log_trouble"),
+        "usage": (s.get("usage") or {}).get("trouble"),
+        "spares": ", ".join(
+            f"{one['engine']} (pid {one['pid']})" if one["ready"] else f"{one['engine']} (importing)"
+            for one in s.get("spares") or ()
+        ),
+        "clients": tables.counted(s["connections"], "connection"),
+        "forwarding": None if s.get("forwarding") == "compiled" else s.get("forwarding"),
+        "orders": ", ".join(t["cause"] for t in s.get("turnovers") or () if t["running"]),
+        "trouble": ", ".join(f"{counters[key]} {what}" for key, what in _TROUBLE.items() if counters.get(key)),
+    }
+    return [*_entries(found), *tables.lines({key: s[key] for key in ("tcp", "gateway") if s.get(key)})]
+
+
+def of_model(m: Values) -> Entries:
+    """Return the lines about one worker."""
+    return _entries(
+        {
+            "state": _state(m),
+            "reason": m.get("reason"),
+            "description": m.get("description"),
+            "also called": tables.other_names(m),
+            "found below": m.get("folder"),
+            "last exit": _last_exit(m),
+            "engine": f"{m['engine']} on {_place(m)}",
+            "attention": m.get("attention"),
+            "decoding": m.get("decoding"),
+            "context": _context(m),
+            "template": m.get("template"),
+            "vram": _vram_in_words(m),
+            "requests": _requests(m),
+            "cache": _cache(m.get("engine_stats") or {}),
+            "so far": _totals(m["totals"]),
+            "process": _process(m),
+            "log": m["log"],
+        }
+    )
+
+
+def _entries(found: Mapping[str, str | None]) -> Entries:
+    return [(label, [text]) for label, text in found.items() if text]
+
+
+def _state(m: Values) -> str:
+    text = f"{m['state']} for {duration(m['state_s'])}"
+    if progress := m.get("progress"):
+        return f"{text}, {tables.progress(progress)}"
+    if m["state"] == "ready" and (seconds := m.get("load_seconds")) is not None:
+        text += f", loaded in {tables.seconds(seconds)}"
+        text += ", can sleep" if m.get("can_sleep") else ""
+    if m["state"] == "asleep":
+        text += f", {size(m['host_bytes'])} of host memory"
+    if (seconds := m.get("wake_s")) is not None:
+        text += f", last woken in {tables.seconds(seconds)}"
+    return f"{text}, until it is unloaded {duration(m['until_s'])}" if m.get("until_s") is not None else text
+
+
+def _last_exit(m: Values) -> str | None:
+    """Return how the last process ended, without a message that the reason repeats; None if it was stopped by order."""
+    last = m.get("last_exit")
+    if not last or last["reason"] == "asked":
+        return None
+    kind = f"{last['reason']} (exit code {last['code']})"
+    return kind if last["message"] == m.get("reason") else f"{kind}: {last['message']}"
+
+
+def _place(m: Values) -> str:
+    place = _device(m)
+    return f"machine {m['node']}, {place}" if m.get("node") else place
+
+
+def _device(m: Values) -> str:
+    device = m.get("device")
+    if m["gpu"] == "cpu":
+        return device or "cpu"
+    gpus = ", ".join(map(str, m["placed"])) if m.get("placed") else m["gpu"]
+    return f"GPU {gpus}" + (f" ({device})" if device else "")
+
+
+def _context(m: Values) -> str:
+    parts = [tables.counted(m["context"], "token")] if m["context"] is not None else []
+    parts.append(f"{tables.counted(m['max_batch_size'], 'request')} at once")
+    if m.get("chat") is not None:
+        parts.append("with a chat template" if m["chat"] else "no chat template")
+    return ", ".join(parts)
+
+
+def _vram_in_words(m: Values) -> str | None:
+    held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
+    parts = [f"{size(held)} held"] if held is not None else []
+    parts += [f"{size(estimated)} estimated"] if estimated else []
+    if m.get("vram_return") in ("awaited", "not back"):
+        parts.append(f"that of the last process is {'not back yet' if m['vram_return'] == 'awaited' else 'not back'}")
+    return ", ".join(parts) or None
+
+
+def _requests(m: Values) -> str:
+    text = f"{m['active']} active, {m['queued']} queued"
+    if m.get("idle_s") is not None:
+        return f"{text}, idle for {duration(m['idle_s'])}"
+    return f"{text}, {m['tokens_per_s']} tokens/s" if m["active"] else text
+
+
+def _cache(stats: Values) -> str | None:
+    head = "cache: "
+    return next((line.removeprefix(head) for line in tables.engine_lines(stats) if line.startswith(head)), None)
+
+
+def _totals(totals: Values) -> str:
+    text = f"{tables.counted(totals['finished'], 'request')} finished, {totals['tokens']} tokens"
+    more = {"ended with an error": totals.get("errors"), "resumed after a worker's death": totals.get("resumed")}
+    return ", ".join([text, *(f"{count} {what}" for what, count in more.items() if count)])
+
+
+def _process(m: Values) -> str | None:
+    restarts = tables.counted(m["restarts"], "restart") if m["restarts"] else ""
+    pid = f"pid {m['pid']}" if m["pid"] else ""  # 0: the worker's machine has not answered yet
+    return ", ".join(filter(None, (pid, restarts))) or None
+
+
+NODE = Column("NODE", drop=4)
+ALSO_CALLED = Column("ALSO CALLED", drop=14, least=16)
+FOLDER = Column("FOLDER", drop=15)
+PS = (
+    Column("NAME"), Column("STATE", state=True), NODE, Column("GPU", drop=4), Column("VRAM(EST)", drop=6),
+    Column("CTX", drop=11), Column("ACTIVE", drop=1), Column("QUEUED", drop=2), Column("TOK/S", drop=3),
+    Column("IDLE", drop=8), Column("UNTIL", drop=9), Column("PID", drop=10), Column("SINCE", drop=5),
+    Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True), ALSO_CALLED, FOLDER,
+    Column("REASON", drop=7, least=30),
+)  # fmt: skip
+UNWELL = ("failed", "backoff")
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl ps": "List the models of the supervisor on this machine",
+        "modelctl ps 'llama-*' --watch": "List some of them, and look again each second",
+        "modelctl ps --connect tcp://192.168.1.5:5570 --key-file ops.key": "List those of another machine",
+    },
+)
+@options.some
+@watch
+@as_json
+@supervisor_options
+def ps(models: tuple[str, ...], watch: bool, as_json: bool, runtime_dir: Path) -> None:
+    """List the models, or each MODEL: names, or quoted patterns such as 'llama-*'.
+
+    A narrow terminal shows fewer columns, and the whole reason of a failure below them. A pipe gets all columns. With
+    --watch and --json, each look is a line.
+    """
+    with connect(runtime_dir, admin=True) as client:
+
+        def read() -> list[dict[str, Any]]:
+            answer = options.status_of(client, models)
+            warn_of_troubles(answer)
+            listed: list[dict[str, Any]] = answer["models"]
+            return listed
+
+        show(read, lambda listed: ps_text(listed, terminal_width()), as_json=as_json, again=watch)
+
+
+def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
+    """Return the table of the models, and below it the failures' reasons that it does not show in full.
+
+    width  columns of the terminal; None: all columns
+    """
+    # Few files have other names or other machines, and the table is wide.
+    used = {ALSO_CALLED: any(map(tables.other_names, models)), NODE: any(m.get("node") for m in models),
+            FOLDER: any(m.get("folder") for m in models)}  # fmt: skip
+    columns = [column for column in PS if used.get(column, True)]
+
+    def shown(reasons: Sequence[str]) -> str:
+        rows = []
+        for model, reason in zip(models, reasons, strict=True):
+            cells = zip(PS, _ps_row(model, reason, in_words=width is not None), strict=True)
+            rows.append([cell for column, cell in cells if used.get(column, True)])
+        return table(columns, rows, width)
+
+    reasons = [clean(completed(m.get("reason") or "-")) for m in models]
+    whole = shown(reasons)
+    unseen = [m["state"] in UNWELL and reason not in whole for m, reason in zip(models, reasons, strict=True)]
+    if not any(unseen):
+        return whole
+    texts = [
+        wrapped(f"{m['name']}: {reason}", width, 2)
+        for m, reason, below in zip(models, reasons, unseen, strict=True)
+        if below
+    ]
+    kept = ["see below" if below else reason for reason, below in zip(reasons, unseen, strict=True)]
+    return "\n".join([shown(kept), "", *texts])
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "modelctl status": "Show the supervisor and each model in some ten lines",
+        "modelctl status llama-8b --verbose": "Show everything that is known of one model",
+        "modelctl status 'llama-*' --watch": "Look at some models again each second",
+    },
+)
+@options.some
+@click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
+@watch
+@as_json
+@supervisor_options
+def status(models: tuple[str, ...], verbose: bool, watch: bool, as_json: bool, runtime_dir: Path) -> None:
+    """Show the supervisor and its models, or each MODEL: names, or quoted patterns such as 'llama-*'.
+
+    Without --verbose, only known values and problems are shown.
+    """
+    with connect(runtime_dir, admin=True) as client:
+
+        def read() -> dict[str, Any]:
+            answer = options.status_of(client, models)
+            warn_of_troubles(answer)
+            return answer
+
+        def text(answer: dict[str, Any]) -> str:
+            return status_text(answer, terminal_width(), verbose=verbose, of_supervisor=not models)
+
+        show(read, text, as_json=as_json, again=watch)
+
+
+def status_text(answer: dict[str, Any], width: int | None, *, verbose: bool, of_supervisor: bool) -> str:
+    """Return the reply to the verb "status" as text.
+
+    width  columns of the terminal, to which values are wrapped; None: they are not
+    """
+    parts = []
+    if of_supervisor:
+        supervisor = answer["supervisor"]
+        entries = tables.lines(supervisor) if verbose else supervisor_entries(supervisor)
+        parts.append(_part("supervisor", entries, width))
+        parts += [f"{root.title('gpu ' + str(gpu['index']))}\n  {_gpu(gpu)}" for gpu in answer.get("gpus", [])]
+        if why := answer.get("gpus_unknown"):
+            parts.append(f"{root.title('gpus')}\n{wrapped(f'  cannot be read: {why}', width, 2)}")
+    for each in answer["models"]:
+        entry = {key: value for key, value in each.items() if key != "name"}
+        parts.append(_part(each["name"], tables.lines(entry) if verbose else of_model(entry), width))
+    return "\n".join(parts)
+
+
+def warn_of_troubles(answer: dict[str, Any]) -> None:
+    """Warn on stderr of what is wrong with the supervisor as a whole, by this answer to ``status``."""
+    supervisor = answer["supervisor"]
+    for name, words in supervisor["troubles"].items():
+        click.echo(f"modelctl: {_BEGINS.get(name, '')}{words}", err=True)
+
+
+_BEGINS = {"log": "the log ", "gpus": "the GPUs cannot be read: ", "gateway": "the gateway does not answer: ",
+           "cluster": "cluster: ", "folders": "folders: "}  # fmt: skip
+"""The beginning of the line about a trouble."""
+
+
+def _ps_row(m: dict[str, Any], reason: str, *, in_words: bool) -> tuple[object, ...]:
+    """Return the cells of a model, in the order of PS.
+
+    reason    the cell REASON
+    in_words  say how far a load is; programs read the bare state
+    """
+    percentage = percentage_of(m.get("progress")) if in_words else None
+    state = m["state"] if percentage is None else f"{m['state']} {percentage} %"
+    return (
+        m["name"], state, m.get("node"), _where(m), _vram(m), m["context"], m["active"], m["queued"], m["tokens_per_s"],
+        _age(m["idle_s"]), _until(m), m["pid"], _age(m["state_s"]), m["restarts"],
+        tables.cache_in_use(m.get("engine_stats") or {}), tables.other_names(m), m.get("folder"), reason,
+    )  # fmt: skip
+
+
+def _where(m: dict[str, Any]) -> str:
+    """Return the configured GPU, and for ``auto`` also where the model was placed."""
+    placed = m.get("placed")
+    return f"auto:{','.join(map(str, placed))}" if m["gpu"] == "auto" and placed else str(m["gpu"])
+
+
+def _vram(m: dict[str, Any]) -> str | None:
+    """Return the memory that the model holds, and in brackets the estimate."""
+    held, estimated = m.get("vram_bytes"), m.get("vram_estimate_bytes")
+    text = "-" if held is None else size(held)
+    return f"{text} ({size(estimated)})" if estimated else None if held is None else text
+
+
+def _until(m: dict[str, Any]) -> str | None:
+    """Return the cell UNTIL: the event that ends the model's present state, or the time until the model is unloaded."""
+    if m["state"] in ("unloaded", "asleep"):
+        return "request"
+    if m["state"] in ("stopped", "failed"):
+        return "start"
+    return None if m.get("until_s") is None else _age(m["until_s"])
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    used, total, free = (size(gpu[key]) for key in ("used_bytes", "total_bytes", "free_bytes"))
+    memory = f"{used} of {total} in use, {free} free  {gpu['uuid']}"
+    return f"{memory}\n  {sensors}" if (sensors := tables.sensors(gpu)) else memory
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 120:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 7200 else f"{seconds / 3600:.0f}h"
+
+
+def _part(title: str, entries: list[tuple[str, list[str]]], width: int | None) -> str:
+    """Return a heading, and under it labels with their values. What follows the first line of a value is under it."""
+    longest = max((len(label) for label, _ in entries), default=0)
+    lines = [root.title(title)]
+    for label, texts in entries:
+        for number, text in enumerate(texts):
+            value = clean(completed(text))
+            line = wrapped(f"  {label if number == 0 else '':<{longest}}  {value}", width, longest + 4)
+            if label == "state" and number == 0:
+                word = value.partition(" ")[0]
+                line = line.replace(word, root.painted(word), 1) if line.count(word) == 1 else line
+            lines.append(line)
+    return "\n".join(lines)

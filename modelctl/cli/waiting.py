@@ -1,0 +1,197 @@
+"""Wait for models to reach a state, and show progress meanwhile."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from modelctl.cli import exit_codes
+from modelctl.cli.live_lines import LiveLines, Shown
+from modelctl.cli.root import CommandFailure
+from protocol.client.sync_client import Client
+from protocol.process.logs import OUTSIDE
+from supervisor.logs.files import phase_of
+from supervisor.workers.life import AT_REST, GOING_DOWN, WorkerState
+
+POLL_S = 0.05
+MOST_NAMED = 5
+
+ModelStatus = dict[str, Any]
+RolloutReport = dict[str, Any]
+"""{number, cause, running, models: [{model, change, state, how?, message?}]}"""
+
+
+@contextmanager
+def goes_on(what: str) -> Iterator[None]:
+    """Say what goes on without the command if the user presses Ctrl-C in the body, which gives an order and waits.
+
+    Raises CommandFailure then.
+
+    what  names the order, and says how to see or end what it has begun
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise CommandFailure(exit_codes.INTERRUPTED, "interrupted", f"interrupted; {what}") from None
+
+
+def words_for(names: Sequence[str]) -> str:
+    """Return the models of an order as words: their names if they are few."""
+    return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} models"
+
+
+def wait_for(
+    client: Client, names: list[str], done: Callable[[ModelStatus], bool], *, for_people: bool = True
+) -> list[ModelStatus]:
+    """Show the models' states until all are done. Returns their last status, in the order of ``names``.
+
+    Raises ConnectionLost if the supervisor ends meanwhile.
+    """
+    live = LiveLines(for_people=for_people)
+    while True:
+        by_name = {m["name"]: m for m in client.status()["models"]}
+        models = [by_name[name] for name in names if name in by_name]  # a reload may have taken one out meanwhile
+        live.show({m["name"]: shown(m) for m in models})
+        if all(map(done, models)):
+            return models
+        time.sleep(POLL_S)
+
+
+def wait_for_rollouts(client: Client, numbers: Collection[int], *, for_people: bool = True) -> list[RolloutReport]:
+    """Show the workers of rollouts (reload, rolling restart) until the rollouts are done. Return their reports.
+
+    Raises ConnectionLost if the supervisor ends meanwhile.
+    """
+    live = LiveLines(for_people=for_people)
+    while True:
+        status = client.status()
+        rollouts = [rollout for rollout in status["supervisor"]["turnovers"] if rollout["number"] in numbers]
+        concerned = {report["model"] for rollout in rollouts for report in rollout["models"] if "how" in report or
+                     report["state"] == "running"}  # fmt: skip
+        live.show({model["name"]: shown(model) for model in status["models"] if model["model"] in concerned})
+        if not any(rollout["running"] for rollout in rollouts):
+            return rollouts
+        time.sleep(POLL_S)
+
+
+def wait_for_gateway(client: Client) -> str | None:
+    """Wait until the gateway serves or reports a problem. Return the problem; None if it serves, or if there is none.
+
+    Raises ConnectionLost if the supervisor ends meanwhile.
+    """
+    while (gateway := client.status()["supervisor"]["gateway"]) is not None and not gateway["ready"]:
+        if gateway["problem"]:
+            problem: str = gateway["problem"]
+            return problem
+        time.sleep(POLL_S)
+    return None
+
+
+def shown(model: ModelStatus) -> Shown:
+    """Return what is shown about a model while a command waits for it.
+
+    In backoff the phase has the reason, because the command goes on waiting. The reason of a failed model is left out,
+    because the command prints it at its end.
+    """
+    progress, state = model.get("progress"), model["state"]
+    phase = f"{model['name']}: {phase_of(state, progress)}"
+    if state == WorkerState.BACKOFF and model.get("reason"):
+        phase = f"{phase}: {model['reason']}"
+    lasts = state not in (*AT_REST, WorkerState.READY, WorkerState.ASLEEP)
+    return Shown(_line(model), phase, progress, lasts)
+
+
+def coming_generation(reply: dict[str, Any]) -> int:
+    """Return the generation that an order to start leads to, from the reply to the order.
+
+    A model that is going down gets a new generation.
+    """
+    generation: int = reply["generation"]
+    return generation + (reply["state"] in GOING_DOWN)
+
+
+def settled_up(model: ModelStatus, wanted: int = 0) -> bool:
+    """Return whether a model is ready, or will not become ready by itself.
+
+    wanted  the ordered generation. An older generation that is ready only makes room for it
+
+    One that goes down is not settled: only at rest it is certain whether somebody has stopped it, another model took
+    its place, or it starts again.
+    """
+    if model["state"] in (*AT_REST, WorkerState.ASLEEP) or is_away(model):
+        return True
+    return bool(model["generation"] >= wanted and model["state"] == WorkerState.READY)
+
+
+def is_away(model: ModelStatus) -> bool:
+    """Return whether a model's files cannot be read. The supervisor tries again for as long as that lasts."""
+    return model["state"] == WorkerState.BACKOFF and (model.get("last_exit") or {}).get("reason") == "away"
+
+
+def settled_down(model: ModelStatus, stopped: int) -> bool:
+    """Return whether the generation that was ordered to stop is gone, and its VRAM is back or was given up.
+
+    Somebody may have started the next generation meanwhile.
+    """
+    if model["generation"] > stopped:
+        return True
+    return model["state"] in AT_REST and model.get("vram_return") != "awaited"
+
+
+def settled_asleep(model: ModelStatus) -> bool:
+    """Return whether a model that was ordered to sleep does so, or will not."""
+    return model["state"] in (*AT_REST, WorkerState.ASLEEP)
+
+
+def _line(model: ModelStatus) -> str:
+    text = f"{model['name']:<16} {model['state']:<9}"
+    if progress := model.get("progress"):
+        return f"{model['name']:<16} {phase_of(model['state'], progress):<9}"
+    if model["state"] == "ready" and model.get("load_seconds") is not None:
+        return f"{text} loaded in {model['load_seconds']:.1f} s on {model['device']}"
+    return f"{text} {model['reason']}" if model.get("reason") else text
+
+
+def why_not_ready(model: ModelStatus) -> str:
+    """Return a line that says why a model that was to be started is not ready. It begins with the model's name."""
+    name, state = model["name"], model["state"]
+    if state == WorkerState.STOPPED:
+        return f"{name}: somebody else's order stopped it before it was ready"
+    if state == WorkerState.ASLEEP:
+        return f"{name}: it sleeps ({model['unloaded']}); the next request wakes it"
+    if state == WorkerState.UNLOADED:
+        return f"{name}: it was unloaded before a request came ({model['unloaded']}); the next request starts it"
+    again = "; it is tried again by itself" if is_away(model) else ""
+    return f"{name}: {model.get('reason') or 'is ' + state}{again} (log: {model['log']})"
+
+
+# The log of ``serve`` on a terminal, with a line below it for each model that starts, which is redrawn in place.
+
+
+class StartScreen(logging.StreamHandler[TextIO]):
+    """Writes records to stderr, which has to be a terminal. ``supervisor.fleet.fleet`` calls ``show_starts``.
+
+    Make one after ``log_output.never_wait``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._lines = LiveLines(for_people=False)
+        self._drawn = False
+
+    def show_starts(self, starts: Mapping[str, tuple[str, Mapping[str, Any] | None]]) -> None:
+        """Draw a line for each worker that starts: name → (phase, progress). Remove the lines of before.
+
+        Draw nothing while the terminal takes no output (Ctrl-S): the lines would take the room of the log's lines.
+        """
+        shown = {name: Shown(f"{name:<16} {phase:<9}", phase, progress) for name, (phase, progress) in starts.items()}
+        if (shown or self._drawn) and not OUTSIDE[2].is_behind:
+            self._lines.show(shown)
+            self._drawn = bool(shown)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record where the lines are. The next look draws them below it."""
+        self._lines.clear()
+        super().emit(record)

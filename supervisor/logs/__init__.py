@@ -1,0 +1,1 @@
+"""The log of the supervisor, and those of the models."""

@@ -1,0 +1,568 @@
+"""The record of one accepted request, and the effects of scheduling: plain data."""
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import InitVar, dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from protocol.codec import encode, pack_error, pack_reply
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.messages import Error, Kind, Message, Reply
+from protocol.process.compiled import find
+from protocol.process.logs import masked_values
+from supervisor.config.spelling import seconds_of, spelled, spelled_name
+from supervisor.keys.rights import OWNER, TOKEN_ID, TOKEN_ID_RULE, Identity
+from supervisor.requests.counters import Counters
+from supervisor.requests.fair_queue import Account
+from supervisor.requests.request_phase import RequestPhase
+from supervisor.requests.stories import MOST_STEPS, NOT_ENDED, RequestEnd, RequestRecord, Step
+
+# The fields of a request that change with every event.
+#
+# If the compiled module can be used (see ``protocol.process.compiled``), the class is ``fast_path.RequestProgress``.
+# Its fields are C's own, and ``fast_path`` reads and writes them without Python.
+#
+# phase             where the request is
+# resumable         whether another worker may go on with it. Only then ``ids`` are kept
+# credit            events that may go to the client before it grants more
+# sent              events that have gone to the client
+# delivered_tokens  tokens in those events
+# unpaid            tokens that the client's account has not been charged for yet
+# has_tokens        whether any token has come
+# first_token       when the first token came, in monotonic seconds; 0 before it
+# holds             whether events wait for the client's credit. Read for every event
+# ids               token ids of the answer so far, those of held events included (u32, little endian)
+# counters          the numbers of the ledger to which tokens are added as they go to the client, see
+#                   ``usage.counters``.
+#                   None: nobody counts. Set by ``count_in``
+
+
+class PlainRequestProgress:
+    __slots__ = (
+        *("counters", "credit", "delivered_tokens", "has_tokens", "holds", "ids", "phase", "resumable", "sent"),
+        *("first_token", "unpaid"),
+    )
+
+    def __init__(self, credit: int, resumable: bool) -> None:
+        self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable
+        self.sent = self.delivered_tokens = self.unpaid = 0
+        self.has_tokens = self.holds = False
+        self.first_token = 0.0
+        self.counters: Counters | None = None
+
+    def count_in(self, counters: Counters) -> None:
+        self.counters = counters
+
+
+if TYPE_CHECKING:
+    from supervisor.requests.fast_path import RequestProgress as RequestProgress
+else:
+    compiled = find("supervisor.requests.fast_path")
+    RequestProgress = PlainRequestProgress if compiled is None else compiled.RequestProgress
+
+
+# Check the ``route`` of a GENERATE: the part of a request that the supervisor itself reads. Pure.
+
+
+PRIORITIES = ("interactive", "normal", "batch")
+MAX_MS = 86_400_000
+"""One day. No client waits for longer."""
+MAX_AFFINITY = 256
+MOST_TRACE_IDS = 4
+MAX_TRACE_ID = 128
+MOST_NOTES = 32
+MAX_NOTE = 256
+MAX_STAY_S = 366 * 86_400
+"""One year. For a longer time a client asks for ever, with a negative number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The keys of ``route``, in GENERATE, as ``protocol.bodies.RouteKeys`` describes them. None is no limit."""
+
+    resume: bool = True
+    priority: str = "normal"
+    queue_ms: int | None = None
+    ttft_ms: int | None = None
+    deadline_ms: int | None = None
+    affinity: str | None = None
+    progress: bool = False
+    keep_alive: float | str | None = None
+    ttl: int | None = None
+    on_behalf_of: str | None = None
+    trace_ids: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+_EMPTY = Route()
+
+
+def read_route(given: dict[str, Any]) -> Route:
+    """Return the route that a client has given. Raises RequestError, which names the key, its value and the allowed
+    values."""
+    if not given:
+        return _EMPTY
+    for key, value in given.items():
+        check = CHECKS.get(key) if isinstance(key, str) else None
+        if check is None:
+            message = (
+                f"unknown routing key {spelled_name(key)}: known are {', '.join(CHECKS)}; all else stands in the body"
+            )
+            raise RequestError(message, field=f"route.{key[:64]}" if isinstance(key, str) else "route")
+        allowed, rule = check
+        if not allowed(value):
+            raise RequestError(f"{key} is {spelled(value)}: must be {rule}", field=f"route.{key}")
+    if "keep_alive" in given and "ttl" in given:
+        raise RequestError("ttl says what keep_alive says: leave out one of them", field="route.ttl")
+    given = given | {name: tuple(given[name]) for name in ("trace_ids", "notes") if name in given}
+    return Route(**given)
+
+
+def stay_of(given: dict[str, Any]) -> tuple[float, str] | None:
+    """Return how long a client wants its model to stay loaded, and the key of the route that says so. None: unset.
+
+    The time is in seconds without a request. Infinity means for ever. Raises RequestError as ``read_route`` does.
+    """
+    for key in ("keep_alive", "ttl"):
+        if key in given:
+            route = read_route(given)
+            seconds = route.ttl if route.keep_alive is None else _seconds(route.keep_alive)
+            return None if seconds is None else (float(seconds), key)
+    return None
+
+
+def _seconds(keep_alive: Any) -> float | None:
+    """Return the seconds that a value of ``keep_alive`` means; None if it is not valid."""
+    if type(keep_alive) is str:
+        positive = keep_alive.removeprefix("-")
+        seconds = 0 if positive == "0" else seconds_of(positive, several=True)
+        keep_alive = -seconds if seconds is not None and positive != keep_alive else seconds
+    if type(keep_alive) not in (int, float) or not keep_alive <= MAX_STAY_S:
+        return None
+    return math.inf if keep_alive < 0 else float(keep_alive)
+
+
+def _is_stay(value: Any) -> bool:
+    return _seconds(value) is not None
+
+
+def _is_ttl(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_STAY_S
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_ms(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_MS
+
+
+def _is_priority(value: Any) -> bool:
+    return type(value) is str and value in PRIORITIES
+
+
+def _is_affinity(value: Any) -> bool:
+    return type(value) is str and 1 <= len(value) <= MAX_AFFINITY
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is str and TOKEN_ID.fullmatch(value) is not None
+
+
+def _are_trace_ids(value: Any) -> bool:
+    return _are_texts(value, MOST_TRACE_IDS, MAX_TRACE_ID)
+
+
+def _are_notes(value: Any) -> bool:
+    return _are_texts(value, MOST_NOTES, MAX_NOTE)
+
+
+def _are_texts(value: Any, most: int, longest: int) -> bool:
+    if type(value) is not list or not 1 <= len(value) <= most:
+        return False
+    return all(type(each) is str and 1 <= len(each) <= longest for each in value)
+
+
+_BOOL = (_is_bool, "true or false")
+_MS = (_is_ms, f"milliseconds, an integer from 1 to {MAX_MS}")
+CHECKS = {
+    "resume": _BOOL,
+    "priority": (_is_priority, f"one of {', '.join(PRIORITIES)}"),
+    "queue_ms": _MS,
+    "ttft_ms": _MS,
+    "deadline_ms": _MS,
+    "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
+    "progress": _BOOL,
+    "keep_alive": (_is_stay, f"seconds up to {MAX_STAY_S}, or a duration such as 5m; 0: at once, negative: never"),
+    "ttl": (_is_ttl, f"seconds, an integer from 1 to {MAX_STAY_S}"),
+    "on_behalf_of": (_is_token_id, TOKEN_ID_RULE),
+    "trace_ids": (_are_trace_ids, f"a list of 1 to {MOST_TRACE_IDS} strings of 1 to {MAX_TRACE_ID} characters each"),
+    "notes": (_are_notes, f"a list of 1 to {MOST_NOTES} strings of 1 to {MAX_NOTE} characters each"),
+}
+"""For each key: a check of its value, and the allowed values in words."""
+
+
+# Hold the events of a stream that wait for credit, as joined bytes and three numbers for each event. Pure.
+
+
+EVENT_COST = 12
+"""Bytes of memory that a held event takes beside its own bytes."""
+_FIELDS = 3
+
+
+class SendBuffer:
+    """A queue of the events of one stream. Their sequence numbers are consecutive, so they are not kept.
+
+    A deque of (entry, bytes) would take 250 bytes for each event: six times the event of a token itself.
+    """
+
+    __slots__ = ("_at", "_body", "_bytes_at", "_numbers")
+
+    def __init__(self) -> None:
+        self._numbers = array("I")  # (flags, tokens, length) of each event
+        self._body = bytearray()
+        self._at = 0  # numbers before this one have been taken out,
+        self._bytes_at = 0  # and bytes before this one
+
+    def __len__(self) -> int:
+        return (len(self._numbers) - self._at) // _FIELDS
+
+    @property
+    def cost(self) -> int:
+        """Return the bytes that the queue takes."""
+        return len(self._body) - self._bytes_at + EVENT_COST * len(self)
+
+    def add(self, flags: int, tokens: int, event: bytes) -> None:
+        self._numbers.extend((flags, tokens, len(event)))
+        self._body += event
+
+    def take(self, count: int) -> tuple[list[tuple[int, int, int]], bytes]:
+        """Remove the first ``count`` events. Return (flags, tokens, length) of each, and their bytes joined."""
+        entries = list(self._triples(count))
+        size = sum(length for _, _, length in entries)
+        body = bytes(memoryview(self._body)[self._bytes_at : self._bytes_at + size])
+        self._at += _FIELDS * count
+        self._bytes_at += size
+        if 2 * self._at >= len(self._numbers):  # so at most one byte is moved for each byte that was taken
+            del self._numbers[: self._at], self._body[: self._bytes_at]
+            self._at = self._bytes_at = 0
+        return entries, body
+
+    def clear(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def _triples(self, count: int) -> Iterator[tuple[int, int, int]]:
+        numbers = self._numbers
+        for at in range(self._at, self._at + _FIELDS * count, _FIELDS):
+            yield numbers[at], numbers[at + 1], numbers[at + 2]
+
+
+PROBATION = 4
+"""Events after which a request has shown that it did not kill its worker. The supervisor may have seen fewer events
+than the dead worker had computed. The step in which the worker died brought none. On a GPU the next step may have been
+queued already. The events of the last step or two may have been lost on their way out of the process. A step brings at
+most one event of a request, however many tokens are in it (with speculation there are several)."""
+
+
+@dataclass(slots=True)  # not frozen: a frozen one takes three times as long to make, and every token needs one
+class ToClient:
+    """Effect: send a frame to a client connection."""
+
+    channel: int
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    """Effect: send a frame to one process of a worker, unless that process has ended.
+
+    generation  tells the process from its successors
+    """
+
+    worker: str
+    generation: int
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Effect: requests wait for a model, and one of its unloaded workers has to be loaded for them."""
+
+    model: str
+
+
+Effect = ToClient | ToWorker | Wake
+Awaited = tuple[tuple[str, int], ...]
+"""The models that have to make room before another one can be loaded, each with the number of its requests that run."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlight(RequestProgress):
+    """One accepted request. RequestProgress has the fields that change with every event.
+
+    channel, request   the client's connection, and the number that the client gave the request
+    cost               tokens of the prompt, estimated from its bytes
+    account            the party's account in the fair queue
+    party              the client that takes a turn with this request, in the queue and when its constraint is compiled,
+                       and that is charged for it: its channel, or a number that all requests of a key share
+    accepted, started  monotonic seconds: when the request was accepted, and when a worker was first given it
+    window             events that may go to the client before it grants any credit
+    held               events that wait for credit, in order
+    worker             the name of the worker that has it, or had it last
+    cancelled          whether its client has cancelled it
+    resumes            how often it went on in another worker
+    begun              number of the first event that is expected from its present worker
+    place              for a suspect: how many events it had when a worker died while computing it, or while computing a
+                       request with the same payload. None for a request under no suspicion
+    alone              whether one more death that is blamed on it makes it poisoned: then it is on probation alone
+    parkings           how often a worker gave it back to compile its constraint
+    compiler           (worker, generation) of the worker that compiles its constraint, or keeps the compiled one
+    charged            whether its account has paid for its prompt
+    owner              the identity that asked for it
+    defaults           a packed map: the settings of the variant that it asked for. The worker gets it with the job
+    usage_place        the place of its counters in the table, 0 if nobody counts
+    prompt_tokens      the length of its prompt; None until a worker has reported it
+    paid               tokens of the answer that its account has paid for
+    advance            credit beyond the window, see ``advance.py``
+    steps              what has happened to it, see ``stories.py``
+    end                how its worker has ended it, once that is so
+    """
+
+    channel: int
+    request: int
+    model: str
+    route: Route
+    body: bytes = field(repr=False)  # a fault of the supervisor is logged with the request, but never with its prompt
+    cost: int
+    account: Account
+    accepted: float
+    window: InitVar[int]
+    held: SendBuffer = field(repr=False)
+    worker: str = ""
+    started: float | None = None
+    cancelled: bool = False
+    resumes: int = 0
+    begun: int = 0
+    place: int | None = None
+    advance: int = 0
+    alone: bool = False
+    party: int = 0
+    paid: int = 0
+    parkings: int = 0
+    compiler: tuple[str, int] | None = None
+    charged: bool = False
+    owner: Identity = OWNER
+    defaults: bytes = field(default=b"", repr=False)
+    usage_place: int = 0
+    prompt_tokens: int | None = None
+    end: RequestEnd = NOT_ENDED
+    steps: list[Step] = field(default_factory=list, repr=False)
+    reported: int = -1
+    """The queue position last reported."""
+    told: str = ""
+    """What its client was told last of the models that have to make room."""
+
+    def __post_init__(self, window: int) -> None:
+        RequestProgress.__init__(self, window, self.route.resume)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.channel, self.request
+
+    @property
+    def id(self) -> str:
+        """The text by which the verbs name the request. No other request of this supervisor ever has the same text."""
+        return f"{self.channel}-{self.request}"
+
+    def note(self, now: float, step: str, **facts: object) -> None:
+        """Note a step of the request's story."""
+        if len(self.steps) < MOST_STEPS:
+            self.steps.append(Step(now, step, facts))
+
+    def record(self, end: RequestEnd = NOT_ENDED, ended: float | None = None) -> RequestRecord:
+        """Return the facts of the request: those so far, or all of them if it has ended.
+
+        end    how it ended. That need not be how its worker has ended it
+        ended  when it ended, in monotonic seconds; None if it has not
+        """
+        tokens = self.delivered_tokens if end.completion_tokens is None else end.completion_tokens
+        return RequestRecord(
+            self.id, self.route.trace_ids, self.model, self.owner, self.route.priority, self.prompt_tokens, self.cost,
+            tokens, self.resumes, self.accepted, self.started, self.first_token, tuple(self.steps), self.route.notes,
+            end, ended,
+        )  # fmt: skip
+
+    def settle(self) -> None:
+        """Charge the account for the tokens that it has not been charged for yet."""
+        if self.unpaid:
+            self.account.charge(self.unpaid)
+            self.paid += self.unpaid
+            self.unpaid = 0
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of the answer that workers have sent so far, held ones included."""
+        return self.paid + self.unpaid
+
+    @property
+    def next_seq(self) -> int:
+        """Return the number of the next event that is expected from the worker."""
+        return self.sent + len(self.held)
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether its present worker may still be reading the prompt, or has only just begun to answer."""
+        return self.next_seq < self.begun + PROBATION
+
+    @property
+    def on_probation(self) -> bool:
+        """Return whether a death now would be blamed on this suspect: it is new to its worker, or near its place."""
+        place = self.place
+        return place is not None and (self.is_new or place - PROBATION <= self.next_seq < place + PROBATION)
+
+    @property
+    def has_passed(self) -> bool:
+        """Return whether the request is under no suspicion, or has passed its probation in its present worker."""
+        return self.place is None or self.next_seq >= max(self.begun, self.place) + PROBATION
+
+
+# The queue between the classes that decide and the loop that acts. Pure.
+#
+# The scheduler, the life cycle, rollouts and the keys' rights decide what has to be done, and add it here as effects.
+# Nothing happens at that moment. When the handler of a message, an exit or a timer has returned, the loop takes all
+# effects out. It carries them out in the order in which they were decided (``supervisor.loop``).
+
+
+@dataclass(frozen=True, slots=True)
+class EndConnection:
+    """Effect: tell a client why its connection ends, and end it. Effects that came before reach the client first."""
+
+    channel: int
+    error: WireError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChanged:
+    """Effect: the state of a worker has changed, so a rollout may be able to go on."""
+
+
+QueuedEffect = Effect | EndConnection | WorkerChanged
+
+
+class EffectQueue:
+    """The effects that have yet to be carried out, in the order in which they were decided."""
+
+    def __init__(self) -> None:
+        self._effects: list[QueuedEffect] = []
+
+    def add(self, effects: Iterable[QueuedEffect]) -> None:
+        """Put effects at the end of the queue."""
+        self._effects += effects
+
+    def take(self) -> list[QueuedEffect]:
+        """Take all effects out of the queue, in their order. Only the loop's EffectRunner calls this."""
+        taken = self._effects
+        if taken:  # this is asked at least twice for every token
+            self._effects = []
+        return taken
+
+
+# Make the message that answers a refused frame. Pure. ``protocol.messages`` (ERROR) states the rule.
+
+
+def refusal(error: WireError, kind: Kind | None, number: int, *, runs: bool) -> Error | Reply:
+    """Return the message that answers a refused frame.
+
+    A client ends the request that an ERROR names. So only a GENERATE is answered by an ERROR with its number, and only
+    while no accepted request has that number.
+
+    kind, number  of the refused frame, see ``codec.named``
+    runs          whether a request of this connection with that number was accepted and has not ended
+    """
+    if kind is Kind.CALL and number:
+        return Reply(number, pack_reply({"error": masked_values(error.to_wire())}))
+    if kind is Kind.GENERATE and number and not runs:
+        return Error(number, pack_error(error))
+    refused = {} if kind is None else {"kind": int(kind), **({"number": number} if number else {})}
+    return Error(0, pack_reply({**masked_values(error.to_wire()), "refused": refused}))
+
+
+def number_of(message: Message) -> int:
+    """Return the number of the request or call that a client's message names, 0 if it names none."""
+    number: int = getattr(message, "request", getattr(message, "call", 0))
+    return number
+
+
+# Make short digests of long byte strings, which only have to be recognized again. Pure.
+
+
+try:
+    # hashlib has the same function, but also loads OpenSSL. That takes 3.5 MB and 12 ms, and nothing here needs it.
+    from _blake2 import blake2b
+except ImportError:  # this Python was built without the module
+    from hashlib import blake2b
+
+
+def digest(content: bytes, key: bytes = b"") -> bytes:
+    """Return the digest of ``content``, 16 bytes. Another ``key`` (at most 64 bytes) makes another digest."""
+    return blake2b(content, digest_size=16, key=key).digest()
+
+
+# Remember which client asked a worker a question (tokenize, detokenize), until the worker has answered. Pure.
+
+
+MOST = 256
+"""The most questions that a worker may have to answer at once."""
+MOST_OF_PARTY = 32
+"""The most questions of one client that a worker may have to answer at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """The client that has asked.
+
+    channel  the number of its connection
+    call     the number that it gave the call
+    party    its party, as in ``InFlight``: its channel, or the number of a key
+    """
+
+    channel: int
+    call: int
+    party: int
+
+    def reply(self, body: bytes) -> ToClient:
+        """Return the effect that sends the client its answer."""
+        return ToClient(self.channel, encode(Reply(self.call, body)))
+
+
+class PendingQueries:
+    """The questions that workers have yet to answer."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._open: dict[str, dict[int, Asker]] = {}
+
+    def begin(self, worker: str, asker: Asker) -> int:
+        """Note a question and return its number. Raises WireError (OVERLOADED) if too many are open."""
+        asked = self._open.setdefault(worker, {})
+        own = sum(other.party == asker.party for other in asked.values())
+        if len(asked) >= MOST or own >= MOST_OF_PARTY:
+            message = (
+                f"{worker} has {len(asked)} questions to answer (at most {MOST}), {own} of this client (at most "
+                f"{MOST_OF_PARTY}): try later"
+            )
+            raise WireError(ErrorCode.OVERLOADED, message, retry_after_ms=100)
+        number = next(self._ids)
+        asked[number] = asker
+        return number
+
+    def answered(self, worker: str, number: int) -> Asker | None:
+        """Take note of an answer. Return the client that asked, or None if no client waits for this answer."""
+        return self._open.get(worker, {}).pop(number, None)
+
+    def worker_gone(self, worker: str) -> list[Asker]:
+        """Forget the questions that a dead worker cannot answer. Return the clients that asked them."""
+        return list(self._open.pop(worker, {}).values())
