@@ -47,7 +47,7 @@ def test_what_does_not_exist_is_told(text: str, message: str) -> None:
     [
         "`supervisor/loop.py`",
         "`docs/images/`",
-        "`local_launcher.py`",
+        "`authorizer.py`",
         "`tests/test_imports.py::test_nothing_unpickles`",
         "`protocol.messages.TERMINAL`",
         "`supervisor.listen`",
