@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final, TextIO
@@ -22,75 +22,14 @@ from protocol.process.birth import forbid_core_dumps
 from protocol.process.logs import harmless, masked
 from supervisor.workers.environment import loss
 
-# Say what was probably meant by a command or an option that does not exist.
-
-
-class NamesOptions(click.Command):
-    """A command that says which option was probably meant by one that it does not have."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as e:
-            raise unknown_option(ctx, e.option_name) from None
-
-
-def unknown_command(context: click.Context, given: str, known: Iterable[str]) -> click.UsageError:
-    """Return the error for a command that does not exist."""
-    return click.UsageError(f"unknown command {given!r}{_or_rather(given, known)}", context)
-
-
-def unknown_option(context: click.Context, given: str) -> click.UsageError:
-    """Return the error for an option that the context's command does not have.
-
-    If the option looks like an argument of the command, the error says that the argument has no dashes.
-    """
-    parameters = context.command.get_params(context)
-    arguments = {f"--{each.name}": each for each in parameters if isinstance(each, click.Argument)}
-    options = [
-        name
-        for each in parameters
-        if isinstance(each, click.Option) and not each.hidden
-        for name in (*each.opts, *each.secondary_opts)
-    ]
-    nearest = _nearest(given, [*options, *arguments])
-    if nearest in arguments:
-        meant = f"; {arguments[nearest].human_readable_name} is an argument: give it without a name"
-    else:
-        meant = _or_rather(given, options)
-    return click.UsageError(f"unknown option {given!r}{meant}", context)
-
-
-def _or_rather(given: str, known: Iterable[str]) -> str:
-    nearest = _nearest(given, known)
-    return "" if nearest is None else f"; did you mean {nearest!r}?"
-
-
-def _nearest(given: str, known: Iterable[str]) -> str | None:
-    from difflib import get_close_matches  # only after a mistake, as commands have to answer at once
-
-    return next(iter(get_close_matches(given, list(known), n=1)), None)
-
-
 # A group of commands whose help lists them.
 
 
-class CommandGroup(NamesOptions, click.Group):
+class CommandGroup(click.Group):
     """A group whose help lists each command with the whole first sentence of the command's help.
 
     click itself would cut the sentence at the end of the line.
     """
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
-            raise unknown_command(ctx, args[0], self.names(ctx))
-        return super().resolve_command(ctx, args)
-
-    def names(self, ctx: click.Context) -> list[str]:
-        """Return every name by which a command can be called."""
-        return self.list_commands(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -434,9 +373,6 @@ class _LazyGroup(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
-    def names(self, ctx: click.Context) -> list[str]:
-        return [*_COMMANDS, *ALIASES]
-
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         target = _COMMANDS.get(ALIASES.get(name, name))
         if target is None:
@@ -480,6 +416,10 @@ def cli() -> None:
     """
 
 
+# click finds in here which command was probably meant by a mistyped one. get_command finds the commands themselves.
+cli.commands = dict.fromkeys((*_COMMANDS, *ALIASES), click.Command(None))
+
+
 def run() -> int:
     """Run the command line. Return the exit code. An error becomes one line on stderr."""
     open_missing()
@@ -518,7 +458,7 @@ def _json_wanted() -> bool:
 # A command that shows examples at the end of its help.
 
 
-class Command(NamesOptions):
+class Command(click.Command):
     """A click command with examples. The page ``docs/commands.md`` shows them, too.
 
     examples  {command line: what it does}
