@@ -75,13 +75,12 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     told = {} if found is None else {"unread": found.unread, "refused": found.refused, "waiting": found.waiting}
     folders = {how: {masked(place): masked(why) for place, why in places.items()} for how, places in told.items()}
     if as_json:
-        unchecked = {"unchecked": checked.unchecked} if checked.unchecked else {}
-        notes = {"notes": examined.config.notes} if examined.config.notes else {}
-        templates = {"templates": checked.templates} if checked.templates else {}
-        understood = {"understood": checked.understood} if checked.understood else {}
-        of_folders = {"folders": folders} if folders else {}
-        facts = {**templates, **understood, **unchecked, **notes, **of_folders}
-        click.echo(json.dumps({"ok": True, "models": names, **facts}, indent=2))
+        facts = {
+            "templates": checked.templates, "understood": checked.understood, "unchecked": checked.unchecked,
+            "notes": examined.config.notes, "folders": folders,
+        }  # fmt: skip
+        known = {key: value for key, value in facts.items() if value}
+        click.echo(json.dumps({"ok": True, "models": names, **known}, indent=2))
         return exit_codes.OK
     click.echo(f"{examined.config.file}: fine; models: {', '.join(names) or 'none'}")
     for name, spec in examined.config.models.items():

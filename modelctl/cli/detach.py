@@ -25,6 +25,7 @@ from supervisor.workers.life import WorkerState
 STALLED_S = 10.0
 """Seconds after which a new supervisor is given up that neither answers nor uses processor time. A supervisor that uses
 processor time is only slow: on a busy machine its imports alone may take longer than that."""
+SERVE = (sys.executable, "-P", "-m", "supervisor", "serve", "-q")  # -P: no module of the directory is imported
 _DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 
 
@@ -39,21 +40,7 @@ def start_detached(config: Path, runtime_dir: Path, autostart: list[str], option
     multiprocessing asks for the name of the current directory.
     """
     process = subprocess.Popen(
-        # -P, because no module in "/" may be imported.
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "supervisor",
-            "serve",
-            "-q",
-            "--no-compile",
-            "-c",
-            config,
-            "--runtime-dir",
-            runtime_dir,
-            *options,
-        ],
+        [*SERVE, "--no-compile", "-c", config, "--runtime-dir", runtime_dir, *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

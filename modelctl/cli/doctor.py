@@ -20,7 +20,7 @@ import psutil
 from modelctl.cli import doctor_cluster, exit_codes
 from modelctl.cli.config_file import find_config
 from modelctl.cli.detach import child_environment
-from modelctl.cli.findings import Finding, Verdict, bad, looking_at, ok, warn, within
+from modelctl.cli.findings import Finding, Verdict, answer_of, bad, looking_at, ok, warn, within
 from modelctl.cli.options import as_json, config_file, connect, runtime_dir_option
 from modelctl.cli.root import Command, completed, painted
 from modelctl.cli.tables import clean, terminal_width, wrapped
@@ -59,24 +59,12 @@ def read_nvml() -> Facts:
 
 def read_engine() -> Facts:
     """Return what the probe of the engine prints, or {absent} with the reason why it does not."""
-    return _answer(list(ENGINE_PROBE), ENGINE_S)
+    return _answer(ENGINE_PROBE, ENGINE_S)
 
 
-def _answer(command: list[str], seconds: float) -> Facts:
-    try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL,
-            env=child_environment(), check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"absent": f"no answer within {seconds:g} s: the driver or a disk hangs, see `dmesg`"}
-    except OSError as e:
-        return {"absent": e.strerror or str(e)}
-    try:
-        found: Facts = json.loads(ran.stdout.strip().rpartition("\n")[2])
-    except ValueError:
-        return {"absent": ran.stderr.strip().rpartition("\n")[2] or f"exit code {ran.returncode}"}
-    return found
+def _answer(command: Sequence[str], seconds: float) -> Facts:
+    late = ": the driver or a disk hangs, see `dmesg`"
+    return answer_of(command, seconds, late, stdin=subprocess.DEVNULL, env=child_environment())
 
 
 def driver_of(nvml: Facts, *, wanted: bool) -> list[Finding]:

@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from modelctl.cli.findings import Finding, bad, ok, warn
+from modelctl.cli.findings import Finding, answer_of, bad, ok, warn
 from modelctl.cli.tables import counted
 from protocol import __version__
 from protocol.process.birth import helper_environment
@@ -136,21 +135,9 @@ def read_cluster(address: str, endpoints: Sequence[str], engines: Sequence[str],
     """
     request = {"address": address, "endpoints": [*map(split_endpoint, endpoints)], "engines": engines, "paths": paths}
     ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "HOME"}
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-P", "-m", "modelctl.cli.ray_facts"],
-            input=json.dumps(request), capture_output=True, text=True, timeout=LOOK_S, check=False, cwd="/",
-            env=helper_environment(**ray), start_new_session=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"absent": f"no answer within {LOOK_S:g} s"}
-    except OSError as e:
-        return {"absent": e.strerror or str(e)}
-    try:
-        found: Facts = json.loads(ran.stdout.strip().rpartition("\n")[2])
-    except ValueError:
-        return {"absent": ran.stderr.strip().rpartition("\n")[2] or f"exit code {ran.returncode}"}
-    return found
+    command = [sys.executable, "-P", "-m", "modelctl.cli.ray_facts"]
+    environment = helper_environment(**ray)
+    return answer_of(command, LOOK_S, "", input=json.dumps(request), cwd="/", env=environment, start_new_session=True)
 
 
 def models_away(config: "Config") -> dict[str, tuple[str, list[str]]]:

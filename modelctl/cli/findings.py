@@ -1,6 +1,8 @@
 """A finding of the doctor: one line for people, one object for programs."""
 
-from collections.abc import Callable, Iterable
+import json
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Thread
@@ -53,6 +55,24 @@ def warn(what: str, says: str, remedy: str) -> Finding:
 def bad(what: str, says: str, remedy: str) -> Finding:
     """Return a finding that keeps something from working."""
     return Finding(what, Verdict.BAD, says, remedy)
+
+
+def answer_of(command: Sequence[str], seconds: float, late: str, **options: Any) -> Mapping[str, Any]:
+    """Run a program. Return the object of JSON in its last line, or {absent} with the reason why there is none.
+
+    late     what is said if the program takes longer than ``seconds``
+    options  of ``subprocess.run``
+    """
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, **options)
+        found: Mapping[str, Any] = json.loads(ran.stdout.strip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired:
+        return {"absent": f"no answer within {seconds:g} s{late}"}
+    except OSError as e:
+        return {"absent": e.strerror or str(e)}
+    except ValueError:
+        return {"absent": ran.stderr.strip().rpartition("\n")[2] or f"exit code {ran.returncode}"}
+    return found
 
 
 def looking_at(what: str, progress: Progress | None = None) -> Ticking:

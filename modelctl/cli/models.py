@@ -21,6 +21,7 @@ from modelctl.cli.waiting import (
     RolloutReport,
     coming_generation,
     goes_on,
+    ordering,
     settled_asleep,
     settled_down,
     settled_up,
@@ -28,7 +29,6 @@ from modelctl.cli.waiting import (
     wait_for_gateway,
     wait_for_rollouts,
     why_not_ready,
-    words_for,
 )
 from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost, ErrorCode, WireError
@@ -37,7 +37,7 @@ from supervisor.workers.life import AT_REST
 if TYPE_CHECKING:
     from supervisor.config.yaml_source import Problem
 
-_no_wait = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
+no_wait_option = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 
 
 @click.command(
@@ -49,7 +49,7 @@ _no_wait = click.option("--no-wait", is_flag=True, help="Give the order and retu
     },
 )
 @options.or_all
-@_no_wait
+@no_wait_option
 @as_json
 @supervisor_options
 def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
@@ -57,12 +57,11 @@ def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, ru
 
     MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
     """
-    with connect(runtime_dir, admin=True) as client:
-        names = options.ordered(client, models, every=every)
-        with goes_on(f"the start of {words_for(names)} goes on: `modelctl ps` shows it, `modelctl stop` ends it"):
-            replies = give_order(client, "start", names)
-            wanted = {name: coming_generation(worker) for name, worker in replies.items()}
-            see_up(client, wanted, no_wait, as_json)
+    what = "the start of {} goes on: `modelctl ps` shows it, `modelctl stop` ends it"
+    with ordering(runtime_dir, models, what, every=every) as (client, names):
+        replies = give_order(client, "start", names)
+        wanted = {name: coming_generation(worker) for name, worker in replies.items()}
+        see_up(client, wanted, no_wait, as_json)
 
 
 @click.command(
@@ -75,7 +74,7 @@ def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, ru
 )
 @options.or_all
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
-@_no_wait
+@no_wait_option
 @as_json
 @supervisor_options
 def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
@@ -83,11 +82,10 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
 
     MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
     """
-    with connect(runtime_dir, admin=True) as client:
-        names = options.ordered(client, models, every=every)
-        faster = "" if now else ", `modelctl stop --now` ends its requests"
-        with goes_on(f"the stop of {words_for(names)} goes on: `modelctl ps` shows it{faster}"):
-            _see_down(client, give_order(client, "stop", names, now=now), "stopped", no_wait, as_json)
+    faster = "" if now else ", `modelctl stop --now` ends its requests"
+    what = "the stop of {} goes on: `modelctl ps` shows it" + faster
+    with ordering(runtime_dir, models, what, every=every) as (client, names):
+        _see_down(client, give_order(client, "stop", names, now=now), "stopped", no_wait, as_json)
 
 
 @click.command(
@@ -98,7 +96,7 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
     },
 )
 @options.or_all
-@_no_wait
+@no_wait_option
 @as_json
 @supervisor_options
 def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
@@ -107,10 +105,9 @@ def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, r
     MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files. Requests
     that wait for a model bring it back at once: `modelctl stop` ends them.
     """
-    with connect(runtime_dir, admin=True) as client:
-        names = options.ordered(client, models, every=every)
-        with goes_on(f"the unloading of {words_for(names)} goes on: `modelctl ps` shows it"):
-            _see_down(client, give_order(client, "unload", names), "unloaded", no_wait, as_json)
+    what = "the unloading of {} goes on: `modelctl ps` shows it"
+    with ordering(runtime_dir, models, what, every=every) as (client, names):
+        _see_down(client, give_order(client, "unload", names), "unloaded", no_wait, as_json)
 
 
 @click.command(
@@ -121,7 +118,7 @@ def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, r
     },
 )
 @options.or_all
-@_no_wait
+@no_wait_option
 @as_json
 @supervisor_options
 def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
@@ -130,15 +127,14 @@ def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, 
     If a model has several workers, they are restarted one after the other. MODEL may be a pattern in quotes, such as
     'llama-*', so that the shell does not take it for names of files.
     """
-    with connect(runtime_dir, admin=True) as client:
-        names = options.ordered(client, models, every=every)
-        with goes_on(f"the restart of {words_for(names)} goes on: `modelctl ps` shows it"):
-            replies = [client.call("restart", model=name) for name in names]
-            in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
-            if in_turns and not no_wait:
-                wait_for_rollouts(client, in_turns, for_people=not as_json)
-            wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
-            see_up(client, wanted, no_wait, as_json)
+    what = "the restart of {} goes on: `modelctl ps` shows it"
+    with ordering(runtime_dir, models, what, every=every) as (client, names):
+        replies = [client.call("restart", model=name) for name in names]
+        in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
+        if in_turns and not no_wait:
+            wait_for_rollouts(client, in_turns, for_people=not as_json)
+        wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
+        see_up(client, wanted, no_wait, as_json)
 
 
 @click.command(
@@ -265,7 +261,7 @@ def _wait_for_exit(pidfd: int) -> None:
     },
 )
 @options.named
-@_no_wait
+@no_wait_option
 @as_json
 @supervisor_options
 def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
@@ -273,11 +269,8 @@ def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
 
     A model that answers requests goes to sleep as soon as it has none.
     """
-    with connect(runtime_dir, admin=True) as client:
-        names = options.ordered(client, models)
-        with goes_on(f"{words_for(names)} will still go to sleep: `modelctl ps` shows it"):
-            workers = give_order(client, "sleep", names)
-            watch(client, list(workers), settled_asleep, no_wait, as_json)
+    with ordering(runtime_dir, models, "{} will still go to sleep: `modelctl ps` shows it") as (client, names):
+        watch(client, list(give_order(client, "sleep", names)), settled_asleep, no_wait, as_json)
 
 
 @click.command(
@@ -287,16 +280,14 @@ def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
     },
 )
 @options.named
-@_no_wait
+@no_wait_option
 @as_json
 @supervisor_options
 def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Wake each MODEL that sleeps; a pattern such as 'llama-*' needs quotes."""
-    with connect(runtime_dir, admin=True) as client:
-        names = options.ordered(client, models)
-        with goes_on(f"the waking of {words_for(names)} goes on: `modelctl ps` shows it"):
-            workers = give_order(client, "wake", names)
-            see_up(client, {name: worker["generation"] for name, worker in workers.items()}, no_wait, as_json)
+    with ordering(runtime_dir, models, "the waking of {} goes on: `modelctl ps` shows it") as (client, names):
+        workers = give_order(client, "wake", names)
+        see_up(client, {name: worker["generation"] for name, worker in workers.items()}, no_wait, as_json)
 
 
 # The command reload: apply the present models.yaml, or replace the workers of one model, without losing a request.

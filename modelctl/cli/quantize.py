@@ -8,7 +8,6 @@ import selectors
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import click
 from modelctl.cli import exit_codes
 from modelctl.cli import options as completion
 from modelctl.cli.config_file import find_config
-from modelctl.cli.detach import child_environment
+from modelctl.cli.detach import SERVE, child_environment
 from modelctl.cli.doctor import ANSWER_S, PROMPT, TOKENS
 from modelctl.cli.live_lines import REDRAW_S, LiveLines, Progress, Shown
 from modelctl.cli.options import Signalled, as_json, raised
@@ -259,20 +258,8 @@ def try_out(name: str, keys: dict[str, Any], lines: LiveLines) -> dict[str, Any]
     with tempfile.TemporaryDirectory(prefix="modelctl-") as place:
         file = Path(place, "models.yaml")
         file.write_text(yaml.safe_dump({"models": {name: keys}}), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "supervisor",
-            "serve",
-            "-q",
-            "-c",
-            str(file),
-            "--runtime-dir",
-            f"{place}/r",
-        ]
         with subprocess.Popen(
-            [*command, "--runtime-dir", f"{place}/r"],
+            [*SERVE, "-c", file, "--runtime-dir", f"{place}/r"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment(),
             start_new_session=True, preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
         ) as serving:  # fmt: skip

@@ -8,6 +8,7 @@ import select
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from modelctl.cli import exit_codes
 from modelctl.cli import options as completion
 from modelctl.cli.conversation import ChatSession, hold
 from modelctl.cli.live_lines import LiveLines
-from modelctl.cli.options import as_json, connect, supervisor_options
+from modelctl.cli.options import F, as_json, connect, supervisor_options
 from modelctl.cli.root import Command, take_text
 from modelctl.cli.waiting import goes_on, shown
 from protocol.client.answers import Delta, TokenLogprob
@@ -210,6 +211,11 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
     return text
 
 
+def _draw_option(name: str, meaning: str, usual: float) -> Callable[[F], F]:
+    """Return an option for how tokens are drawn. Without it the model's own value counts, else ``usual``."""
+    return click.option(name, type=type(usual), help=f"{meaning}  [default: the model's, else {usual:g}]")
+
+
 @click.command(
     cls=Command,
     examples={
@@ -225,27 +231,11 @@ def _schema(context: click.Context, option: click.Parameter, given: Path | None)
 @click.option("--raw", is_flag=True, help="Send the prompt as it is, without the model's chat template.")
 @click.option("--system", help="System message of the conversation.")
 @click.option("--max-tokens", type=int, help="Most tokens of an answer.  [default: what the context leaves]")
-@click.option(
-    "--temperature",
-    type=float,
-    help="How freely tokens are drawn; 0 always takes the likeliest.  [default: the model's, else 1]",
-)
-@click.option(
-    "--top-p",
-    type=float,
-    help="Draw from the likeliest tokens that have this probability together.  [default: the model's, else 1]",
-)
-@click.option("--top-k", type=int, help="Draw from so many likeliest tokens; 0 is all.  [default: the model's, else 0]")
-@click.option(
-    "--min-p",
-    type=float,
-    help="Leave out tokens less likely than this share of the likeliest.  [default: the model's, else 0]",
-)
-@click.option(
-    "--repetition-penalty",
-    type=float,
-    help="Above 1, tokens that came before are less likely.  [default: the model's, else 1]",
-)
+@_draw_option("--temperature", "How freely tokens are drawn; 0 always takes the likeliest.", 1.0)
+@_draw_option("--top-p", "Draw from the likeliest tokens that have this probability together.", 1.0)
+@_draw_option("--top-k", "Draw from so many likeliest tokens; 0 is all.", 0)
+@_draw_option("--min-p", "Leave out tokens less likely than this share of the likeliest.", 0.0)
+@_draw_option("--repetition-penalty", "Above 1, tokens that came before are less likely.", 1.0)
 @click.option("--min-tokens", type=int, help="Least tokens of an answer.  [default: 0]")
 @click.option("--seed", type=int, help="Seed of the draws: the same seed draws the same tokens.  [default: random]")
 @click.option("--stop", multiple=True, help="String that ends the answer; may be given several times.")

@@ -191,8 +191,11 @@ _HIDDEN: Final = (Path("/tmp"), Path("/var/tmp"))
 _CHECK_S: Final = 300.0
 
 
-class NoPlace(Exception):
+class NoPlace(CommandFailure):
     """A unit cannot be installed or found here. The message says what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(exit_codes.CONFIG, "not_usable", message)
 
 
 def path_of(scope: Scope) -> Path:
@@ -371,12 +374,9 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
     chosen = _chosen(scope)
     if run_as is not None and chosen is Scope.USER:
         raise click.UsageError("--run-as is for --system: a service of your own runs as you")
-    try:
-        unit = _unit(file, chosen, run_as)
-        path = path_of(chosen)
-        found = obstacles(unit, force=force)
-    except NoPlace as e:
-        raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
+    unit = _unit(file, chosen, run_as)
+    path = path_of(chosen)
+    found = obstacles(unit, force=force)
     if dry_run and not as_json:
         click.echo(unit.text(), nl=False)
         say(f"modelctl: this would be written to {path}")
@@ -415,8 +415,6 @@ def uninstall(scope: str | None, dry_run: bool, as_json: bool) -> int:
     except FileNotFoundError:
         message = f"there is no {path}: `modelctl service status` shows what is installed"
         raise CommandFailure(exit_codes.UNAVAILABLE, "not_installed", message) from None
-    except NoPlace as e:
-        raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
     if not ours:
         message = f"{path} was not written by `modelctl service install`: remove it yourself"
         raise CommandFailure(exit_codes.CONFIG, "not_ours", message)
@@ -443,10 +441,7 @@ def status(scope: str | None, as_json: bool) -> int:
     Without --system and --user, it shows both.
     """
     scopes = [Scope(scope)] if scope is not None else list(Scope)
-    try:
-        seen = {each: _seen(each) for each in scopes}
-    except NoPlace as e:
-        raise CommandFailure(exit_codes.CONFIG, "not_usable", str(e)) from None
+    seen = {each: _seen(each) for each in scopes}
     if as_json:
         click.echo(json.dumps({str(each): fields for each, fields in seen.items()}, indent=2))
     else:

@@ -11,9 +11,10 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -365,13 +366,7 @@ class _Top:
         if self._view.pane != "requests" or request is None:
             self._view.message = "c cancels the marked request: Tab goes to the requests"
             return
-        try:
-            self._client.cancel_request(request)
-            self._view.message = f"request {request} is cancelled"
-        except ConnectionLost:
-            raise
-        except WireError as e:
-            self._view.message = str(e)
+        self._order(lambda: self._client.cancel_request(request), f"request {request} is cancelled")
 
     def _stop(self, worker: str | None, asked: str | None) -> None:
         if worker is None:
@@ -381,9 +376,13 @@ class _Top:
             self._asked = model
             self._view.message = f"press s again to stop {model}; its requests finish first"
             return
+        order = partial(self._client.call, "stop", reply_timeout=self._client.timeout, model=model)
+        self._order(order, f"{model} is being stopped")
+
+    def _order(self, order: Callable[[], object], done: str) -> None:
         try:
-            self._client.call("stop", reply_timeout=self._client.timeout, model=model)
-            self._view.message = f"{model} is being stopped"
+            order()
+            self._view.message = done
         except ConnectionLost:
             raise
         except WireError as e:
@@ -397,15 +396,7 @@ class _Top:
         if is_remote():
             to = ["--connect", str(way["endpoint"]), "--key-file", str(way["key"])]
         with _first_screen():
-            command = [
-                sys.executable,
-                "-m",
-                "supervisor",
-                "logs",
-                "-f",
-                worker,
-                *to,
-            ]
+            command = [sys.executable, "-m", "supervisor", "logs", "-f", worker, *to]
             click.echo(f"modelctl: the log of {worker}; Ctrl-C goes back to top", err=True)
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the log
             try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,10 @@ from modelctl.cli.root import Command, completed
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from supervisor.config.spelling import duration, size
 from supervisor.logs.files import percentage_of
+
+if TYPE_CHECKING:
+    from protocol.client.sync_client import Client
+
 
 # The short form of `status`: the values that people look for first, in some ten lines a model. Pure.
 #
@@ -190,14 +194,18 @@ def ps(models: tuple[str, ...], watch: bool, as_json: bool, runtime_dir: Path) -
     --watch and --json, each look is a line.
     """
     with connect(runtime_dir, admin=True) as client:
+        show(
+            lambda: _read(client, models),
+            lambda answer: ps_text(answer["models"], terminal_width()),
+            as_data=lambda answer: answer["models"],
+            as_json=as_json, again=watch,
+        )  # fmt: skip
 
-        def read() -> list[dict[str, Any]]:
-            answer = options.status_of(client, models)
-            warn_of_troubles(answer)
-            listed: list[dict[str, Any]] = answer["models"]
-            return listed
 
-        show(read, lambda listed: ps_text(listed, terminal_width()), as_json=as_json, again=watch)
+def _read(client: "Client", models: Sequence[str]) -> dict[str, Any]:
+    answer = options.status_of(client, models)
+    warn_of_troubles(answer)
+    return answer
 
 
 def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
@@ -250,16 +258,11 @@ def status(models: tuple[str, ...], verbose: bool, watch: bool, as_json: bool, r
     Without --verbose, only known values and problems are shown.
     """
     with connect(runtime_dir, admin=True) as client:
-
-        def read() -> dict[str, Any]:
-            answer = options.status_of(client, models)
-            warn_of_troubles(answer)
-            return answer
-
-        def text(answer: dict[str, Any]) -> str:
-            return status_text(answer, terminal_width(), verbose=verbose, of_supervisor=not models)
-
-        show(read, text, as_json=as_json, again=watch)
+        show(
+            lambda: _read(client, models),
+            lambda answer: status_text(answer, terminal_width(), verbose=verbose, of_supervisor=not models),
+            as_json=as_json, again=watch,
+        )  # fmt: skip
 
 
 def status_text(answer: dict[str, Any], width: int | None, *, verbose: bool, of_supervisor: bool) -> str:

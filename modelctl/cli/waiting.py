@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
-from modelctl.cli import exit_codes
+from modelctl.cli import exit_codes, options
 from modelctl.cli.live_lines import LiveLines, Shown
+from modelctl.cli.options import connect
 from modelctl.cli.root import CommandFailure
 from protocol.client.sync_client import Client
 from protocol.process.logs import OUTSIDE
@@ -37,9 +39,20 @@ def goes_on(what: str) -> Iterator[None]:
         raise CommandFailure(exit_codes.INTERRUPTED, "interrupted", f"interrupted; {what}") from None
 
 
-def words_for(names: Sequence[str]) -> str:
-    """Return the models of an order as words: their names if they are few."""
-    return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} models"
+@contextmanager
+def ordering(
+    runtime_dir: Path, given: Sequence[str], what: str, *, every: bool = False
+) -> Iterator[tuple[Client, list[str]]]:
+    """Connect for orders. Yield the client and the names of the models to give them for.
+
+    given, every  see ``chosen_models.ordered``
+    what          as for ``goes_on``, with ``{}`` in the place of the models' names
+    """
+    with connect(runtime_dir, admin=True) as client:
+        names = options.ordered(client, given, every=every)
+        words = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} models"
+        with goes_on(what.format(words)):
+            yield client, names
 
 
 def wait_for(

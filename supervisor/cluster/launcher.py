@@ -236,11 +236,6 @@ class RemoteLauncher:
         """A descriptor that is readable when a worker has ended."""
         return self._readable
 
-    @property
-    def starter_descriptor(self) -> int:
-        """A descriptor that is readable when ``agents_ended`` is to be called."""
-        return self._starter.descriptor
-
     def no_room(self, elsewhere: Elsewhere) -> NoMachineError | None:
         """See ``launcher.Launcher``."""
         try:

@@ -89,11 +89,6 @@ def overlay(source: YamlSource, environment: Mapping[str, str]) -> None:
         _lay(source, path, value, name)
 
 
-def variable_of(path: KeyPath) -> str:
-    """Return the name of the variable that sets a key. The path has no numbers."""
-    return PREFIX + "__".join(_spelled(str(part)) for part in path)
-
-
 def _spelled(part: str) -> str:
     return re.sub("[^A-Z0-9]", "_", part.upper())
 

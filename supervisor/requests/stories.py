@@ -21,8 +21,6 @@ MOST_STEPS: Final = 50
 """Steps that are noted of one request. Further ones are left out, except for its end."""
 MOST_FOUND: Final = 100
 """The most requests that one id finds: an HTTP request for many answers is many requests."""
-MOST_LISTED: Final = 1000
-"""The most ended requests in one list."""
 MOST_CHARACTERS: Final = 256
 """Characters of an error's message that are kept."""
 MOST_TOKENS: Final = 1 << 31
