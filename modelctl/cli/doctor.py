@@ -63,7 +63,7 @@ def read_engine() -> Facts:
 
 
 def _answer(command: Sequence[str], seconds: float) -> Facts:
-    late = ": the driver or a disk hangs, see `dmesg`"
+    late = f"no answer within {seconds:g} s: the driver or a disk hangs, see `dmesg`"
     return answer_of(command, seconds, late, stdin=subprocess.DEVNULL, env=child_environment())
 
 

@@ -137,7 +137,15 @@ def read_cluster(address: str, endpoints: Sequence[str], engines: Sequence[str],
     ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "HOME"}
     command = [sys.executable, "-P", "-m", "modelctl.cli.ray_facts"]
     environment = helper_environment(**ray)
-    return answer_of(command, LOOK_S, "", input=json.dumps(request), cwd="/", env=environment, start_new_session=True)
+    return answer_of(
+        command,
+        LOOK_S,
+        f"no answer within {LOOK_S:g} s",
+        input=json.dumps(request),
+        cwd="/",
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def models_away(config: "Config") -> dict[str, tuple[str, list[str]]]:

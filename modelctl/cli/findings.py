@@ -60,14 +60,14 @@ def bad(what: str, says: str, remedy: str) -> Finding:
 def answer_of(command: Sequence[str], seconds: float, late: str, **options: Any) -> Mapping[str, Any]:
     """Run a program. Return the object of JSON in its last line, or {absent} with the reason why there is none.
 
-    late     what is said if the program takes longer than ``seconds``
+    late     the reason if the program takes longer than ``seconds``
     options  of ``subprocess.run``
     """
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, **options)
         found: Mapping[str, Any] = json.loads(ran.stdout.strip().rpartition("\n")[2])
     except subprocess.TimeoutExpired:
-        return {"absent": f"no answer within {seconds:g} s{late}"}
+        return {"absent": late}
     except OSError as e:
         return {"absent": e.strerror or str(e)}
     except ValueError:

@@ -1,8 +1,10 @@
 """Options that several commands share, and the connection to the running supervisor."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -385,6 +387,19 @@ def raised(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number in caught:
             signal.signal(number, former[number])
+
+
+def end(process: "subprocess.Popen[Any]", seconds: float) -> None:
+    """End a process that leads a session of its own: with SIGTERM, and its group with SIGKILL after so many seconds."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also when a second signal cuts the wait short
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # The option --watch, and the printing of what a command has read: once, or again and again, as text or as JSON.

@@ -24,8 +24,9 @@ from modelctl.cli import options as completion
 from modelctl.cli.config_file import find_config
 from modelctl.cli.detach import SERVE, child_environment
 from modelctl.cli.doctor import ANSWER_S, PROMPT, TOKENS
+from modelctl.cli.findings import answer_of
 from modelctl.cli.live_lines import REDRAW_S, LiveLines, Progress, Shown
-from modelctl.cli.options import Signalled, as_json, raised
+from modelctl.cli.options import Signalled, as_json, end, raised
 from modelctl.cli.root import Command, CommandFailure
 from modelctl.cli.waiting import settled_up, shown
 from protocol.client.sync_client import Client
@@ -186,7 +187,7 @@ class Job:
                 self._follow(converter, log, lines, told)
                 code = converter.wait()
             finally:
-                _end(converter)
+                end(converter, END_S)
         lines.clear()
         if (self.state() or {}).get("progress") != "finished":  # the package ends with 0 after most of its errors
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -226,19 +227,6 @@ class Job:
         shutil.rmtree(self.directory)
 
 
-def _end(converter: "subprocess.Popen[bytes]") -> None:
-    """End the converter, and whatever it has started."""
-    try:
-        if converter.poll() is None:
-            converter.terminate()
-            converter.wait(END_S)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:  # also when a second signal cuts the wait short
-        if converter.poll() is None:
-            os.killpg(converter.pid, 9)
-
-
 # Try a model out: serve it for a moment with a supervisor of its own, and have it generate some tokens.
 
 
@@ -269,11 +257,7 @@ def try_out(name: str, keys: dict[str, Any], lines: LiveLines) -> dict[str, Any]
                 raise CommandFailure(exit_codes.FAILED, "trial", f"{name} does not answer: {e}") from None
             finally:
                 lines.clear()
-                serving.terminate()
-                try:
-                    serving.wait(ANSWER_S)
-                finally:
-                    serving.kill()
+                end(serving, ANSWER_S)
 
 
 def _environment() -> dict[str, str]:
@@ -441,21 +425,13 @@ def _source(model: str, config: Path | None) -> Path:
     return path
 
 
-def _look(job: Job) -> dict[str, Any]:
+def _look(job: Job) -> Mapping[str, Any]:
     """Return the facts about the source, read in a process of its own. Raises CommandFailure if it is no source."""
     command = [*CONVERSION, "look", str(job.source), str(job.bits), str(job.head_bits)]
-    try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=LOOK_S, stdin=subprocess.DEVNULL, env=child_environment(),
-            check=False,
-        )  # fmt: skip
-        facts: dict[str, Any] = json.loads(ran.stdout.strip().rpartition("\n")[2])
-    except subprocess.TimeoutExpired:
-        facts = {"error": f"{job.source} was not read within {LOOK_S:g} s: its disk hangs, see `dmesg`"}
-    except ValueError:
-        facts = {"error": ran.stderr.strip().rpartition("\n")[2] or f"exit code {ran.returncode}"}
-    if "error" in facts:
-        raise CommandFailure(exit_codes.CONFIG, "source", facts["error"])
+    late = f"{job.source} was not read within {LOOK_S:g} s: its disk hangs, see `dmesg`"
+    facts = answer_of(command, LOOK_S, late, stdin=subprocess.DEVNULL, env=child_environment())
+    if why := facts.get("error") or facts.get("absent"):
+        raise CommandFailure(exit_codes.CONFIG, "source", why)
     return facts
 
 

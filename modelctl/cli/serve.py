@@ -20,7 +20,16 @@ import click
 from modelctl.cli import exit_codes
 from modelctl.cli.config_file import find_config
 from modelctl.cli.live_lines import Shown, Ticking
-from modelctl.cli.options import Signalled, config_file, connect, raised, runtime_dir_option, supervisor_options, way_to
+from modelctl.cli.options import (
+    Signalled,
+    config_file,
+    connect,
+    end,
+    raised,
+    runtime_dir_option,
+    supervisor_options,
+    way_to,
+)
 from modelctl.cli.root import Command, CommandFailure, drop_unwritten, say
 from protocol.errors import WireError
 from protocol.process.logs import FORMATS, LEVELS, LogStyle
@@ -43,8 +52,7 @@ if TYPE_CHECKING:
 
 ENGINE = "exllamav2"
 END_S = 0.5
-"""Seconds that the builder has to end its compilers. After that the builder is killed, and its compilers end by
-themselves."""
+"""Seconds that the builder has to end its compilers. After that all of them are killed."""
 
 
 def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
@@ -85,22 +93,12 @@ def _compile(shown: "_Line") -> None:
             code = builder.wait()
         except BaseException:
             shown.close()
-            _end(builder)
+            end(builder, END_S)
             raise
         shown.close()
         if code:
             why = builder.stderr.read().strip().rpartition("\n")[2] or f"exit code {code}"
             _say(f"modelctl: ExLlamaV2's CUDA code is not compiled, its models will not load: {why}\n")
-
-
-def _end(builder: "subprocess.Popen[str]") -> None:
-    builder.terminate()  # the builder ends its compilers, too
-    try:
-        builder.wait(END_S)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:  # also when a second signal cuts the wait short
-        builder.kill()
 
 
 class _Line:
