@@ -98,6 +98,6 @@ def test_it_says_whether_its_modules_are_compiled(plain: Installed, tmp_path: Pa
 def test_the_licence_and_the_sample_are_in_it(plain: Installed) -> None:
     (licence,) = plain.packages.glob("modelctl-*.dist-info/licenses/LICENSE")
     assert licence.read_bytes() == (ROOT / "LICENSE").read_bytes()
-    sample = plain.packages / "supervisor" / "cli" / "models.yaml"
+    sample = plain.packages / "modelctl" / "cli" / "models.yaml"
     assert (sample.read_bytes(), sample.is_symlink()) == ((ROOT / "models.yaml").read_bytes(), False)
     assert os.access(plain.packages / "modelctl" / "py.typed", os.R_OK)

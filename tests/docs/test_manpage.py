@@ -12,7 +12,7 @@ from modelctl.cli.root import cli
 from tools.docs.commands import walk
 from tools.docs.manpage import man_page
 
-PAGE = Path(__file__).resolve().parents[2] / "supervisor" / "cli" / "modelctl.1"
+PAGE = Path(__file__).resolve().parents[2] / "modelctl" / "cli" / "modelctl.1"
 
 
 def shown() -> str:
