@@ -36,6 +36,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -303,12 +304,14 @@ def _kill(supervisor: Served, client: Any, worker: int) -> tuple[int, int]:
 
 
 def written(page: str, name: str, files: Iterable[str]) -> str:
-    """Return the page with the files behind the comment for a journey."""
-    listed = list(files)
+    """Return the page with the files behind the comment for a journey, by directory."""
+    listed = sorted(Path(file) for file in files)
     mark = f"<!-- files of the journey: {name} -->"
     if mark not in page:
         raise SystemExit(f"the page has no line {mark}")
-    paragraph = f"{len(listed)} files: " + ", ".join(f"`{file}`" for file in listed) + "."
+    groups = groupby(listed, lambda file: file.parent)
+    shown = [f"`{where}/`: " + ", ".join(f"`{file.name}`" for file in group) for where, group in groups]
+    paragraph = f"{len(listed)} files: {'; '.join(shown)}."
     return re.sub(re.escape(mark) + r"(\n\d+ files: .*)?", lambda _: f"{mark}\n{paragraph}", page)
 
 

@@ -43,8 +43,9 @@ def test_the_quicker_half_and_the_majority() -> None:
 
 def test_a_list_replaces_the_former_one_on_the_page() -> None:
     page = "Text.\n\n<!-- files of the journey: a start -->\n\nMore.\n"
-    once = written(page, "a start", ["a.py", "b.py"])
-    assert once == "Text.\n\n<!-- files of the journey: a start -->\n2 files: `a.py`, `b.py`.\n\nMore.\n"
-    assert written(once, "a start", ["c.py"]).count("files: ") == 1
+    once = written(page, "a start", ["a/b.py", "a/c.py", "a/d/b.py"])
+    listed = "3 files: `a/`: `b.py`, `c.py`; `a/d/`: `b.py`."
+    assert once == f"Text.\n\n<!-- files of the journey: a start -->\n{listed}\n\nMore.\n"
+    assert written(once, "a start", ["a/c.py"]).count("files: ") == 1
     with pytest.raises(SystemExit, match="the page has no line"):
         written(page, "a death", [])
