@@ -305,7 +305,7 @@ def _kill(supervisor: Served, client: Any, worker: int) -> tuple[int, int]:
 
 def written(page: str, name: str, files: Iterable[str]) -> str:
     """Return the page with the files behind the comment for a journey, by directory."""
-    listed = sorted(Path(file) for file in files)
+    listed = sorted(map(Path, files), key=lambda file: (file.parent, file.name))
     mark = f"<!-- files of the journey: {name} -->"
     if mark not in page:
         raise SystemExit(f"the page has no line {mark}")

@@ -43,7 +43,7 @@ def test_the_quicker_half_and_the_majority() -> None:
 
 def test_a_list_replaces_the_former_one_on_the_page() -> None:
     page = "Text.\n\n<!-- files of the journey: a start -->\n\nMore.\n"
-    once = written(page, "a start", ["a/b.py", "a/c.py", "a/d/b.py"])
+    once = written(page, "a start", ["a/b.py", "a/d/b.py", "a/c.py"])
     listed = "3 files: `a/`: `b.py`, `c.py`; `a/d/`: `b.py`."
     assert once == f"Text.\n\n<!-- files of the journey: a start -->\n{listed}\n\nMore.\n"
     assert written(once, "a start", ["a/c.py"]).count("files: ") == 1
