@@ -28,9 +28,9 @@ from protocol.process.helper_link import HelperLink, become_helper
 from protocol.process.helper_process import HelperProcess
 from protocol.process.sockets import has_input
 from protocol.process.worker_spec import LinkKeys
-from supervisor.cluster.agent_messages import BEAT_S, Beat, Ended, Order, Signal, Up, read_to_agent
-from supervisor.cluster.agent_messages import pack as pack_agent
-from supervisor.cluster.driver_messages import AgentLeft, EndAgent, Node, Nodes, StartAgent, pack, read
+from protocol.records import pack
+from supervisor.cluster.agent_messages import BEAT_S, TO_AGENT, Beat, Ended, Order, Signal, Up
+from supervisor.cluster.driver_messages import TO_DRIVER, AgentLeft, EndAgent, Node, Nodes, StartAgent
 
 PLAN = "plan.json"
 """The file in the driver's directory: peers (number of processes), nodes (number of machines), rate (steps per second
@@ -103,7 +103,7 @@ class Peers:
                 os._exit(0)
             if record is None:
                 return
-            message = read(record)
+            message = TO_DRIVER.read(record)
             if isinstance(message, StartAgent):
                 self._orders.append(message)
             elif isinstance(message, EndAgent) and message.number in self._peers:
@@ -129,7 +129,7 @@ class Peers:
         agent = self._socket(order.agent_id, spec.endpoint, spec.keys)
         link = self._socket(spec.routing_id, spec.endpoint, spec.keys)
         self._started += 1
-        agent.send(pack_agent(Up(os.getpid(), "simulated")))
+        agent.send(pack(Up(os.getpid(), "simulated")))
         link.send(encode(Hello(pack_body({"pid": os.getpid(), "build": __version__}))))
         body = {
             "context": 1 << 24, "max_batch_size": self._batch, "max_jobs": self._batch, "chat": False, "device": "none",
@@ -157,9 +157,9 @@ class Peers:
         if now >= peer.beat_at:
             peer.beat_at = now + BEAT_S
             while has_input(peer.agent):
-                peer.over |= isinstance(read_to_agent(peer.agent.recv()), Signal)
+                peer.over |= isinstance(TO_AGENT.read(peer.agent.recv()), Signal)
             word = peer.steps << 32 | _IDLE_WORD | _LEASE_MS
-            peer.agent.send(pack_agent(Beat(word, 1 << 30, "it sleeps")), zmq.NOBLOCK)
+            peer.agent.send(pack(Beat(word, 1 << 30, "it sleeps")), zmq.NOBLOCK)
         if now >= peer.stats_at:
             peer.stats_at = now + STATS_S
             active = sum(map(len, peer.jobs.values()))
@@ -182,7 +182,7 @@ class Peers:
 
     def _end(self, peer: Peer) -> None:
         with suppress(zmq.Again):
-            peer.agent.send(pack_agent(Ended(0)), zmq.NOBLOCK)
+            peer.agent.send(pack(Ended(0)), zmq.NOBLOCK)
         peer.agent.close(linger=500)
         peer.link.close(linger=0)
         del self._peers[peer.number]
@@ -198,14 +198,14 @@ def drive(directory: Path, supervisor: HelperLink) -> None:
         links.append(HelperProcess(command, os.environ, apart=False, errors=None))
     nodes = [Node("head", "head", "127.0.0.1", 0.0, 0.0, 0.0, True)]
     nodes += [Node(f"id-{n}", f"machine-{n:03}", "127.0.0.1", 8.0, 8.0, 0.0, False) for n in range(plan["nodes"])]
-    supervisor.send(pack(Nodes([vars(node) for node in nodes])))
+    supervisor.send(pack(Nodes(nodes)))
     poller = zmq.Poller()
     for each in (supervisor, *links):
         poller.register(each.descriptor, zmq.POLLIN)
     while True:
         ready = dict(poller.poll())
         if supervisor.descriptor in ready and (record := supervisor.receive()) is not None:
-            message = read(record)
+            message = TO_DRIVER.read(record)
             assert isinstance(message, StartAgent | EndAgent)
             links[message.number % len(links)].send(record)
         for link in links:

@@ -392,7 +392,7 @@ def _record(kind: Any) -> Check:
 
     def check(value: Any, every: bool) -> Any:
         if not isinstance(value, dict):
-            if is_record and type(value) is kind:
+            if not plain and type(value) is kind:
                 return value
             raise _unfit(value, Wanted(dict))
         try:

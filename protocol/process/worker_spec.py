@@ -10,10 +10,11 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from protocol.codec import pack_body, unpack_body
 from protocol.process.logs import DEFAULT_STYLE, LogStyle
+from protocol.values import Read, read
 
 # The progress lease: how a worker shows the supervisor that it makes progress.
 #
@@ -224,6 +225,10 @@ class LinkKeys:
     secret: str = field(repr=False)
 
 
+def _markers(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """The settings of one worker process.
@@ -262,7 +267,7 @@ class WorkerSpec:
     forced: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
     tool_format: str | None = None
-    reasoning: tuple[str, str] | Literal["off"] | None = None
+    reasoning: Annotated[tuple[str, str] | Literal["off"] | None, Read(_markers)] = None
     leases: Leases = DEFAULT_LEASES
     name: str = ""
     log: LogStyle = DEFAULT_STYLE
@@ -278,16 +283,7 @@ def pack_spec(spec: WorkerSpec) -> bytes:
 
 def unpack_spec(packed: bytes) -> WorkerSpec:
     """Return the specification that ``pack_spec`` has packed."""
-    fields = unpack_body(packed)
-    fields["engine"]["model_roots"] = tuple(fields["engine"]["model_roots"])
-    fields["engine"], fields["leases"] = EngineSpec(**fields["engine"]), Leases(**fields["leases"])
-    fields["log"] = LogStyle(**fields["log"])
-    fields["cpus"] = tuple(fields["cpus"])
-    fields["keys"] = fields["keys"] and LinkKeys(**fields["keys"])
-    if isinstance(fields["reasoning"], list):
-        start, end = fields["reasoning"]
-        fields["reasoning"] = start, end
-    return WorkerSpec(**fields)
+    return read(WorkerSpec, unpack_body(packed))
 
 
 # Exit codes and the last log line of a worker process. They decide whether the supervisor starts it again.

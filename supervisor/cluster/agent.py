@@ -32,9 +32,11 @@ from protocol.errors import FrameError
 from protocol.process.birth import die_with, set_title
 from protocol.process.sockets import prove_keys
 from protocol.process.worker_spec import LOAD_ERROR_PREFIX, WorkerPhase, WorkerSpec, missing_for
+from protocol.records import pack
 from supervisor.cluster.agent_messages import (
     BEAT_S,
     MAX_LOG,
+    TO_AGENT,
     Admitted,
     Beat,
     Ended,
@@ -49,8 +51,6 @@ from supervisor.cluster.agent_messages import (
     Stacks,
     StoreAccess,
     Up,
-    pack,
-    read_to_agent,
 )
 from supervisor.cluster.copies import Fetching, directories_of, moved
 from supervisor.placement.estimates import ESTIMATED, Estimated, Estimator, Question
@@ -410,7 +410,7 @@ class Agent:
         heard = False
         while True:
             try:
-                message = read_to_agent(self._link.recv(zmq.NOBLOCK))
+                message = TO_AGENT.read(self._link.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return heard
             except FrameError:
@@ -439,7 +439,7 @@ class Agent:
         while (left := until - time.monotonic()) > 0:
             if self._link.poll(round(1000 * left)):
                 with suppress(FrameError):
-                    if isinstance(read_to_agent(self._link.recv(zmq.NOBLOCK)), Leave):
+                    if isinstance(TO_AGENT.read(self._link.recv(zmq.NOBLOCK)), Leave):
                         return EXIT_KNOWN
         return EXIT_LOST
 

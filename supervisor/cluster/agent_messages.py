@@ -1,18 +1,17 @@
 """What the supervisor and the agents of its workers tell each other: the order to an agent, and the messages between
 the two. An agent is not trusted: every value of its messages is checked.
 
-A message is one ZeroMQ frame with one msgpack map. Its key ``kind`` says which message it is. The other keys are the
-fields of the class.
+A message is one ZeroMQ frame, see ``protocol.records``.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
 from protocol import __version__
 from protocol.codec import pack_body, unpack_body
-from protocol.errors import ErrorCode, FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
+from protocol.records import Kinds
+from protocol.values import Read, Then, Within, read, reader
 from supervisor.config.spelling import Limit
 from supervisor.placement.gpus import MAX_GPUS
 from supervisor.workers.launcher import Elsewhere
@@ -21,7 +20,36 @@ BEAT_S: Final = 0.25
 """Seconds between two beats of an agent."""
 MAX_LOG: Final = 64 << 10
 """The most bytes of a worker's log in one message."""
-_WORD: Final = 1 << 64
+REASONS: Final = ("config", "no room", "unreadable", "away", "spawn")
+Size = Annotated[int, Within(0, (1 << 64) - 1)]
+Index = Annotated[int, Within(0, MAX_GPUS - 1)]
+
+
+def read_gpu(entry: Any) -> list[Any]:
+    """Return an entry of ``Gpus.gpus``. Raises ValueError if it is none."""
+    match entry:
+        case [index, str(uuid), total, used, free] if uuid.isprintable():
+            return [reader(Index)(index, False), uuid, *reader(list[Size])([total, used, free], False)]
+    raise ValueError("must be [index, UUID, total, used and free bytes]")
+
+
+def _held(entry: Any) -> list[Any]:
+    match entry:
+        case [index, size]:
+            return [reader(Index)(index, False), reader(Size | None)(size, False)]
+    raise ValueError("must be [index, bytes]")
+
+
+def _parts(parts: dict[str, int]) -> dict[str, int]:
+    if not all(map(str.isidentifier, parts)):
+        raise ValueError("must have names of parts as keys")
+    return parts
+
+
+def _reason(reason: str) -> str:
+    if reason not in REASONS:
+        raise ValueError(f"must be one of {', '.join(REASONS)}")
+    return reason
 
 
 @dataclass(frozen=True)
@@ -61,16 +89,13 @@ class Order:
     agent_id: bytes
     lease_s: float
     build: str
-    limits: Mapping[str, Limit] = field(default_factory=dict)
+    limits: dict[str, Limit] = field(default_factory=dict)
     store: StoreAccess | None = None
     passed: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
         """Return the order as bytes."""
-        store = None if self.store is None else vars(self.store)
-        limits = {gpu: asdict(limit) for gpu, limit in self.limits.items()}
-        packed = {"spec": pack_spec(self.spec), "elsewhere": vars(self.elsewhere), "limits": limits, "store": store}
-        return pack_body({**vars(self), **packed})
+        return pack_body({**asdict(self), "spec": pack_spec(self.spec)})
 
     @staticmethod
     def unpack(packed: bytes) -> "Order":
@@ -85,13 +110,7 @@ class Order:
             keys = LinkKeys(**spec["keys"])
             known = WorkerSpec(engine, 0, "", spec["endpoint"], b"", "", 0, keys=keys)
             return Order(known, Elsewhere(""), fields["agent_id"], fields["lease_s"], fields["build"])
-        vram = fields["elsewhere"].pop("vram")
-        fields["spec"] = unpack_spec(fields["spec"])
-        fields["elsewhere"] = Elsewhere(**fields["elsewhere"], vram=vram and tuple(vram))
-        fields["limits"] = {gpu: Limit(**limit) for gpu, limit in fields["limits"].items()}
-        fields["store"] = fields["store"] and StoreAccess(**fields["store"])
-        fields["passed"] = tuple(fields["passed"])
-        return Order(**fields)
+        return read(Order, {**fields, "spec": unpack_spec(fields["spec"])})
 
 
 @dataclass(frozen=True)
@@ -105,8 +124,8 @@ class Admitted:
     nodes    the NUMA nodes next to these GPUs, if the worker is kept to CPUs; else None
     """
 
-    gpus: list[int]
-    parts: dict[str, int]
+    gpus: list[Index]
+    parts: Annotated[dict[str, Size], Then(_parts)]
     unknown: str | None
     cpus: str | None
     nodes: str | None
@@ -121,9 +140,9 @@ class Gpus:
     loaded  bytes that the worker held on all GPUs together right after its load; None before, and if that is not known
     """
 
-    gpus: list[Any]
-    held: list[Any]
-    loaded: int | None
+    gpus: list[Annotated[Any, Read(read_gpu)]]
+    held: list[Annotated[Any, Read(_held)]]
+    loaded: Size | None
 
 
 @dataclass(frozen=True)
@@ -162,7 +181,7 @@ class Beat:
     condition  the state of the worker's process, for people
     """
 
-    word: int
+    word: Size
     memory: int | None
     condition: str
 
@@ -197,10 +216,10 @@ class Refused:
     build      the version of modelctl on the machine
     """
 
-    reason: str
+    reason: Annotated[str, Then(_reason)]
     why: str
     retry: bool
-    gpus: list[int] = field(default_factory=list)
+    gpus: list[Index] = field(default_factory=list)
     elsewhere: bool = False
     build: str = __version__
 
@@ -227,84 +246,7 @@ class Leave:
     """The end is known: the agent may leave."""
 
 
-REASONS: Final = ("config", "no room", "unreadable", "away", "spawn")
 FromAgent = Copying | Admitted | Gpus | Up | Beat | Log | Ended | Refused
 ToAgent = Heard | Signal | Stacks | Leave
-_FROM_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in get_args(FromAgent)}
-_TO_AGENT: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Heard, Signal, Stacks, Leave)}
-_TYPES: Final[Mapping[Any, tuple[type, ...]]] = {
-    int: (int,), str: (str,), bytes: (bytes,), bool: (bool,), int | None: (int, type(None)),
-    str | None: (str, type(None)), list[int]: (list,), list[Any]: (list,), dict[str, int]: (dict,),
-}  # fmt: skip
-
-
-def pack(message: FromAgent | ToAgent) -> bytes:
-    """Return the frame of a message."""
-    return pack_body({"kind": type(message).__name__, **vars(message)})
-
-
-def read_from_agent(frame: bytes) -> FromAgent:
-    """Return the message in a frame of an agent. Raises FrameError."""
-    message: FromAgent = _read(frame, _FROM_AGENT)
-    if isinstance(message, Beat):
-        sound = 0 <= message.word < _WORD
-    elif isinstance(message, Admitted):
-        sound = all(map(_is_index, message.gpus)) and all(map(_is_part, message.parts.items()))
-    elif isinstance(message, Gpus):
-        sound = all(map(is_gpu, message.gpus)) and all(map(_is_held, message.held))
-        sound = sound and (message.loaded is None or _is_size(message.loaded))
-    elif isinstance(message, Refused):
-        sound = message.reason in REASONS and all(map(_is_index, message.gpus))
-    else:
-        sound = True
-    if not sound:
-        raise FrameError(ErrorCode.BAD_FRAME, f"an agent's message {type(message).__name__} with wrong values")
-    return message
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < _WORD
-
-
-def _is_index(value: object) -> bool:
-    return type(value) is int and 0 <= value < MAX_GPUS
-
-
-def _is_part(part: tuple[object, object]) -> bool:
-    name, size = part
-    return isinstance(name, str) and name.isidentifier() and _is_size(size)
-
-
-def is_gpu(entry: object) -> bool:
-    """Return whether this is an entry of ``Gpus.gpus``."""
-    if not isinstance(entry, list) or len(entry) != 5:
-        return False
-    index, uuid, *sizes = entry
-    return _is_index(index) and isinstance(uuid, str) and uuid.isprintable() and all(map(_is_size, sizes))
-
-
-def _is_held(entry: object) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2:
-        return False
-    index, size = entry
-    return _is_index(index) and (size is None or _is_size(size))
-
-
-def read_to_agent(frame: bytes) -> ToAgent:
-    """Return the message in a frame of the supervisor. Raises FrameError."""
-    message: ToAgent = _read(frame, _TO_AGENT)
-    return message
-
-
-def _read(frame: bytes, kinds: Mapping[str, type[Any]]) -> Any:
-    fields = unpack_body(frame)
-    kind = kinds.get(str(fields.pop("kind", None)))
-    if kind is None:
-        raise FrameError(ErrorCode.BAD_FRAME, "a message of an unknown kind between agent and supervisor")
-    expected = kind.__annotations__
-    if fields.keys() != expected.keys() or any(
-        not isinstance(fields[name], _TYPES[hint]) or isinstance(fields[name], bool) is not (hint is bool)
-        for name, hint in expected.items()
-    ):
-        raise FrameError(ErrorCode.BAD_FRAME, f"a message {kind.__name__} with other fields than {list(expected)}")
-    return kind(**fields)
+FROM_AGENT: Final = Kinds[FromAgent]("an agent and the supervisor", *get_args(FromAgent))
+TO_AGENT: Final = Kinds[ToAgent]("the supervisor and an agent", *get_args(ToAgent))

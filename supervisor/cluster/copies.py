@@ -24,6 +24,7 @@ from protocol.errors import FrameError
 from protocol.process.paths import NotPrivate, check_private, make_private
 from protocol.process.sockets import prove_keys
 from protocol.process.worker_spec import EngineSpec, LinkKeys
+from protocol.records import pack
 from supervisor.cluster.agent_messages import Copying, StoreAccess
 from supervisor.cluster.store_messages import (
     CHUNK,
@@ -39,7 +40,6 @@ from supervisor.cluster.store_messages import (
     Problem,
     Read,
     Request,
-    pack,
     read_answer,
 )
 

@@ -1,13 +1,12 @@
 """What the supervisor and its helper process that talks to Ray tell each other.
 
-A message is one record of a ``helper_link`` with one msgpack map. The key ``kind`` names the class.
+A message is one record of a ``helper_link``, see ``protocol.records``.
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, get_args
 
-from protocol.codec import pack_body, unpack_body
-from protocol.errors import ErrorCode, FrameError
+from protocol.records import Kinds
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,7 @@ class KeepSpares:
 class Nodes:
     """The machines of the cluster, whenever they have changed."""
 
-    nodes: list[dict[str, Any]]
-
-    def read(self) -> list[Node]:
-        """Return the machines. Raises TypeError for other fields."""
-        return [Node(**node) for node in self.nodes]
+    nodes: list[Node]
 
 
 @dataclass(frozen=True)
@@ -100,24 +95,5 @@ class Unusable:
 
 ToDriver = StartAgent | EndAgent | KeepSpares
 FromDriver = Nodes | Looked | AgentLeft | Unusable
-_KINDS: Final[dict[str, type[Any]]] = {
-    kind.__name__: kind for kind in (StartAgent, EndAgent, KeepSpares, Nodes, Looked, AgentLeft, Unusable)
-}
-
-
-def pack(message: ToDriver | FromDriver) -> bytes:
-    """Return the packet of a message."""
-    return pack_body({"kind": type(message).__name__, **asdict(message)})
-
-
-def read(packet: bytes) -> ToDriver | FromDriver:
-    """Return the message in a packet. Raises FrameError."""
-    fields = unpack_body(packet)
-    kind = _KINDS.get(str(fields.pop("kind", None)))
-    try:
-        if kind is None:
-            raise TypeError("its kind is unknown")
-        message: ToDriver | FromDriver = kind(**fields)
-    except TypeError as e:
-        raise FrameError(ErrorCode.BAD_FRAME, f"a message between the supervisor and Ray's driver: {e}") from None
-    return message
+TO_DRIVER: Final = Kinds[ToDriver]("the supervisor and Ray's driver", *get_args(ToDriver))
+FROM_DRIVER: Final = Kinds[FromDriver]("Ray's driver and the supervisor", *get_args(FromDriver))

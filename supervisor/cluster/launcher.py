@@ -24,8 +24,10 @@ from protocol import __version__
 from protocol.errors import FrameError
 from protocol.process.paths import open_private
 from protocol.process.worker_spec import LinkKeys, Reading, WorkerSpec, read_word
+from protocol.records import pack
 from supervisor.cluster.agent_messages import (
     BEAT_S,
+    FROM_AGENT,
     Admitted,
     Beat,
     Copying,
@@ -40,8 +42,6 @@ from supervisor.cluster.agent_messages import (
     Stacks,
     ToAgent,
     Up,
-    pack,
-    read_from_agent,
 )
 from supervisor.cluster.copies import directories_of
 from supervisor.cluster.machines import AgentStarter, RayStarter, is_worth_another_lease
@@ -226,7 +226,7 @@ class RemoteLauncher:
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.keys: set[str] = set()
         """The public keys of the workers that run, for ZAP."""
-        self.limits: Mapping[str, Limit] = {}
+        self.limits: dict[str, Limit] = {}
         """The limits of ``Order.limits`` for the next workers."""
         self.versions: dict[str, str] = {}
         """By machine, the version of modelctl that an agent there has told."""
@@ -298,7 +298,7 @@ class RemoteLauncher:
 
     def _take(self, worker: RemoteWorker, frame: bytes) -> None:
         try:
-            message = read_from_agent(frame)
+            message = FROM_AGENT.read(frame)
         except FrameError as e:
             self._give_up(worker, f"its agent sent what cannot be: {e}")
             return

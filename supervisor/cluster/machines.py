@@ -12,8 +12,10 @@ from typing import Any, Final, Protocol
 from protocol.errors import FrameError
 from protocol.process.birth import helper_environment
 from protocol.process.helper_process import HelperProcess
+from protocol.records import pack
 from supervisor.cluster.agent_messages import Refused
 from supervisor.cluster.driver_messages import (
+    FROM_DRIVER,
     AgentLeft,
     EndAgent,
     KeepSpares,
@@ -23,8 +25,6 @@ from supervisor.cluster.driver_messages import (
     StartAgent,
     ToDriver,
     Unusable,
-    pack,
-    read,
 )
 from supervisor.helper import Helper, HelperWatch
 from supervisor.logs.events import EventKind, noted
@@ -321,12 +321,12 @@ class RayStarter:
 
     def _take(self, record: bytes) -> None:
         try:
-            message = read(record)
+            message = FROM_DRIVER.read(record)
         except FrameError as e:
             self._give_up(str(e))
             return
         if isinstance(message, Nodes):
-            self._adopt(message.read())
+            self._adopt(message.nodes)
         elif isinstance(message, Looked):
             self.machines.confirm(time.monotonic())
         elif isinstance(message, AgentLeft):

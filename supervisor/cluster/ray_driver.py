@@ -23,8 +23,10 @@ from typing import Any
 from protocol.codec import unpack_body
 from protocol.errors import FrameError
 from protocol.process.helper_link import HelperLink, become_helper
-from supervisor.cluster.agent_messages import is_gpu
+from protocol.records import pack
+from supervisor.cluster.agent_messages import read_gpu
 from supervisor.cluster.driver_messages import (
+    TO_DRIVER,
     AgentLeft,
     EndAgent,
     FromDriver,
@@ -34,8 +36,6 @@ from supervisor.cluster.driver_messages import (
     Nodes,
     StartAgent,
     Unusable,
-    pack,
-    read,
 )
 from supervisor.cluster.machines import is_meant
 from supervisor.workers.local import SparePlan
@@ -163,7 +163,7 @@ class Driver:
         self._read_at: dict[str, float] = {}
         """When the GPUs of each machine are read next; infinity while that goes on."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._said: list[dict[str, Any]] | None = None
+        self._said: list[Node] | None = None
 
     def run(self) -> None:
         """Serve the supervisor until it ends the connection. Raises EOFError then."""
@@ -194,7 +194,7 @@ class Driver:
                     self._devices[node_id] = _devices_of(told)
                     self._read_at[node_id] = time.monotonic() + READ_GPUS_S
             if self._link.descriptor in ready and (record := self._link.receive()) is not None:
-                message = read(record)
+                message = TO_DRIVER.read(record)
                 if isinstance(message, StartAgent):
                     self._start(message)
                 elif isinstance(message, KeepSpares):
@@ -277,9 +277,9 @@ class Driver:
         self._over.put((number, why))
         os.eventfd_write(self._wake, 1)
 
-    def _read_devices(self, nodes: list[dict[str, Any]]) -> None:
+    def _read_devices(self, nodes: list[Node]) -> None:
         """Read the GPUs of the machines on which no worker of ours reports them."""
-        ids = {node["node_id"] for node in nodes if node["gpus"] and not node["own"]}
+        ids = {node.node_id for node in nodes if node.gpus and not node.own}
         for kept in (self._devices, self._read_at):
             for gone in [node_id for node_id in kept if node_id not in ids]:
                 del kept[gone]
@@ -326,11 +326,10 @@ class Driver:
             for node in sorted(self._ray.nodes(), key=lambda node: str(node.get("NodeName")))
             if node["Alive"]
         ]
-        nodes = list(map(vars, machines))
-        self._read_devices(nodes)
+        self._read_devices(machines)
         self._spares.keep(machines, time.monotonic())
-        self._say(Looked() if nodes == self._said else Nodes(nodes))
-        self._said = nodes
+        self._say(Looked() if machines == self._said else Nodes(machines))
+        self._said = machines
 
     def _say(self, message: FromDriver) -> None:
         self._link.send(pack(message))
@@ -346,10 +345,9 @@ def _devices_of(told: object) -> list[Any] | None:
     if not isinstance(told, bytes):
         return None
     try:
-        gpus = unpack_body(told).get("gpus")
-    except FrameError:
+        return [read_gpu(gpu) for gpu in unpack_body(told)["gpus"]]
+    except (FrameError, KeyError, TypeError, ValueError):
         return None
-    return gpus if isinstance(gpus, list) and all(map(is_gpu, gpus)) else None
 
 
 def why_open(address: str) -> str | None:

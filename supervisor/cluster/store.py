@@ -27,12 +27,14 @@ from protocol.errors import FrameError
 from protocol.process.birth import helper_environment
 from protocol.process.helper_link import HelperLink, become_helper
 from protocol.process.helper_process import HelperProcess
+from protocol.records import pack
 from supervisor.cluster.agent_messages import StoreAccess
 from supervisor.cluster.store_messages import (
     DEEPEST,
     MAX_REQUEST,
     MOST_FILES,
     NAME,
+    REQUESTS,
     WINDOW,
     Answer,
     Ask,
@@ -43,8 +45,6 @@ from supervisor.cluster.store_messages import (
     Preparing,
     Problem,
     Read,
-    pack,
-    read_request,
 )
 from supervisor.helper import Helper, HelperWatch
 from supervisor.logs.events import EventKind, noted
@@ -264,7 +264,7 @@ class StoreServer:
             return False
         try:
             key = str(parts[-1].get("User-Id"))
-            request = read_request(parts[1].bytes) if len(parts) == 2 else None
+            request = REQUESTS.read(parts[1].bytes) if len(parts) == 2 else None
         except (FrameError, zmq.ZMQError):
             return True
         if request is None or request.directory not in self._may.get(key, ()):

@@ -7,12 +7,13 @@ only if it matches ``NAME``.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, get_args
 
-from protocol.codec import pack_body, unpack_body
-from protocol.errors import ErrorCode, FrameError
+from protocol import values
+from protocol.records import Kinds
+from protocol.values import Unfit, Within, reader
 
 CHUNK: Final = 2 << 20
 """The most bytes of a file in one answer."""
@@ -28,6 +29,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}", re.ASCII)
 """A part of a file's name. It cannot be hidden, and cannot lead to another directory."""
 _SUM: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 MOST_BYTES: Final = 1 << 50
+Bytes = Annotated[int, Within(0, MOST_BYTES)]
 
 
 def is_safe(name: str) -> bool:
@@ -48,6 +50,19 @@ class File:
     name: str
     size: int
     sha256: str
+
+
+def _file(entry: Any) -> File:
+    """Return the file of an entry [name, size, sum] of a manifest. Raises ValueError for what cannot be."""
+    match entry:
+        case [str(name), _, str(_)] if not is_safe(name):
+            raise ValueError(f"a file with the name {name[:80]!r}")
+        case [str(name), size, str(sha256)] if _SUM.fullmatch(sha256):
+            return File(name, reader(Bytes)(size, False), sha256)
+    raise ValueError("must be the name, the size and the checksum of a file")
+
+
+_FILES = list[Annotated[Any, values.Read(_file)]]
 
 
 @dataclass(frozen=True)
@@ -75,22 +90,16 @@ class Manifest:
     def read(listed: Any) -> "Manifest":
         """Return the manifest that ``packed`` has made. Raises FrameError for names that are not safe, and for all else
         that cannot be."""
-        files = []
-        for entry in _checked(listed, list):
-            if not isinstance(entry, list) or len(entry) != 3:
-                raise _wrong("an entry of a manifest that is not [name, size, sum]")
-            name, size, digest = _checked(entry[0], str), _checked(entry[1], int), _checked(entry[2], str)
-            if not is_safe(name):
-                raise _wrong(f"a file with the name {name[:80]!r}")
-            if not 0 <= size <= MOST_BYTES or not _SUM.fullmatch(digest):
-                raise _wrong(f"a size or a checksum of {name} that cannot be")
-            files.append(File(name, size, digest))
+        try:
+            files: list[File] = reader(_FILES)(listed, False)
+        except Unfit as e:
+            raise _ANSWERS.wrong(f"a manifest: {e}") from None
         names = [file.name for file in files]
         if not files or len(files) > MOST_FILES or names != sorted(set(names)):
-            raise _wrong(f"a manifest of {len(files)} files, or with names that are not in order")
+            raise _ANSWERS.wrong(f"a manifest of {len(files)} files, or with names that are not in order")
         above = {name[:at] for name in names for at in range(len(name)) if name[at] == "/"}
         if above & set(names):
-            raise _wrong("a manifest in which a name is a file and a directory")
+            raise _ANSWERS.wrong("a manifest in which a name is a file and a directory")
         return Manifest(tuple(files))
 
 
@@ -110,8 +119,8 @@ class Read:
     directory: str
     key: str
     name: str
-    offset: int
-    size: int
+    offset: Bytes
+    size: Annotated[int, Within(1, CHUNK)]
 
 
 @dataclass(frozen=True)
@@ -151,50 +160,13 @@ class Problem:
 
 Request = Ask | Read
 Answer = Preparing | Listing | Chunk | Problem
-_REQUESTS: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Ask, Read)}
-_ANSWERS: Final[Mapping[str, type[Any]]] = {kind.__name__: kind for kind in (Preparing, Listing, Chunk, Problem)}
-_TYPES: Final = {int: int, str: str, list[Any]: list}
-
-
-def pack(message: Request | Answer) -> bytes:
-    """Return the frame of a message."""
-    return pack_body({"kind": type(message).__name__, **vars(message)})
-
-
-def read_request(frame: bytes) -> Request:
-    """Return the message in a frame of an agent. Raises FrameError."""
-    message: Request = _read(frame, _REQUESTS)
-    if isinstance(message, Read) and not (0 <= message.offset <= MOST_BYTES and 0 < message.size <= CHUNK):
-        raise _wrong(f"a request for {message.size} bytes at {message.offset}")
-    return message
+REQUESTS: Final = Kinds[Request]("a model store and an agent", *get_args(Request))
+_ANSWERS: Final = Kinds[Answer]("a model store and an agent", *get_args(Answer))
 
 
 def read_answer(frames: Sequence[bytes]) -> tuple[Answer, bytes]:
     """Return the message in an answer of a store, and the bytes of a chunk. Raises FrameError."""
-    message: Answer = _read(frames[0], _ANSWERS)
+    message = _ANSWERS.read(frames[0])
     if len(frames) != 1 + isinstance(message, Chunk):
-        raise _wrong(f"an answer of {len(frames)} frames")
+        raise _ANSWERS.wrong(f"an answer of {len(frames)} frames")
     return message, frames[1] if isinstance(message, Chunk) else b""
-
-
-def _read(frame: bytes, kinds: Mapping[str, type[Any]]) -> Any:
-    fields = unpack_body(frame)
-    kind = kinds.get(str(fields.pop("kind", None)))
-    if kind is None:
-        raise _wrong("a message of an unknown kind")
-    hints = kind.__annotations__
-    if fields.keys() != hints.keys():
-        raise _wrong(f"a message {kind.__name__} with other fields than {list(hints)}")
-    for name, hint in hints.items():
-        _checked(fields[name], _TYPES[hint])
-    return kind(**fields)
-
-
-def _checked(value: Any, kind: type[Any]) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise _wrong(f"a value of the type {type(value).__name__} for {kind.__name__}")
-    return value
-
-
-def _wrong(what: str) -> FrameError:
-    return FrameError(ErrorCode.BAD_FRAME, f"between a model store and an agent: {what}")

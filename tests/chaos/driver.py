@@ -16,15 +16,16 @@ from pathlib import Path
 
 from protocol.process.birth import die_with
 from protocol.process.helper_link import HelperLink
+from protocol.records import pack
 from supervisor.cluster.driver_messages import (
+    FROM_DRIVER,
+    TO_DRIVER,
     AgentLeft,
     EndAgent,
     FromDriver,
     Node,
     Nodes,
     StartAgent,
-    pack,
-    read,
 )
 from tests.chaos.machines import NOTICED
 from tests.chaos.packets import read_packet, write_packet
@@ -57,7 +58,7 @@ class Driver:
             os._exit(0)
         if record is None:
             return
-        message = read(record)
+        message = TO_DRIVER.read(record)
         if isinstance(message, StartAgent):
             self._agents[message.number] = message.node_id
             self._pass_on(message, message.node_id)
@@ -81,7 +82,7 @@ class Driver:
     def _say_nodes(self) -> None:
         nodes = [Node("head-1", "head", "127.0.0.1", 0.0, 0.0, 0.0, True)]
         nodes += [Node(member, name, "127.0.0.1", 0.0, 0.0, 0.0, False) for name, (member, _) in self._members.items()]
-        self._say(Nodes([vars(node) for node in nodes]))
+        self._say(Nodes(nodes))
 
     async def _keep(self, name: str) -> None:
         """Stay connected with a machine."""
@@ -113,7 +114,7 @@ class Driver:
                 packet = await read_packet(reader)
                 last[0] = time.monotonic()
                 if packet:
-                    message = read(packet)
+                    message = FROM_DRIVER.read(packet)
                     assert isinstance(message, AgentLeft)
                     self._left(message.number, message.why)
         finally:

@@ -23,8 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from protocol.errors import FrameError
+from protocol.records import pack
 from supervisor.cluster.agent_messages import Order
-from supervisor.cluster.driver_messages import AgentLeft, EndAgent, StartAgent, pack, read
+from supervisor.cluster.driver_messages import TO_DRIVER, AgentLeft, EndAgent, StartAgent
 from tests.chaos.packets import read_packet, write_packet
 from tests.serving import MARK, ROOT
 
@@ -107,7 +108,7 @@ class Machine:
                 if not packet:
                     write_packet(writer, b"")
                     continue
-                message = read(packet)
+                message = TO_DRIVER.read(packet)
                 if isinstance(message, StartAgent):
                     agent = numbers[message.number] = await self._start(message.order)
                     self._later(self._await_end(agent, message.number, writer))

@@ -16,8 +16,9 @@ import pytest
 from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec
+from protocol.records import pack
 from supervisor.cluster.agent import ROOM_WAIT_S
-from supervisor.cluster.agent_messages import Admitted, Gpus, Refused, pack, read_from_agent
+from supervisor.cluster.agent_messages import FROM_AGENT, Admitted, Gpus, Refused
 from supervisor.cluster.launcher import RemoteWorker, limits_elsewhere
 from supervisor.config.spelling import Limit
 from supervisor.workers.launcher import Elsewhere
@@ -327,7 +328,7 @@ def test_a_worker_that_is_ended_while_it_holds_a_lease_gives_it_back(far: Host, 
 )
 def test_what_an_agent_cannot_have_said_is_refused(message: Any) -> None:
     with pytest.raises(FrameError):
-        read_from_agent(pack(message))
+        FROM_AGENT.read(pack(message))
 
 
 def test_sound_messages_are_read() -> None:
@@ -338,6 +339,6 @@ def test_sound_messages_are_read() -> None:
         Refused("no room", "why", True),
         Refused("no room", "why", False, [0], True),
     ):
-        assert read_from_agent(pack(message)) == message
+        assert FROM_AGENT.read(pack(message)) == message
     with pytest.raises(FrameError):
-        read_from_agent(pack_body({"kind": "Refused", "why": json.dumps({})}))
+        FROM_AGENT.read(pack_body({"kind": "Refused", "why": json.dumps({})}))

@@ -16,10 +16,11 @@ import pytest
 import zmq
 
 from protocol.process.worker_spec import LinkKeys
+from protocol.records import pack
 from supervisor.cluster.agent_messages import StoreAccess
 from supervisor.cluster.copies import COPYING, Fetching
 from supervisor.cluster.store import ModelStore
-from supervisor.cluster.store_messages import CHUNK, Ask, Listing, Manifest, Problem, Read, pack, read_answer
+from supervisor.cluster.store_messages import CHUNK, Ask, Listing, Manifest, Problem, Read, read_answer
 from tests.cut_cable import Cable
 from tests.keyed import free_port
 from tests.serving import wait_until

@@ -24,13 +24,14 @@ from tests.plain_agents import ROOT
 DRIVER = """
 import sys
 from protocol.process.helper_link import become_helper, serve
+from protocol.records import pack
 from supervisor.cluster.driver_messages import *
 machines, gpus = map(int, sys.argv[1].split("x"))
 link = become_helper("driver of Ray")
 nodes = [Node(str(n), f"machine-{n}", "127.0.0.1", gpus, gpus, 0.0, False) for n in range(machines)]
-link.send(pack(Nodes([vars(node) for node in nodes])))
+link.send(pack(Nodes(nodes)))
 def take(record):
-    if isinstance(message := read(record), EndAgent):
+    if isinstance(message := TO_DRIVER.read(record), EndAgent):
         link.send(pack(AgentLeft(message.number, "")))
 serve(link, take)
 """

@@ -12,11 +12,13 @@ import zmq
 from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys
+from protocol.records import pack
 from supervisor.cluster.agent_messages import StoreAccess
 from supervisor.cluster.copies import CHECKING, Copies, Copy, Fetching, NoRoomError, directories_of, moved
 from supervisor.cluster.store import StoreProblem, scan
 from supervisor.cluster.store_messages import (
     CHUNK,
+    REQUESTS,
     Ask,
     Chunk,
     File,
@@ -24,8 +26,6 @@ from supervisor.cluster.store_messages import (
     Manifest,
     Problem,
     Read,
-    pack,
-    read_request,
 )
 from tests.supervisor.test_model_store import Box, write_model
 
@@ -57,7 +57,7 @@ class LyingStore:
         while not self._over.is_set():
             if self._router.poll(20):
                 who, frame = self._router.recv_multipart()
-                if (answer := self._answers(read_request(frame))) is not None:
+                if (answer := self._answers(REQUESTS.read(frame))) is not None:
                     self._router.send_multipart([who, *answer])
 
     def fetch(self) -> Fetching:
