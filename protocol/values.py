@@ -10,6 +10,7 @@ The reader says what does not fit as data (``Flaw``). Each user of this module m
 author of models.yaml and a client know different names for a type.
 """
 
+import re
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -32,6 +33,8 @@ from typing import (
 )
 
 T = TypeVar("T")
+_HALF = re.compile("[\ud800-\udfff]")
+"""One half of a pair of surrogates, which a file can contain as an escape. To encode a text would take a copy of it."""
 Path = tuple[str | int, ...]
 Check = Callable[[Any, bool], Any]
 """Returns the value in its type, or raises Unfit. The second argument: whether to look for every flaw."""
@@ -315,7 +318,7 @@ def _text(kind: type, length: Length | None) -> Check:
             if not (kind is str and isinstance(value, str)):
                 raise _unfit(value, wanted)
             value = str(value)
-        if kind is str and not (value.isascii() or _is_text(value)):
+        if kind is str and not _is_text(value):
             raise _unfit(value, wanted)
         if not (least <= len(value) and (most is None or len(value) <= most)):
             raise _unfit(value, bounded)
@@ -362,7 +365,7 @@ def _map(values: Any) -> Check:
             raise _unfit(value, Wanted(dict))
         for key in value:
             if type(key) is bytes:
-                raise _unfit(key, Wanted(str))
+                raise Unfit([Flaw((cast(str, key),), key, Wanted(str))])
         try:
             return {key: item(part, every) for key, part in value.items()}
         except Unfit:
@@ -459,11 +462,7 @@ def _unfit(value: object, problem: Wanted | str | Collection[str]) -> Unfit:
 
 
 def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # one half of a pair of surrogates, which a file can contain as an escape
-        return False
-    return True
+    return value.isascii() or _HALF.search(value) is None
 
 
 def _place(path: Path) -> str:

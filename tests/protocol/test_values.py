@@ -124,7 +124,7 @@ class Entry:
 def test_a_dataclass() -> None:
     assert read(Entry, {"name": "a", "sizes": {"x": 1}, "where": " y "}) == Entry("a", {"x": 1}, "y")
     assert flaw_of(Entry, {"name": "a", "sizes": {"x": 1.0}}) == Flaw(("sizes", "x"), 1.0, Wanted(int))
-    assert flaw_of(Entry, {"name": "a", "sizes": {b"x": 1}}) == Flaw(("sizes",), b"x", Wanted(str))
+    assert flaw_of(Entry, {"name": "a", "sizes": {b"x": 1}}) == Flaw(("sizes", b"x"), b"x", Wanted(str))
     assert flaw_of(Entry, {"name": "\ud800", "sizes": {}}).problem == Wanted(str)
 
 
