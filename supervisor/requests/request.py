@@ -5,13 +5,14 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from protocol.codec import encode, pack_error, pack_reply
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Error, Kind, Message, Reply
 from protocol.process.compiled import find
 from protocol.process.logs import masked_values
+from protocol.values import Length, Read, Then, Unfit, Within, hints_of, read, reader
 from supervisor.config.spelling import seconds_of, spelled, spelled_name
 from supervisor.keys.rights import OWNER, TOKEN_ID, TOKEN_ID_RULE, Identity
 from supervisor.requests.counters import Counters
@@ -66,7 +67,6 @@ else:
 # Check the ``route`` of a GENERATE: the part of a request that the supervisor itself reads. Pure.
 
 
-PRIORITIES = ("interactive", "normal", "batch")
 MAX_MS = 86_400_000
 """One day. No client waits for longer."""
 MAX_AFFINITY = 256
@@ -78,22 +78,69 @@ MAX_STAY_S = 366 * 86_400
 """One year. For a longer time a client asks for ever, with a negative number."""
 
 
+def _of(hint: Any, rule: str) -> Read:
+    """Return the reader of values of a type, which are called ``rule`` in words. None is no such value."""
+    check = reader(hint)
+
+    def how(value: Any) -> Any:
+        try:
+            return check(value, False)
+        except Unfit:
+            raise ValueError(f"must be {rule}") from None
+
+    return Read(how, rule)
+
+
+def _texts(most: int, longest: int) -> Read:
+    hint = Annotated[tuple[Annotated[str, Length(1, longest)], ...], Length(1, most)]
+    return _of(hint, f"a list of 1 to {most} strings of 1 to {longest} characters each")
+
+
+def _token_id(token_id: str) -> str:
+    if not TOKEN_ID.fullmatch(token_id):
+        raise ValueError(TOKEN_ID_RULE)
+    return token_id
+
+
+def _stay(keep_alive: Any) -> float:
+    """Return the seconds that a value of ``keep_alive`` means, infinity for ever. Raises ValueError."""
+    seconds = keep_alive if type(keep_alive) in (int, float) else None
+    if type(keep_alive) is str:
+        positive = keep_alive.removeprefix("-")
+        seconds = 0 if positive == "0" else seconds_of(positive, several=True)
+        seconds = -seconds if seconds is not None and positive != keep_alive else seconds
+    if seconds is None or not seconds <= MAX_STAY_S:
+        raise ValueError("is no time")
+    return math.inf if seconds < 0 else float(seconds)
+
+
+_BOOL = _of(bool, "true or false")
+_MS = _of(Annotated[int, Within(1, MAX_MS)], f"milliseconds, an integer from 1 to {MAX_MS}")
+_STAY = f"seconds up to {MAX_STAY_S}, or a duration such as 5m; 0: at once, negative: never"
+_TTL = _of(Annotated[int, Within(1, MAX_STAY_S)], f"seconds, an integer from 1 to {MAX_STAY_S}")
+_PRIORITY = _of(Literal["interactive", "normal", "batch"], "one of interactive, normal, batch")
+_AFFINITY = _of(Annotated[str, Length(1, MAX_AFFINITY)], f"a string of 1 to {MAX_AFFINITY} characters")
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The keys of ``route``, in GENERATE, as ``protocol.bodies.RouteKeys`` describes them. None is no limit."""
+    """The keys of ``route``, in GENERATE, as ``protocol.bodies.RouteKeys`` describes them. None is no limit.
 
-    resume: bool = True
-    priority: str = "normal"
-    queue_ms: int | None = None
-    ttft_ms: int | None = None
-    deadline_ms: int | None = None
-    affinity: str | None = None
-    progress: bool = False
-    keep_alive: float | str | None = None
-    ttl: int | None = None
-    on_behalf_of: str | None = None
-    trace_ids: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    keep_alive  seconds, infinity for ever
+    """
+
+    resume: Annotated[bool, _BOOL] = True
+    priority: Annotated[str, _PRIORITY] = "normal"
+    queue_ms: Annotated[int | None, _MS] = None
+    ttft_ms: Annotated[int | None, _MS] = None
+    deadline_ms: Annotated[int | None, _MS] = None
+    affinity: Annotated[str | None, _AFFINITY] = None
+    progress: Annotated[bool, _BOOL] = False
+    keep_alive: Annotated[float | None, _of(Annotated[Any, Then(_stay)], _STAY)] = None
+    ttl: Annotated[int | None, _TTL] = None
+    on_behalf_of: Annotated[str | None, _of(Annotated[str, Then(_token_id)], TOKEN_ID_RULE)] = None
+    trace_ids: Annotated[tuple[str, ...], _texts(MOST_TRACE_IDS, MAX_TRACE_ID)] = ()
+    notes: Annotated[tuple[str, ...], _texts(MOST_NOTES, MAX_NOTE)] = ()
 
 
 _EMPTY = Route()
@@ -104,20 +151,18 @@ def read_route(given: dict[str, Any]) -> Route:
     values."""
     if not given:
         return _EMPTY
-    for key, value in given.items():
-        check = CHECKS.get(key) if isinstance(key, str) else None
-        if check is None:
-            message = (
-                f"unknown routing key {spelled_name(key)}: known are {', '.join(CHECKS)}; all else stands in the body"
-            )
-            raise RequestError(message, field=f"route.{key[:64]}" if isinstance(key, str) else "route")
-        allowed, rule = check
-        if not allowed(value):
-            raise RequestError(f"{key} is {spelled(value)}: must be {rule}", field=f"route.{key}")
+    try:
+        route = read(Route, given)
+    except Unfit as e:
+        key, value, problem = e.flaws[0].path[0], e.flaws[0].value, e.flaws[0].problem
+        if isinstance(problem, str):
+            raise RequestError(f"{key} is {spelled(value)}: {problem}", field=f"route.{key}") from None
+        known = ", ".join(hints_of(Route))
+        message = f"unknown routing key {spelled_name(key)}: known are {known}; all else stands in the body"
+        raise RequestError(message, field=f"route.{key[:64]}" if isinstance(key, str) else "route") from None
     if "keep_alive" in given and "ttl" in given:
         raise RequestError("ttl says what keep_alive says: leave out one of them", field="route.ttl")
-    given = given | {name: tuple(given[name]) for name in ("trace_ids", "notes") if name in given}
-    return Route(**given)
+    return route
 
 
 def stay_of(given: dict[str, Any]) -> tuple[float, str] | None:
@@ -127,82 +172,8 @@ def stay_of(given: dict[str, Any]) -> tuple[float, str] | None:
     """
     for key in ("keep_alive", "ttl"):
         if key in given:
-            route = read_route(given)
-            seconds = route.ttl if route.keep_alive is None else _seconds(route.keep_alive)
-            return None if seconds is None else (float(seconds), key)
+            return float(getattr(read_route(given), key)), key
     return None
-
-
-def _seconds(keep_alive: Any) -> float | None:
-    """Return the seconds that a value of ``keep_alive`` means; None if it is not valid."""
-    if type(keep_alive) is str:
-        positive = keep_alive.removeprefix("-")
-        seconds = 0 if positive == "0" else seconds_of(positive, several=True)
-        keep_alive = -seconds if seconds is not None and positive != keep_alive else seconds
-    if type(keep_alive) not in (int, float) or not keep_alive <= MAX_STAY_S:
-        return None
-    return math.inf if keep_alive < 0 else float(keep_alive)
-
-
-def _is_stay(value: Any) -> bool:
-    return _seconds(value) is not None
-
-
-def _is_ttl(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MAX_STAY_S
-
-
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_ms(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MAX_MS
-
-
-def _is_priority(value: Any) -> bool:
-    return type(value) is str and value in PRIORITIES
-
-
-def _is_affinity(value: Any) -> bool:
-    return type(value) is str and 1 <= len(value) <= MAX_AFFINITY
-
-
-def _is_token_id(value: Any) -> bool:
-    return type(value) is str and TOKEN_ID.fullmatch(value) is not None
-
-
-def _are_trace_ids(value: Any) -> bool:
-    return _are_texts(value, MOST_TRACE_IDS, MAX_TRACE_ID)
-
-
-def _are_notes(value: Any) -> bool:
-    return _are_texts(value, MOST_NOTES, MAX_NOTE)
-
-
-def _are_texts(value: Any, most: int, longest: int) -> bool:
-    if type(value) is not list or not 1 <= len(value) <= most:
-        return False
-    return all(type(each) is str and 1 <= len(each) <= longest for each in value)
-
-
-_BOOL = (_is_bool, "true or false")
-_MS = (_is_ms, f"milliseconds, an integer from 1 to {MAX_MS}")
-CHECKS = {
-    "resume": _BOOL,
-    "priority": (_is_priority, f"one of {', '.join(PRIORITIES)}"),
-    "queue_ms": _MS,
-    "ttft_ms": _MS,
-    "deadline_ms": _MS,
-    "affinity": (_is_affinity, f"a string of 1 to {MAX_AFFINITY} characters"),
-    "progress": _BOOL,
-    "keep_alive": (_is_stay, f"seconds up to {MAX_STAY_S}, or a duration such as 5m; 0: at once, negative: never"),
-    "ttl": (_is_ttl, f"seconds, an integer from 1 to {MAX_STAY_S}"),
-    "on_behalf_of": (_is_token_id, TOKEN_ID_RULE),
-    "trace_ids": (_are_trace_ids, f"a list of 1 to {MOST_TRACE_IDS} strings of 1 to {MAX_TRACE_ID} characters each"),
-    "notes": (_are_notes, f"a list of 1 to {MOST_NOTES} strings of 1 to {MAX_NOTE} characters each"),
-}
-"""For each key: a check of its value, and the allowed values in words."""
 
 
 # Hold the events of a stream that wait for credit, as joined bytes and three numbers for each event. Pure.

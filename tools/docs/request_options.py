@@ -15,7 +15,7 @@ from protocol.request import ALIASES, GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
 from protocol.sampling_params import SamplingParams
 from protocol.values import hints_of, json_schemas
-from supervisor.requests.request import CHECKS, Route
+from supervisor.requests.request import Route
 from tools.docs.markdown import table, text
 
 OFFERED: dict[str, frozenset[str]] = {"exllamav2": exllamav2.OFFERED, "transformers": embedded.OFFERED}
@@ -119,9 +119,10 @@ def _route_rows() -> list[tuple[str, str, str, str]]:
     return [
         (
             f'<span id="option-{key.name}"></span>`{key.name}`',
-            CHECKS[key.name][1],
+            rule.name,
             _default(key.default),
             text(docs[key.name]),
         )
         for key in fields(Route)
+        for rule in hints_of(Route)[key.name].__metadata__
     ]
