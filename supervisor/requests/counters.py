@@ -10,7 +10,10 @@ and frees them. The writer only acknowledges what it has written.
 import json
 import mmap
 import os
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
+
+from protocol.records import Kinds
 
 SERIAL: Final = 0
 """Number that tells a row from earlier rows at the same place."""
@@ -30,6 +33,33 @@ ROWS: Final = 16_384
 """Pairs of keys and models that can be counted at once. The table takes memory only for rows that were used."""
 Counters = memoryview
 """The 16 numbers of a row."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question to the writer. ``about``: the parameters of ``UsageStore.read``; None for ``UsageStore.last_days``."""
+
+    number: int
+    about: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The writer's answer to a question. ``body``: the body of the REPLY as the client gets it."""
+
+    number: int
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The file cannot be used, and why; None: it can be used again."""
+
+    why: str | None
+
+
+TO_WRITER: Final = Kinds[Ask]("the supervisor and the usage writer", Ask)
+FROM_WRITER: Final = Kinds[Answer | Trouble]("the usage writer and the supervisor", Answer, Trouble)
 
 
 class CounterTable:

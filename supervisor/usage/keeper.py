@@ -20,12 +20,13 @@ import msgpack
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.helper_process import HelperProcess
+from protocol.records import pack
 from protocol.verbs import SEES_ALL
 from supervisor.helper import Helper, HelperWatch, writer_environment
 from supervisor.keys.rights import Identity
 from supervisor.logs.events import EventKind, noted
 from supervisor.ports.sockets import Restarts
-from supervisor.requests.counters import CounterTable, make_table
+from supervisor.requests.counters import FROM_WRITER, Ask, CounterTable, Trouble, make_table
 from supervisor.requests.request import Asker, EffectQueue
 from supervisor.requests.usage_ledger import BelievedTime, UsageLedger
 
@@ -92,7 +93,7 @@ class UsageKeeper:
             self._note(f"the usage writer cannot be started: {e.strerror or e}; trying again")
         if self._tell_last_days is not None and all(question.asker for question in self._questions.values()):
             with suppress(WireError):  # it is asked again
-                self._ask({"last_days": True}, None)
+                self._ask(None, None)
         late = f"the usage writer has not answered within {ANSWER_S:g} s: the disk of {self.file} may be slow"
         self._fail([number for number, question in self._questions.items() if now >= question.due], late)
 
@@ -108,7 +109,7 @@ class UsageKeeper:
         """Have the writer find the last day of each key's usage, and call ``tell`` once with the days by key id."""
         self._tell_last_days = tell
 
-    def _ask(self, question: dict[str, Any], asker: Asker | None) -> None:
+    def _ask(self, question: dict[str, Any] | None, asker: Asker | None) -> None:
         if (process := self._helper.process) is None or len(self._questions) >= MOST_ASKED:
             why = "no usage writer runs" if process is None else f"{MOST_ASKED} questions about usage wait"
             raise WireError(ErrorCode.OVERLOADED, f"{why}: try later", retry_after_ms=1000)
@@ -116,14 +117,14 @@ class UsageKeeper:
             raise WireError(ErrorCode.OVERLOADED, "the usage writer is busy: try later", retry_after_ms=1000)
         number = next(self._numbers)
         self._questions[number] = _Question(asker, time.monotonic() + ANSWER_S)
-        process.send(msgpack.packb({"ask": number, **question}))
+        process.send(pack(Ask(number, question)))
 
     def _take(self, record: bytes) -> None:
-        message = msgpack.unpackb(record)
-        if "trouble" in message:
-            self._note(message["trouble"])
-        elif (question := self._questions.pop(message["answer"], None)) is not None:
-            self._answer(question, message["body"])
+        message = FROM_WRITER.read(record)
+        if isinstance(message, Trouble):
+            self._note(message.why)
+        elif (question := self._questions.pop(message.number, None)) is not None:
+            self._answer(question, message.body)
 
     def describe(self) -> dict[str, Any]:
         """Return the ledger as ``status`` shows it."""

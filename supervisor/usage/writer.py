@@ -6,12 +6,10 @@ FILE     the SQLite file, see ``store``
 SESSION  the text of this supervisor's life
 DAYS     days that are kept, today included
 TABLE    the descriptor of the table of counters, see ``counters``
-stdin    the link to the supervisor (``helper_link``), whose records are maps in msgpack
+stdin    the link to the supervisor (``helper_link``), with the messages of ``counters``
 
-The supervisor sends questions: the parameters of ``UsageStore.read``, or ``{last_days: true}``. The program answers
-each with ``{answer, body}``: the number of the question, and the body of the REPLY as the client gets it. It says
-``{trouble}`` when the file cannot be used, and null when it can be used again. When the supervisor ends, however it
-ends, the socket ends. Then the program writes the last counts and leaves.
+The program answers each question. It says Trouble when the file cannot be used, and when it can be used again. When the
+supervisor ends, however it ends, the socket ends. Then the program writes the last counts and leaves.
 """
 
 import fcntl
@@ -25,12 +23,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgpack
-
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.process.helper_link import HelperLink, become_helper, serve
-from supervisor.requests.counters import COUNTS, EPOCH, SERIAL, WRITTEN, WRITTEN_SERIAL, CounterTable
+from protocol.records import pack
+from supervisor.requests.counters import (
+    COUNTS,
+    EPOCH,
+    SERIAL,
+    TO_WRITER,
+    WRITTEN,
+    WRITTEN_SERIAL,
+    Answer,
+    CounterTable,
+    Trouble,
+)
 from supervisor.requests.usage_ledger import DAY_S, Retention, day_number, day_text
 
 # The file with the counts: SQLite, with one row for each day, key, model and session.
@@ -301,7 +308,7 @@ class UsageWriter:
         trouble = self._try_write(wall, steady)
         if trouble != self._trouble:
             self._trouble = trouble
-            self._tell({"trouble": trouble})
+            self._link.send(pack(Trouble(trouble)))
 
     def _try_write(self, wall: float, steady: float, *, last: bool = False) -> str | None:
         """Write the counts that have changed. Return why that was not possible; None if it was."""
@@ -361,20 +368,16 @@ class UsageWriter:
         numbers[WRITTEN_SERIAL] = values[0]
 
     def _answer(self, record: bytes) -> None:
-        question = msgpack.unpackb(record)
-        number = question.pop("ask")
+        asked = TO_WRITER.read(record)
         self.write(time.time(), _steady())
         try:
             if self._trouble is not None:
                 raise StoreTrouble(self._trouble)
-            result = self._store.last_days() if question == {"last_days": True} else self._store.read(**question)
+            result = self._store.last_days() if asked.about is None else self._store.read(**asked.about)
             body = pack_body({"result": result})
         except StoreTrouble as e:
             body = pack_body({"error": WireError(ErrorCode.HELPER_FAILED, str(e)).to_wire()})
-        self._tell({"answer": number, "body": body})
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._link.send(msgpack.packb(message))
+        self._link.send(pack(Answer(asked.number, body)))
 
 
 def _steady() -> float:
