@@ -453,13 +453,15 @@ class AsyncClient:
         """
         return await self._call(verb, params, reply_timeout)
 
+    # --- verbs: `python -m tools.docs` writes these methods into async_client.py, too
+
     async def models(self) -> dict[str, Any]:
         """Return the models and their states: the reply to the verb "models"."""
-        return await self.call("models", reply_timeout=self.timeout)
+        return await self._ask("models")
 
     async def status(self, model: str | None = None) -> dict[str, Any]:
         """Return the supervisor's state and that of one model or of all: the reply to the verb "status"."""
-        return await self.call("status", reply_timeout=self.timeout, **given(model=model))
+        return await self._ask("status", model=model)
 
     async def requests(self, limit: int | None = None) -> dict[str, Any]:
         """Return the unfinished requests, the oldest first: the reply to the verb "requests".
@@ -468,7 +470,7 @@ class AsyncClient:
 
         A key without the rights status and admin sees its own requests only.
         """
-        return await self.call("requests", reply_timeout=self.timeout, **given(limit=limit))
+        return await self._ask("requests", limit=limit)
 
     async def ended_requests(self, after: int | None = None, limit: int | None = None) -> dict[str, Any]:
         """Return the last requests that have ended, the oldest first: the reply to the verb "ended_requests".
@@ -479,7 +481,7 @@ class AsyncClient:
         A key without the rights status and admin sees its own requests only. If ``session`` differs from that of the
         earlier reply, the supervisor was started again: ask without ``after``.
         """
-        return await self.call("ended_requests", reply_timeout=self.timeout, **given(after=after, limit=limit))
+        return await self._ask("ended_requests", after=after, limit=limit)
 
     async def story(self, request: str) -> dict[str, Any]:
         """Return what became of a request, or of the requests of one HTTP request: the reply to the verb "story".
@@ -488,7 +490,7 @@ class AsyncClient:
 
         Raises RequestError for a request that is not known, or that this client may not see.
         """
-        return await self.call("story", reply_timeout=self.timeout, id=request)
+        return await self._ask("story", id=request)
 
     async def cancel_request(self, request: str) -> None:
         """Cancel a request of any client: the verb "cancel_request". To end an own stream, use its ``cancel()``.
@@ -497,10 +499,13 @@ class AsyncClient:
 
         Locally this takes a client with ``admin=True``. Raises the errors of ``call``.
         """
-        await self.call("cancel_request", reply_timeout=self.timeout, id=request)
+        await self._ask("cancel_request", id=request)
 
     async def events(
-        self, after: int | None = None, limit: int | None = None, model: str | None = None
+        self,
+        after: int | None = None,
+        limit: int | None = None,
+        model: str | None = None,
     ) -> dict[str, Any]:
         """Return events such as changes of state, deaths and reloads: the reply to the verb "events".
 
@@ -510,12 +515,18 @@ class AsyncClient:
 
         If ``session`` differs from that of the earlier reply, the supervisor was started again: ask without ``after``.
         """
-        return await self.call("events", reply_timeout=self.timeout, **given(after=after, limit=limit, model=model))
+        return await self._ask("events", after=after, limit=limit, model=model)
 
     async def usage(self, key: str | None = None, model: str | None = None, since: str | None = None) -> dict[str, Any]:
-        """Return requests and tokens by key, model and day: see ``Client.usage``."""
-        params = given(key=key, model=model, since=since)
-        return await self.call("usage", reply_timeout=USAGE_S, **params)
+        """Return requests and tokens by key, model and day: the reply to the verb "usage".
+
+        key    the name of a key; empty for requests without a key. Unset: all keys that this client may see
+        model  the name of a model. Unset: all models
+        since  the first day, such as "2026-01-31". Unset: all days that are kept
+
+        A key without the rights status and admin sees its own usage only.
+        """
+        return await self._ask("usage", key=key, model=model, since=since)
 
     async def log_level(self, model: str | None = None, level: str | None = None) -> dict[str, str]:
         """Return the least levels of the lines in logs, by the name of the process: the verb "log_level".
@@ -525,7 +536,7 @@ class AsyncClient:
 
         Locally this takes a client with ``admin=True``. Raises the errors of ``call``.
         """
-        reply = await self.call("log_level", reply_timeout=self.timeout, **given(model=model, level=level))
+        reply = await self._ask("log_level", model=model, level=level)
         levels: dict[str, str] = reply["levels"]
         return levels
 
@@ -543,9 +554,9 @@ class AsyncClient:
         after  the ``position`` of an earlier reply: return the lines behind it
         since  seconds since 1970, in place of ``after``: return the lines from that time on, the oldest first
         """
-        return await self.call(
-            "logs", reply_timeout=self.timeout, **given(model=model, lines=lines, after=after, since=since)
-        )
+        return await self._ask("logs", model=model, lines=lines, after=after, since=since)
+
+    # --- end of the verbs
 
     async def close(self) -> None:
         """End the connection, and with it every unfinished request. A second call does nothing."""
@@ -558,6 +569,10 @@ class AsyncClient:
         connection = self._usable()
         check_can_generate(connection)
         return connection, connection.begin(requests)
+
+    async def _ask(self, verb: str, **params: Any) -> dict[str, Any]:
+        """Return the reply to a verb. A parameter that is None is left out."""
+        return await self._call(verb, given(**params), USAGE_S if verb == "usage" else self.timeout)
 
     async def _call(self, verb: str, params: dict[str, Any], reply_timeout: float | None) -> dict[str, Any]:
         connection = self._usable()

@@ -523,13 +523,15 @@ class Client:
         """
         return self._call(verb, params, reply_timeout)
 
+    # --- verbs: `python -m tools.docs` writes these methods into async_client.py, too
+
     def models(self) -> dict[str, Any]:
         """Return the models and their states: the reply to the verb "models"."""
-        return self.call("models", reply_timeout=self.timeout)
+        return self._ask("models")
 
     def status(self, model: str | None = None) -> dict[str, Any]:
         """Return the supervisor's state and that of one model or of all: the reply to the verb "status"."""
-        return self.call("status", reply_timeout=self.timeout, **given(model=model))
+        return self._ask("status", model=model)
 
     def requests(self, limit: int | None = None) -> dict[str, Any]:
         """Return the unfinished requests, the oldest first: the reply to the verb "requests".
@@ -538,7 +540,7 @@ class Client:
 
         A key without the rights status and admin sees its own requests only.
         """
-        return self.call("requests", reply_timeout=self.timeout, **given(limit=limit))
+        return self._ask("requests", limit=limit)
 
     def ended_requests(self, after: int | None = None, limit: int | None = None) -> dict[str, Any]:
         """Return the last requests that have ended, the oldest first: the reply to the verb "ended_requests".
@@ -549,7 +551,7 @@ class Client:
         A key without the rights status and admin sees its own requests only. If ``session`` differs from that of the
         earlier reply, the supervisor was started again: ask without ``after``.
         """
-        return self.call("ended_requests", reply_timeout=self.timeout, **given(after=after, limit=limit))
+        return self._ask("ended_requests", after=after, limit=limit)
 
     def story(self, request: str) -> dict[str, Any]:
         """Return what became of a request, or of the requests of one HTTP request: the reply to the verb "story".
@@ -558,7 +560,7 @@ class Client:
 
         Raises RequestError for a request that is not known, or that this client may not see.
         """
-        return self.call("story", reply_timeout=self.timeout, id=request)
+        return self._ask("story", id=request)
 
     def cancel_request(self, request: str) -> None:
         """Cancel a request of any client: the verb "cancel_request". To end an own stream, use its ``cancel()``.
@@ -567,9 +569,14 @@ class Client:
 
         Locally this takes a client with ``admin=True``. Raises the errors of ``call``.
         """
-        self.call("cancel_request", reply_timeout=self.timeout, id=request)
+        self._ask("cancel_request", id=request)
 
-    def events(self, after: int | None = None, limit: int | None = None, model: str | None = None) -> dict[str, Any]:
+    def events(
+        self,
+        after: int | None = None,
+        limit: int | None = None,
+        model: str | None = None,
+    ) -> dict[str, Any]:
         """Return events such as changes of state, deaths and reloads: the reply to the verb "events".
 
         after  the ``last`` of an earlier reply: return the events behind it. Unset: return the newest events
@@ -578,7 +585,7 @@ class Client:
 
         If ``session`` differs from that of the earlier reply, the supervisor was started again: ask without ``after``.
         """
-        return self.call("events", reply_timeout=self.timeout, **given(after=after, limit=limit, model=model))
+        return self._ask("events", after=after, limit=limit, model=model)
 
     def usage(self, key: str | None = None, model: str | None = None, since: str | None = None) -> dict[str, Any]:
         """Return requests and tokens by key, model and day: the reply to the verb "usage".
@@ -589,8 +596,7 @@ class Client:
 
         A key without the rights status and admin sees its own usage only.
         """
-        params = given(key=key, model=model, since=since)
-        return self.call("usage", reply_timeout=USAGE_S, **params)
+        return self._ask("usage", key=key, model=model, since=since)
 
     def log_level(self, model: str | None = None, level: str | None = None) -> dict[str, str]:
         """Return the least levels of the lines in logs, by the name of the process: the verb "log_level".
@@ -600,7 +606,7 @@ class Client:
 
         Locally this takes a client with ``admin=True``. Raises the errors of ``call``.
         """
-        reply = self.call("log_level", reply_timeout=self.timeout, **given(model=model, level=level))
+        reply = self._ask("log_level", model=model, level=level)
         levels: dict[str, str] = reply["levels"]
         return levels
 
@@ -618,9 +624,9 @@ class Client:
         after  the ``position`` of an earlier reply: return the lines behind it
         since  seconds since 1970, in place of ``after``: return the lines from that time on, the oldest first
         """
-        return self.call(
-            "logs", reply_timeout=self.timeout, **given(model=model, lines=lines, after=after, since=since)
-        )
+        return self._ask("logs", model=model, lines=lines, after=after, since=since)
+
+    # --- end of the verbs
 
     def close(self) -> None:
         """End the connection, and with it every unfinished request. A second call does nothing."""
@@ -632,6 +638,10 @@ class Client:
         connection = self._usable()
         check_can_generate(connection)
         return connection, connection.begin(requests)
+
+    def _ask(self, verb: str, **params: Any) -> dict[str, Any]:
+        """Return the reply to a verb. A parameter that is None is left out."""
+        return self._call(verb, given(**params), USAGE_S if verb == "usage" else self.timeout)
 
     def _call(self, verb: str, params: dict[str, Any], reply_timeout: float | None) -> dict[str, Any]:
         connection = self._usable()

@@ -1,5 +1,6 @@
 """The page of the Python client has every public name, with signatures and docstrings from the source."""
 
+import ast
 import re
 from enum import Enum
 
@@ -8,7 +9,7 @@ import pytest
 import modelctl
 from protocol.client.request_options import RequestOptions
 from protocol.verbs import VERBS
-from tools.docs import client
+from tools.docs import client, client_methods
 from tools.docs.client import client_page
 from tools.docs.request_options import request_options
 
@@ -89,3 +90,12 @@ def test_a_public_member_without_a_docstring_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(modelctl.Stream.complete, "__doc__", None)
     with pytest.raises(ValueError, match=r"Stream\.complete"):
         client_page()
+
+
+def test_the_methods_of_the_clients_send_what_their_verbs_take() -> None:
+    tree = ast.parse((client_methods.CLIENTS / "sync_client.py").read_text())
+    asked = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._ask"]
+    assert len(asked) >= 10
+    for call in asked:
+        verb = VERBS[ast.literal_eval(call.args[0])]
+        assert {keyword.arg for keyword in call.keywords} <= {*verb.known}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.docs.client import client_page
+from tools.docs.client_methods import async_client
 from tools.docs.commands import commands_page
 from tools.docs.configuration import configuration_page
 from tools.docs.dashboard import dashboard
@@ -42,9 +43,10 @@ FILES: dict[str, Callable[[], str]] = {
     "../deploy/grafana/modelctl.json": dashboard,
     "../modelctl/cli/models.schema.json": models_schema,
     "../modelctl/cli/modelctl.1": man_page,
+    "../protocol/client/async_client.py": async_client,
 }
 """File below docs/ → the function that makes its text. The JSON schema of models.yaml and the man page are shipped with
-the command line."""
+the command line. Of the client only the methods for verbs are made."""
 PARTS: dict[str, Callable[[], str]] = {
     "figures": readme_figures,
     "errors": error_table,
