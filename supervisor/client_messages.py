@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol import __version__, limits
@@ -21,6 +21,7 @@ from supervisor.requests.request import EffectQueue, ToClient, number_of, refusa
 from supervisor.requests.scheduler import Scheduler
 
 
+@dataclass(eq=False, repr=False)
 class ClientMessages:
     """The handler of all client messages. It queues each answer as an effect, like all other results of a message.
 
@@ -28,20 +29,14 @@ class ClientMessages:
     order ends.
     """
 
-    def __init__(
-        self,
-        clients: ClientPorts,
-        scheduler: Scheduler,
-        authorizer: RequestAuthorizer,
-        context: AdminContext,
-        effects: EffectQueue,
-    ) -> None:
-        self._clients = clients
-        self._scheduler = scheduler
-        self._authorizer = authorizer
-        self._context = context
-        self._calls = Calls(context)
-        self._effects = effects
+    _clients: ClientPorts
+    _scheduler: Scheduler
+    _authorizer: RequestAuthorizer
+    _context: AdminContext
+    _effects: EffectQueue
+
+    def __post_init__(self) -> None:
+        self._calls = Calls(self._context)
 
     def handle(self, port: ClientPort, connection: ClientConnection, message: Message) -> None:
         """Handle one valid message of a connection of this port."""

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -94,26 +95,17 @@ from supervisor.workers.orphans import Orphans
 # revoked key's requests end before its connection**, so the client reads their errors and then the last one.
 
 
+@dataclass(eq=False, repr=False)
 class EffectRunner:
     """The runner of the effects in one queue."""
 
-    def __init__(
-        self,
-        queue: EffectQueue,
-        clients: ClientPorts,
-        workers: Sequence[WorkerPort],
-        scheduler: Scheduler,
-        fleet: Fleet,
-        on_demand: OnDemandLoader,
-        reloads: Reloads,
-    ) -> None:
-        self._queue = queue
-        self._clients = clients
-        self._workers = workers
-        self._scheduler = scheduler
-        self._fleet = fleet
-        self._on_demand = on_demand
-        self._reloads = reloads
+    _queue: EffectQueue
+    _clients: ClientPorts
+    _workers: Sequence[WorkerPort]
+    _scheduler: Scheduler
+    _fleet: Fleet
+    _on_demand: OnDemandLoader
+    _reloads: Reloads
 
     def run(self) -> None:
         """Carry out the queued effects, and the effects that they add, until the queue is empty."""

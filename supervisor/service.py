@@ -15,6 +15,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from protocol.codec import encode, pack_body
@@ -152,28 +153,22 @@ def status_text(view: View) -> str:
 # The supervisor's own end: every model is stopped, clients are told, and then the process leaves.
 
 
+@dataclass(eq=False, repr=False)
 class SupervisorShutdown:
     """The state of the supervisor's shutdown.
 
     begun  whether a shutdown has begun
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        reloads: Reloads,
-        scheduler: Scheduler,
-        clients: ClientPorts,
-        effects: EffectQueue,
-        log: logging.Logger,
-    ) -> None:
+    _fleet: Fleet
+    _reloads: Reloads
+    _scheduler: Scheduler
+    _clients: ClientPorts
+    _effects: EffectQueue
+    _log: logging.Logger
+
+    def __post_init__(self) -> None:
         self.begun = False
-        self._fleet = fleet
-        self._reloads = reloads
-        self._scheduler = scheduler
-        self._clients = clients
-        self._effects = effects
-        self._log = log
         self._impatient = False
 
     def begin(self, cause: str, *, now: bool = False) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,32 +54,22 @@ _SAID = {"log": EventKind.LOG, "queue": EventKind.QUEUE}
 """The troubles that ``look`` makes events of. Whoever finds one of the others says so itself."""
 
 
+@dataclass(eq=False, repr=False)
 class Troubles:
     """The present troubles. Runs on the supervisor's one thread. The loop calls ``look`` once a second."""
 
-    def __init__(
-        self,
-        log: logging.Logger,
-        scheduler: Scheduler,
-        registry: ReplicaRegistry,
-        reloads: Reloads,
-        vram: Vram,
-        gateway: GatewayProcesses,
-        keys: KeyRing,
-        launcher: Launcher,
-        clients: ClientPorts,
-        folders: FolderKeeper,
-    ) -> None:
-        self._log = log
-        self._scheduler = scheduler
-        self._registry = registry
-        self._reloads = reloads
-        self._vram = vram
-        self._gateway = gateway
-        self._keys = keys
-        self._launcher = launcher
-        self._clients = clients
-        self._folders = folders
+    _log: logging.Logger
+    _scheduler: Scheduler
+    _registry: ReplicaRegistry
+    _reloads: Reloads
+    _vram: Vram
+    _gateway: GatewayProcesses
+    _keys: KeyRing
+    _launcher: Launcher
+    _clients: ClientPorts
+    _folders: FolderKeeper
+
+    def __post_init__(self) -> None:
         self._lasting = Lasting()
         self._refused = Refusals()
         self._said: dict[str, str] = {}
@@ -164,51 +155,34 @@ class Refusals:
         return f"requests are refused as overloaded, because queues are full: {', '.join(parts)}" if parts else None
 
 
+@dataclass(eq=False, repr=False)
 class SupervisorDescription:
     """The supervisor's own part of ``status``. Make it when the supervisor starts, since it counts the uptime."""
 
-    def __init__(
-        self,
-        runtime_dir: Path,
-        log: logging.Logger,
-        fleet: Fleet,
-        reloads: Reloads,
-        scheduler: Scheduler,
-        clients: ClientPorts,
-        workers: WorkerPort,
-        traffic: WorkerTraffic,
-        authorizer: RequestAuthorizer,
-        zap: ZapHandler,
-        shutdown: SupervisorShutdown,
-        gateway: GatewayProcesses,
-        usage: UsageKeeper | None,
-        troubles: Troubles,
-        local: LocalLauncher,
-        launcher: Launcher,
-        request_log: RequestLog,
-    ) -> None:
+    _runtime_dir: Path
+    _log: logging.Logger
+    _fleet: Fleet
+    _reloads: Reloads
+    _scheduler: Scheduler
+    _clients: ClientPorts
+    _workers: WorkerPort
+    _traffic: WorkerTraffic
+    _authorizer: RequestAuthorizer
+    _zap: ZapHandler
+    _shutdown: SupervisorShutdown
+    _gateway: GatewayProcesses
+    _usage: UsageKeeper | None
+    _troubles: Troubles
+    _local: LocalLauncher
+    _launcher: Launcher
+    _request_log: RequestLog
+
+    def __post_init__(self) -> None:
         self.session = os.urandom(8).hex()  # the module secrets loads OpenSSL, which takes 3.5 MB
         """A random text that tells this supervisor process from the ones before it."""
         self._started = time.monotonic()
-        self._runtime_dir = runtime_dir
-        self.own_logs = {name: log_path(runtime_dir, name) for name in (SUPERVISOR_NAME, GATEWAY_NAME)}
+        self.own_logs = {name: log_path(self._runtime_dir, name) for name in (SUPERVISOR_NAME, GATEWAY_NAME)}
         """By name, the paths of the logs that belong to no worker."""
-        self._log = log
-        self._fleet = fleet
-        self._reloads = reloads
-        self._scheduler = scheduler
-        self._clients = clients
-        self._workers = workers
-        self._traffic = traffic
-        self._authorizer = authorizer
-        self._zap = zap
-        self._shutdown = shutdown
-        self._gateway = gateway
-        self._usage = usage
-        self._troubles = troubles
-        self._local = local
-        self._launcher = launcher
-        self._request_log = request_log
 
     @property
     def listen_problem(self) -> str | None:

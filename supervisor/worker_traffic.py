@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from protocol.codec import decode, decode_events, is_events, pack_body, unpack_body
@@ -37,28 +38,22 @@ LAST_FRAMES_TURNS = 16
 """How many times the frames of workers are drained before the requests of a dead worker are handled."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerTraffic:
     """Handles the ends of workers, and all of their frames that compiled code does not pass on by itself.
 
     dropped  frames that were not handled: those of a former generation, and those of a worker that was killed
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        fleet: Fleet,
-        scheduler: Scheduler,
-        queries: PendingQueries,
-        authorizer: RequestAuthorizer,
-        effects: EffectQueue,
-    ) -> None:
+    _launcher: Launcher
+    _fleet: Fleet
+    _scheduler: Scheduler
+    _queries: PendingQueries
+    _authorizer: RequestAuthorizer
+    _effects: EffectQueue
+
+    def __post_init__(self) -> None:
         self.dropped = 0
-        self._launcher = launcher
-        self._fleet = fleet
-        self._scheduler = scheduler
-        self._queries = queries
-        self._authorizer = authorizer
-        self._effects = effects
 
     def watch(self, reactor: Reactor, ports: Sequence[WorkerPort], run: Callable[[], None]) -> None:
         """Name a handler for each socket and descriptor that the loop waits for.

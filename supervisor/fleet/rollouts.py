@@ -334,6 +334,7 @@ class Rollouts:
 _OF_NO_SECTION: Final = ("default_model", "groups", "folders")
 
 
+@dataclass(eq=False, repr=False)
 class Reloads:
     """The orders that concern several workers. Call ``advance_soon`` when a worker's state has changed.
 
@@ -341,24 +342,17 @@ class Reloads:
     found  returns a configuration of models.yaml with the models of its folders
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        scheduler: Scheduler,
-        timers: Timers,
-        adopt: Callable[[Config], bool],
-        found: Callable[[Config], Config],
-        log: logging.Logger,
-    ) -> None:
-        self._fleet = fleet
-        self._registry = fleet.registry
-        self._scheduler = scheduler
-        self._timers = timers
-        self._adopt = adopt
-        self._found = found
-        self._log = log
+    _fleet: Fleet
+    _scheduler: Scheduler
+    _timers: Timers
+    _adopt: Callable[[Config], bool]
+    _found: Callable[[Config], Config]
+    _log: logging.Logger
+
+    def __post_init__(self) -> None:
+        self._registry = self._fleet.registry
         self._advancing = False
-        self.rollouts = Rollouts(fleet, log)
+        self.rollouts = Rollouts(self._fleet, self._log)
         self.refused: str | None = None
         """Why the last order to read models.yaml has changed nothing, for people. None if it was carried out."""
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from protocol.codec import encode
@@ -37,24 +38,18 @@ ASSUMED_RATE = 10e9
 """Bytes per second at which a model is assumed to wake, until this machine has been measured."""
 
 
+@dataclass(eq=False, repr=False)
 class Sleepers:
     """The workers that sleep or may sleep. Runs on the supervisor's one thread."""
 
-    def __init__(
-        self,
-        fleet: "Fleet",
-        registry: ReplicaRegistry,
-        scheduler: Scheduler,
-        vram: Vram,
-        effects: EffectQueue,
-        log: logging.Logger,
-    ) -> None:
-        self._fleet = fleet
-        self._registry = registry
-        self._scheduler = scheduler
-        self._vram = vram
-        self._effects = effects
-        self._log = log
+    _fleet: "Fleet"
+    _registry: ReplicaRegistry
+    _scheduler: Scheduler
+    _vram: Vram
+    _effects: EffectQueue
+    _log: logging.Logger
+
+    def __post_init__(self) -> None:
         self._default_bound = int(host_memory.free_bytes() * host_memory.SHARE)
         self._rate = ASSUMED_RATE
 
@@ -183,23 +178,17 @@ def _copies(replicas: Iterable[Replica]) -> list[HostCopy]:
 _LEAVING = (*GOING_DOWN, WorkerState.FALLING_ASLEEP)
 
 
+@dataclass(eq=False, repr=False)
 class GroupPlaces:
     """The groups of models.yaml as it was read last. Runs on the supervisor's one thread.
 
     under_way  returns the starts and wakes that are under way
     """
 
-    def __init__(
-        self,
-        registry: ReplicaRegistry,
-        sleepers: Sleepers,
-        under_way: Callable[[], Collection["Admission"]],
-        log: logging.Logger,
-    ) -> None:
-        self._registry = registry
-        self._sleepers = sleepers
-        self._under_way = under_way
-        self._log = log
+    _registry: ReplicaRegistry
+    _sleepers: Sleepers
+    _under_way: Callable[[], Collection["Admission"]]
+    _log: logging.Logger
 
     @property
     def _groups(self) -> Groups:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -642,6 +642,7 @@ class Wake(Admission):
 # ``wake`` one wake.
 
 
+@dataclass(eq=False, repr=False)
 class Starts:
     """The starts that are under way. Runs on the supervisor's one thread. The loop calls ``answered`` when
     ``descriptor`` is readable.
@@ -650,36 +651,24 @@ class Starts:
     cpus      CPUs that the supervisor itself may use
     """
 
-    def __init__(
-        self,
-        fleet: "Fleet",
-        registry: ReplicaRegistry,
-        vram: Vram,
-        launcher: Launcher,
-        sleepers: Sleepers,
-        effects: EffectQueue,
-        timers: Timers,
-        back_endpoint: str,
-        outer: str | None,
-        cpus: Collection[int],
-        log: logging.Logger,
-    ) -> None:
-        self.fleet = fleet
-        self.registry = registry
-        self.vram = vram
-        self.launcher = launcher
-        self.sleepers = sleepers
-        self.effects = effects
-        self.timers = timers
-        self.back_endpoint = back_endpoint
-        self.outer = outer
-        self.cpus = cpus
-        self.log = log
-        self.estimator = Estimator(timers)
+    fleet: "Fleet"
+    registry: ReplicaRegistry
+    vram: Vram
+    launcher: Launcher
+    sleepers: Sleepers
+    effects: EffectQueue
+    timers: Timers
+    back_endpoint: str
+    outer: str | None
+    cpus: Collection[int]
+    log: logging.Logger
+
+    def __post_init__(self) -> None:
+        self.estimator = Estimator(self.timers)
         self._under_way: dict[str, Admission] = {}
         self._number = 0
         self._said_unseen = False
-        self.places = GroupPlaces(registry, sleepers, self._under_way.values, log)
+        self.places = GroupPlaces(self.registry, self.sleepers, self._under_way.values, self.log)
 
     @property
     def descriptor(self) -> int:
