@@ -59,7 +59,7 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.stories import Stories
 from supervisor.runtime import CHECK_S as RUNTIME_CHECK_S
 from supervisor.runtime import RuntimeDir, RuntimeWatch
-from supervisor.service import SupervisorShutdown, service_manager
+from supervisor.service import ServiceManager, SupervisorShutdown, service_environment
 from supervisor.status import LogControl, SupervisorDescription, Troubles
 from supervisor.usage.keeper import CHECK_S as USAGE_CHECK_S
 from supervisor.usage.keeper import UsageKeeper
@@ -224,7 +224,11 @@ class Supervisor:
         self._shutdown = SupervisorShutdown(
             self._fleet, self._reloads, self._scheduler, self._clients, self._effects, log
         )
-        self._manager = service_manager(self._fleet, self._reloads, self._shutdown, self._gateway, self._clients, log)
+        self._manager = None
+        if (environment := service_environment(log)) is not None:
+            self._manager = ServiceManager(
+                environment, self._fleet, self._reloads, self._shutdown, self._gateway, self._clients, log
+            )
         self._traffic = WorkerTraffic(
             self._launchers, self._fleet, self._scheduler, self._queries, self._authorizer, self._effects
         )

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -200,6 +201,7 @@ CHECK_S = 1.0
 """Seconds between two checks. A check takes four system calls."""
 
 
+@dataclass(eq=False, repr=False)
 class RuntimeWatch:
     """The checks whether the directory and the sockets are in their places. Missing ones are made again.
 
@@ -207,17 +209,12 @@ class RuntimeWatch:
     made_again  called after the directory was made again, to write the other files that belong into it
     """
 
-    def __init__(
-        self,
-        runtime: RuntimeDir,
-        files: Sequence[SocketFile],
-        made_again: Callable[[], None],
-        log: logging.Logger,
-    ) -> None:
-        self._runtime = runtime
-        self._files = files
-        self._made_again = made_again
-        self._log = log
+    _runtime: RuntimeDir
+    _files: Sequence[SocketFile]
+    _made_again: Callable[[], None]
+    _log: logging.Logger
+
+    def __post_init__(self) -> None:
         self._trouble: str | None = None
 
     def restore_missing(self) -> None:

@@ -259,32 +259,26 @@ def take_environment(environment: MutableMapping[str, str], pid: int) -> Environ
     return Environment(address, int(microseconds) / 1e6)
 
 
+@dataclass(eq=False, repr=False)
 class ServiceManager:
     """Tells the service manager how the supervisor is. The loop calls ``look`` every ``look_s`` seconds."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        fleet: Fleet,
-        reloads: Reloads,
-        shutdown: SupervisorShutdown,
-        gateway: GatewayProcesses,
-        clients: ClientPorts,
-        log: logging.Logger,
-    ) -> None:
-        self._socket = NotifySocket(environment.address)
-        self._reports = ServiceReports(environment.watchdog_s)
+    _environment: Environment
+    _fleet: Fleet
+    _reloads: Reloads
+    _shutdown: SupervisorShutdown
+    _gateway: GatewayProcesses
+    _clients: ClientPorts
+    _log: logging.Logger
+
+    def __post_init__(self) -> None:
+        self._socket = NotifySocket(self._environment.address)
+        self._reports = ServiceReports(self._environment.watchdog_s)
         self.look_s = self._reports.look_s
-        self._fleet = fleet
-        self._reloads = reloads
-        self._shutdown = shutdown
-        self._gateway = gateway
         self._gateway_served = False
-        self._clients = clients
-        self._log = log
         self._unsent: deque[list[str]] = deque()
         self._trouble: str | None = None
-        if environment.watchdog_s is not None:
+        if self._environment.watchdog_s is not None:
             # The watchdog ends a supervisor that is stuck with SIGABRT. Its stack then goes to the manager's journal.
             faulthandler.enable(sys.__stderr__ or 2)
 
@@ -329,20 +323,10 @@ class ServiceManager:
             self._unsent.popleft()
 
 
-def service_manager(
-    fleet: Fleet,
-    reloads: Reloads,
-    shutdown: SupervisorShutdown,
-    gateway: GatewayProcesses,
-    clients: ClientPorts,
-    log: logging.Logger,
-) -> ServiceManager | None:
-    """Return the connection to the service manager that started this process. None if none did."""
+def service_environment(log: logging.Logger) -> Environment | None:
+    """Return what the service manager that started this process has told it. None if none did."""
     try:
-        environment = take_environment(os.environ, os.getpid())
+        return take_environment(os.environ, os.getpid())
     except ValueError as e:
         log.warning("the service manager is not told how the supervisor is: %s", e)
         return None
-    if environment is None:
-        return None
-    return ServiceManager(environment, fleet, reloads, shutdown, gateway, clients, log)

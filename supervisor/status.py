@@ -232,16 +232,14 @@ class SupervisorDescription:
 # Have the supervisor, the gateway and the workers write their logs as ``LogStyles`` says, while they run.
 
 
+@dataclass(eq=False, repr=False)
 class LogControl:
     """The way from the styles of logs to the processes that write them."""
 
-    def __init__(
-        self, registry: ReplicaRegistry, log: logging.Logger, gateway: GatewayProcesses, effects: EffectQueue
-    ) -> None:
-        self._registry = registry
-        self._log = log
-        self._gateway = gateway
-        self._effects = effects
+    _registry: ReplicaRegistry
+    _log: logging.Logger
+    _gateway: GatewayProcesses
+    _effects: EffectQueue
 
     def adopt(self, start: LogStyle) -> None:
         """Apply what models.yaml says now."""
