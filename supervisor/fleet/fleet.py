@@ -213,7 +213,7 @@ class Fleet:
         """Apply keys of a model that only the supervisor reads. The worker's process goes on."""
         was_lazy = replica.spec.config.lazy
         if replica.desired_spec is replica.spec:
-            replica.apply_settings(spec)
+            replica.spec = replica.desired_spec = spec
         else:  # the present process is of an older specification still
             self.registry.respec(replica, spec)
         self._follow_lazy(replica, was_lazy)

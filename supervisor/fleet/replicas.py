@@ -39,8 +39,8 @@ class Replica:
     """The record of one worker of a model: its life, and its present process if there is one.
 
     ``life`` holds the state that is desired and the state that the worker is in. The specification of the next process
-    and the right to the label are other facts: an order to start or stop changes neither. All three are written by
-    methods of this class and of ``WorkerLife`` only.
+    and the right to the label are other facts: an order to start or stop changes neither. ``ReplicaRegistry`` and
+    ``Fleet.adopt_settings`` change them.
 
     name   identifies the worker for good: "letters", or "letters:2" for the second of several workers. It is
            "letters~2" if another worker had the name "letters" when this one was made
@@ -64,8 +64,11 @@ class Replica:
         self.name = name
         self.label = label
         self.life = WorkerLife(name, now, policy)
-        self._spec = self._desired_spec = spec
-        self._current = current
+        self.spec = self.desired_spec = spec
+        """The specification of the present process, or of the next one if there is none; and that of the next one. They
+        differ while a process of an older specification runs."""
+        self.current = current
+        """Whether the label means this worker, and not another one that has the same label."""
         self.log_path = log_path
         self.log_begin: int | None = 0
         """Bytes that the log held before the present process."""
@@ -116,30 +119,6 @@ class Replica:
         self.tokens_seen = 0
 
     @property
-    def spec(self) -> ModelSpec:
-        """The specification of the present process, or of the next one if there is none."""
-        return self._spec
-
-    @property
-    def desired_spec(self) -> ModelSpec:
-        """The specification of the next process. It differs from ``spec`` while a process of an older one runs."""
-        return self._desired_spec
-
-    def want_spec(self, spec: ModelSpec) -> None:
-        """Set the specification of the next process. The caller calls ``take_desired_spec`` before it starts that."""
-        self._desired_spec = spec
-
-    def apply_settings(self, spec: ModelSpec) -> None:
-        """Set a specification that differs only in keys that the supervisor reads. The present process goes on."""
-        self._spec = self._desired_spec = spec
-
-    def take_desired_spec(self) -> bool:
-        """Make the desired specification the present one, before a process starts. Return whether it was another."""
-        differs = self._desired_spec is not self._spec
-        self._spec = self._desired_spec
-        return differs
-
-    @property
     def ttl(self) -> float | None:
         """The idle seconds after which the worker is unloaded; None for never."""
         config = self.spec.config
@@ -155,17 +134,6 @@ class Replica:
             and self.killed_for is None
             and self.state not in (WorkerState.STARTING, WorkerState.STOPPING)
         )
-
-    @property
-    def current(self) -> bool:
-        """Whether the label means this worker, and not another one that has the same label."""
-        return self._current
-
-    def give_label_to(self, successor: "Replica") -> None:
-        """Let the label mean another worker, which has been started to take this worker's place. It goes on with the
-        speeds that the label has shown."""
-        self._current, successor._current = False, True
-        successor.speeds = self.speeds.copy()
 
     @property
     def model(self) -> str:
@@ -442,13 +410,13 @@ class ReplicaRegistry:
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
         """Set the specification of a worker's next process."""
-        replica.want_spec(spec)
+        replica.desired_spec = spec
         if replica.process is None:
             self._take_spec(replica)
 
     def hand_over(self, old: Replica, new: Replica) -> None:
-        """Let the label of two workers mean the new one."""
-        old.give_label_to(new)
+        """Let the label of two workers mean the new one, which goes on with the speeds that the label has shown."""
+        old.current, new.current, new.speeds = False, True, old.speeds.copy()
         self._sort()
 
     def new_generation(self, replica: Replica) -> None:
@@ -526,7 +494,8 @@ class ReplicaRegistry:
 
     def _take_spec(self, replica: Replica) -> None:
         replica.log_path = logs.log_path(self._runtime_dir, replica.label)
-        if replica.take_desired_spec():
+        if replica.spec is not replica.desired_spec:
+            replica.spec = replica.desired_spec
             self._vram.unwatch(replica.name)
             self._watch_vram(replica)
 
