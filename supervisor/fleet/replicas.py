@@ -326,7 +326,9 @@ class ReplicaRegistry:
     """The records of all workers. For each record it keeps a worker slot in the scheduler and the watch on its GPUs."""
 
     def __init__(self, config: Config, scheduler: Scheduler, vram: Vram, runtime_dir: Path) -> None:
-        self._config = config
+        self.config = config
+        """The configuration that was read last. During a reload, and after one that failed, some workers still run an
+        older one."""
         self._scheduler = scheduler
         self._vram = vram
         self._runtime_dir = runtime_dir
@@ -341,12 +343,6 @@ class ReplicaRegistry:
             scheduler.add_model(spec.name, spec.queue_limits)
             for label in spec.workers:
                 self.add(label, spec)
-
-    @property
-    def config(self) -> Config:
-        """The configuration that was read last. During a reload, and after one that failed, some workers still run an
-        older one."""
-        return self._config
 
     @property
     def models(self) -> list[str]:
@@ -367,7 +363,7 @@ class ReplicaRegistry:
 
     def adopt(self, config: Config) -> None:
         """Take over a new configuration. The caller starts, stops and exchanges the workers."""
-        self._config = config
+        self.config = config
         for replica in self.replicas.values():
             replica.life.history.policy = config.supervisor.restart_policy
         self._sort()
@@ -383,7 +379,7 @@ class ReplicaRegistry:
             name,
             label,
             spec,
-            self._config.supervisor.restart_policy,
+            self.config.supervisor.restart_policy,
             log_path,
             time.monotonic(),
             current=replaces is None,
@@ -400,7 +396,7 @@ class ReplicaRegistry:
         del self.replicas[replica.name]
         self._vram.unwatch(replica.name)
         self._scheduler.remove_worker(replica.name)
-        if replica.model not in self._config.models and not self.of_model(replica.model):
+        if replica.model not in self.config.models and not self.of_model(replica.model):
             self._scheduler.remove_model(replica.model)
 
     def relabel(self, replica: Replica, label: str) -> None:
@@ -480,7 +476,7 @@ class ReplicaRegistry:
         return [replica for replica in self.replicas.values() if replica.model == model]
 
     def _sort(self) -> None:
-        order = {model: place for place, model in enumerate(self._config.models)}
+        order = {model: place for place, model in enumerate(self.config.models)}
         ranked = sorted(
             self.replicas.items(),
             key=lambda item: (

@@ -144,7 +144,8 @@ class CreditControl:
         self.advances = Advances(window)
         self.bounds = bounds or SendBufferLimits()
         self._of_party: Counter[int] = Counter()
-        self._total = 0
+        self.held_bytes = 0
+        """Bytes of all held events."""
         self._holding: dict[InFlight, float] = {}
         """The time, in monotonic seconds, since which each stream has held events without a new grant of its client."""
 
@@ -259,9 +260,9 @@ class CreditControl:
             most = max(its, key=_held_bytes, default=request)
             whose = f"all streams of its client held {of_party} (at most {bounds.of_party})"
             return most, _slow(most, f"more than any other while {whose}")
-        if self._total > bounds.of_all:
+        if self.held_bytes > bounds.of_all:
             most = max(self._holding, key=_held_bytes, default=request)
-            whose = f"all streams of all clients held {self._total} (at most {bounds.of_all})"
+            whose = f"all streams of all clients held {self.held_bytes} (at most {bounds.of_all})"
             return most, _slow(most, f"more than any other while {whose}")
         return None
 
@@ -281,13 +282,8 @@ class CreditControl:
             if now - since >= stall_s
         ]
 
-    @property
-    def held_bytes(self) -> int:
-        """Return the bytes of all held events."""
-        return self._total
-
     def _charge(self, request: InFlight, cost: int) -> None:
-        self._total += cost
+        self.held_bytes += cost
         self._of_party[request.party] += cost
         if not self._of_party[request.party]:
             del self._of_party[request.party]
