@@ -1,4 +1,4 @@
-"""The results of the verbs of CALL, also those in ``protocol.activity`` and ``protocol.activity``.
+"""The results of the verbs of CALL, also those in ``protocol.activity``.
 
 ``protocol.verbs`` names the class of each verb. Only the documentation and tests import it: the supervisor and the
 clients would start more slowly.
