@@ -437,8 +437,8 @@ def begin_limited(directory: Path, descriptors: int, mutant: str = "", driver: s
         f"import resource, runpy, sys\n{broken}"
         "if __name__ == '__main__':  # workers import this file again\n"
         f"    {limit or 'pass'}\n{cluster if driver else ''}"
-        "    from supervisor.placement import turns\n"
-        "    turns.YIELD_AFTER_S, turns.STAY_S = 0.2, 0.5\n"
+        "    from supervisor.placement import eviction\n"
+        "    eviction.YIELD_AFTER_S, eviction.STAY_S = 0.2, 0.5\n"
         "    sys.argv[0] = 'supervisor'\n"
         "    runpy.run_module('supervisor', run_name='__main__', alter_sys=True)\n"
     )

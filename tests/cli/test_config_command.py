@@ -108,9 +108,9 @@ def test_what_the_defaults_give_a_model_has_their_line(tmp_path: Path) -> None:
 CHANGES_AT_ITS_START = """\
 import runpy, yaml
 from pathlib import Path
-from supervisor import runtime_dir
+from supervisor import runtime
 
-class Claimed(runtime_dir.RuntimeDir):
+class Claimed(runtime.RuntimeDir):
     def __init__(self, path):
         file = Path("models.yaml")
         content = yaml.safe_load(file.read_text())
@@ -119,7 +119,7 @@ class Claimed(runtime_dir.RuntimeDir):
         super().__init__(path)
 
 if __name__ == "__main__":  # the supervisor reads models.yaml before it claims its runtime directory
-    runtime_dir.RuntimeDir = Claimed
+    runtime.RuntimeDir = Claimed
     runpy.run_module("supervisor", run_name="__main__", alter_sys=True)
 """
 

@@ -230,7 +230,7 @@ def test_run_wakes_it(serve: Serve) -> None:
 def test_a_load_may_take_longer_than_others_wait_for_the_idle(serve: Serve, box: Box, tmp_path: Path) -> None:
     script = tmp_path / "hurried.py"
     script.write_text(
-        "from supervisor import cli\nfrom supervisor.placement import turns\nturns.IDLE_WAIT_S = 0.3\n"
+        "from modelctl import cli\nfrom supervisor.placement import eviction\neviction.IDLE_WAIT_S = 0.3\n"
         "if __name__ == '__main__':\n    raise SystemExit(cli.main())\n"
     )
     models = {name: lazy("SlowLoad", load_s=1, gpu=0, vram="50GiB") for name in "ab"}

@@ -108,10 +108,10 @@ def test_keys_that_were_revoked_and_a_list_that_cannot_be_read() -> None:
 
 SOONER = """\
 import runpy
-from supervisor import troubles
+from supervisor import status
 
 if __name__ == "__main__":
-    troubles.LASTING_S = 0.1
+    status.LASTING_S = 0.1
     runpy.run_module("supervisor", run_name="__main__", alter_sys=True)
 """
 

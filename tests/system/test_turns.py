@@ -20,8 +20,8 @@ from tests.raw_client import RawClient
 from tests.serving import Serving, engine, wait_until
 
 QUICK = (
-    "from supervisor import cli\nfrom supervisor.placement import turns\n"
-    "turns.YIELD_AFTER_S, turns.STAY_S = 0.5, 1.0\n"
+    "from modelctl import cli\nfrom supervisor.placement import eviction\n"
+    "eviction.YIELD_AFTER_S, eviction.STAY_S = 0.5, 1.0\n"
     "if __name__ == '__main__':\n    raise SystemExit(cli.main())\n"
 )
 
