@@ -6,14 +6,14 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from supervisor.cluster.machines import AgentEnd
+from supervisor.cluster.driver_messages import AgentLeft, Node
 from supervisor.workers.launcher import NoMachineError, is_name
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class PlainStarter:
-    """An AgentStarter. ``before`` are words of the command in front of Python, such as ``ip netns exec NAME``."""
+    """Starts agents as a RayStarter does. ``before`` are words in front of the command, as ``ip netns exec NAME``."""
 
     def __init__(self, before: Sequence[str] = ()) -> None:
         self._before = list(before)
@@ -40,14 +40,14 @@ class PlainStarter:
 
     def choose(
         self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
-    ) -> str:
+    ) -> Node:
         left = [node for node in self.nodes if node not in without]
         if is_name(wanted):
             if self.gpus and (free := len(self.free(wanted))) < gpus:
                 raise NoMachineError(f"{wanted} has {free} of {self.gpus} GPUs free, and {gpus} are needed")
-            return wanted
+            return Node("", wanted, "", 0, 0, 0, False)
         if left:
-            return left[0]
+            return Node("", left[0], "", 0, 0, 0, False)
         raise NoMachineError("no other machine")
 
     def free(self, node: str) -> list[int]:
@@ -55,12 +55,12 @@ class PlainStarter:
         leased = {gpu for name, gpus in self.leases.values() for gpu in gpus if name == node}
         return [gpu for gpu in range(self.gpus) if gpu not in leased]
 
-    def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
-        if node in self.lost_nodes:
-            raise NoMachineError(f"no machine {node}")
+    def start(self, number: int, node: Node, gpus: int, engine: str, order: bytes) -> None:
+        if node.name in self.lost_nodes:
+            raise NoMachineError(f"no machine {node.name}")
         devices = self.devices
         if self.gpus:
-            self.leases[number] = node, self.free(node)[:gpus]
+            self.leases[number] = node.name, self.free(node.name)[:gpus]
             devices = ",".join(map(str, self.leases[number][1]))
         agent = subprocess.Popen(
             [*self._before, sys.executable, "-P", "-m", "supervisor.cluster"],
@@ -80,7 +80,7 @@ class PlainStarter:
         if number in self.agents:
             self.agents[number].kill()
 
-    def ended(self) -> list[AgentEnd]:
+    def ended(self) -> list[AgentLeft]:
         ends = []
         for pidfd, _ in self._epoll.poll(0):
             number = self._pidfds.pop(pidfd)
@@ -88,7 +88,7 @@ class PlainStarter:
             os.close(pidfd)
             code = self.agents.pop(number).wait()
             self.leases.pop(number, None)
-            ends.append(AgentEnd(number, f"its agent left with {code}" if code else ""))
+            ends.append(AgentLeft(number, f"its agent left with {code}" if code else ""))
         return ends
 
     def close(self) -> None:

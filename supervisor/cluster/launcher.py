@@ -44,7 +44,7 @@ from supervisor.cluster.agent_messages import (
     Up,
 )
 from supervisor.cluster.copies import directories_of
-from supervisor.cluster.machines import AgentStarter, RayStarter, is_worth_another_lease
+from supervisor.cluster.machines import RayStarter, is_worth_another_lease
 from supervisor.cluster.port import RemotePort
 from supervisor.cluster.store import ModelStore
 from supervisor.config.server import ClusterConfig, SupervisorConfig
@@ -204,7 +204,7 @@ class RemoteLauncher:
 
     def __init__(
         self,
-        starter: AgentStarter,
+        starter: RayStarter,
         endpoint: str,
         server: str,
         lease_s: float,
@@ -263,12 +263,12 @@ class RemoteLauncher:
         worker.begin(self._number, agent_id, replace(worker.spec, endpoint=self._endpoint, keys=keys))
         self._workers[agent_id] = worker
 
-    def _try(self, worker: RemoteWorker, node: str = "") -> None:
-        """Start an agent for a worker. ``node`` is the machine, if it was chosen before."""
-        spec, node, gpus = worker.spec, node or worker.elsewhere.node, worker.elsewhere.gpus
+    def _try(self, worker: RemoteWorker, name: str = "") -> None:
+        """Start an agent for a worker. ``name`` is the machine, if it was chosen before."""
+        spec, wanted, gpus = worker.spec, name or worker.elsewhere.node, worker.elsewhere.gpus
         assert spec.keys is not None
         try:
-            node = self._starter.choose(node, gpus, self._placed.get(spec.engine.model), worker.refusals)
+            node = self._starter.choose(wanted, gpus, self._placed.get(spec.engine.model), worker.refusals)
             store = self._store.access if self._store else None
             passed = tuple(sorted(worker.passed))
             order = Order(
@@ -281,9 +281,9 @@ class RemoteLauncher:
             worker.waits = str(e)
             return
         if worker.waits:
-            self._log.info("%s: starts on %s", spec.name, node, extra=about(spec.name))
-        worker.node, worker.waits = node, ""
-        self._placed[spec.engine.model][node] += 1
+            self._log.info("%s: starts on %s", spec.name, node.name, extra=about(spec.name))
+        worker.node, worker.waits = node.name, ""
+        self._placed[spec.engine.model][node.name] += 1
         self.keys.add(spec.keys.public)
         if self._store is not None:
             self._store.admit(spec.keys.public, directories_of(spec.engine))
@@ -339,15 +339,14 @@ class RemoteLauncher:
         line = f"{worker.node}: {refused.why}"
         _append(worker.spec.log_path, line.encode() + b"\n")
         if is_worth_another_lease(worker.passed, refused):
-            node = worker.node
             try:
-                self._starter.choose(node, worker.elsewhere.gpus)
+                self._starter.choose(worker.node, worker.elsewhere.gpus)
             except NoMachineError as e:
                 refused = replace(refused, why=f"{refused.why}; Ray cannot lease other GPUs there: {e}")
             else:
                 worker.passed |= set(refused.gpus)
                 worker.held.append(worker.number)
-                self._try_again(worker, f"{line}; tries another GPU there", node)
+                self._try_again(worker, f"{line}; tries another GPU there", worker.node)
                 return
         self._release(worker)
         worker.refusals[worker.node] = refused
@@ -355,27 +354,26 @@ class RemoteLauncher:
             with suppress(NoMachineError):
                 node = self._starter.choose(worker.elsewhere.node, worker.elsewhere.gpus, without=worker.refusals)
                 self._starter.end(worker.number)
-                self._try_again(worker, f"{line}; tries {node}")
+                self._try_again(worker, f"{line}; tries {node.name}")
                 return
         reasons = {one.reason for one in worker.refusals.values()}
         worker.refused = (
             reasons.pop() if len(reasons) == 1 else "no room" if "no room" in reasons else refused.reason,
-            "; ".join(f"{node}: {one.why}" for node, one in worker.refusals.items()),
+            "; ".join(f"{name}: {one.why}" for name, one in worker.refusals.items()),
             any(one.retry for one in worker.refusals.values()),
         )
         if refused.elsewhere:
             self._starter.end(worker.number)  # it holds its lease, and would not leave by itself
         self._end(worker, LOST)
 
-    def _try_again(self, worker: RemoteWorker, why: str, node: str = "") -> None:
-        """Start another agent for a worker. What the one before it still sends is dropped. ``node`` as for ``_try``."""
-        name = worker.spec.name
-        self._log.info("%s: %s", name, why, extra=noted(EventKind.PLACEMENT, name))
+    def _try_again(self, worker: RemoteWorker, why: str, name: str = "") -> None:
+        """Start another agent for a worker. What the one before it still sends is dropped. ``name`` as for ``_try``."""
+        self._log.info("%s: %s", worker.spec.name, why, extra=noted(EventKind.PLACEMENT, worker.spec.name))
         self._leaving.add(worker.number)
         self._remove(worker)
         self._revoke(worker)
         self._begin(worker)
-        self._try(worker, node)
+        self._try(worker, name)
 
     def _remove(self, worker: RemoteWorker) -> None:
         """Take a worker off the lists of workers."""

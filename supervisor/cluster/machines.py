@@ -6,8 +6,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol
+from dataclasses import asdict
+from typing import Any, Final
 
 from protocol.errors import FrameError
 from protocol.process.birth import helper_environment
@@ -30,50 +30,6 @@ from supervisor.helper import Helper, HelperWatch
 from supervisor.logs.events import EventKind, noted
 from supervisor.ports.sockets import Restarts
 from supervisor.workers.launcher import NoMachineError, is_name, labels_of
-
-# The interface between the launcher of workers on other machines and what starts their agents there.
-
-
-@dataclass(frozen=True)
-class AgentEnd:
-    """An agent that has ended, or was never started.
-
-    number  the number that it was started with
-    why     one line for people; "" if it left by itself
-    """
-
-    number: int
-    why: str
-
-
-class AgentStarter(Protocol):
-    """Starts agents on the machines of a cluster. No method blocks."""
-
-    @property
-    def descriptor(self) -> int:
-        """A descriptor that is readable when ``ended`` has something to return."""
-
-    def choose(
-        self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
-    ) -> str:
-        """Return the name of a machine for a worker, see ``choice.choose``. Raises NoMachineError."""
-
-    def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
-        """Start an agent with a lease of ``gpus`` GPUs, and give it the order. Each start ends in exactly one AgentEnd.
-        ``engine`` is the worker's.
-
-        Raises NoMachineError if no agent can be started there now.
-        """
-
-    def end(self, number: int) -> None:
-        """End an agent, and with it its worker. Do nothing if it has ended."""
-
-    def ended(self) -> list[AgentEnd]:
-        """Return the agents that have ended since the last call."""
-
-    def close(self) -> None:
-        """End all agents."""
-
 
 # What the supervisor knows of the machines of a cluster: those that Ray lists, and those that it has listed before.
 # Pure: times are arguments, in monotonic seconds.
@@ -229,12 +185,13 @@ _ENDED = "it has ended"
 
 
 class RayStarter:
-    """An ``AgentStarter``. Raises OSError if the helper cannot be started.
+    """Starts agents on the machines of a cluster. No method blocks. Raises OSError if the helper cannot be started.
 
-    address   the cluster's address, as Ray takes it, or "auto" for the one that this machine belongs to
-    machines  the machines of the cluster
-    trouble   why the cluster cannot be used, for people; "" if it can, or has not answered yet
+    address      the cluster's address, as Ray takes it, or "auto" for the one that this machine belongs to
+    machines     the machines of the cluster
+    trouble      why the cluster cannot be used, for people; "" if it can, or has not answered yet
     unreachable  why agents could not reach the supervisor, for people; "" if they can. None is started meanwhile
+    descriptor   a descriptor that is readable when ``ended`` has something to return
     """
 
     def __init__(self, address: str, log: logging.Logger) -> None:
@@ -248,7 +205,7 @@ class RayStarter:
         self._leased: Counter[str] = Counter()
         """By machine, the number of agents in ``_started``, and the sum of their GPUs. When each start added them up
         for each machine, 1,000 starts took 3.3 s of processor, and 2,000 took 24 s."""
-        self._ends: list[AgentEnd] = []
+        self._ends: list[AgentLeft] = []
         self._spares: KeepSpares | None = None
         """What the helper was told last."""
         self._why = _ENDED
@@ -270,12 +227,8 @@ class RayStarter:
 
     def choose(
         self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
-    ) -> str:
-        return self._choose(wanted, gpus, beside, without).name
-
-    def _choose(
-        self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
     ) -> Node:
+        """Return a machine for a worker, see ``choice.choose``. Raises NoMachineError."""
         if self.unreachable or self._helper.process is None or not self.nodes:
             raise NoMachineError(self.unreachable or self.trouble or NOT_YET)
         free = {node.name: self._free(node) for node in self.nodes}
@@ -286,14 +239,16 @@ class RayStarter:
         are counted here."""
         return node.gpus - node.others - self._leased[node.name]
 
-    def start(self, number: int, node: str, gpus: int, engine: str, order: bytes) -> None:
-        node_id = self._choose(node, gpus).node_id
-        self._started[number] = node, gpus
-        self._held[node] += 1
-        self._leased[node] += gpus
-        self._send(StartAgent(number, node_id, gpus, engine, order))
+    def start(self, number: int, node: Node, gpus: int, engine: str, order: bytes) -> None:
+        """Start an agent with a lease of ``gpus`` GPUs on a machine that ``choose`` has just returned, and give it the
+        order. Each start ends in exactly one AgentLeft. ``engine`` is the worker's."""
+        self._started[number] = node.name, gpus
+        self._held[node.name] += 1
+        self._leased[node.name] += gpus
+        self._send(StartAgent(number, node.node_id, gpus, engine, order))
 
     def end(self, number: int) -> None:
+        """End an agent, and with it its worker. Do nothing if it has ended."""
         if number in self._started:
             self._send(EndAgent(number))
 
@@ -304,7 +259,8 @@ class RayStarter:
             self._spares = told
             self._send(told)
 
-    def ended(self) -> list[AgentEnd]:
+    def ended(self) -> list[AgentLeft]:
+        """Return the agents that have ended since the last call."""
         self._watch.hear()
         ends, self._ends = self._ends, []
         return ends
@@ -317,6 +273,7 @@ class RayStarter:
             self._log.warning("the helper that talks to Ray cannot be started: %s", e)
 
     def close(self) -> None:
+        """End all agents."""
         self._helper.end()
 
     def _take(self, record: bytes) -> None:
@@ -332,7 +289,7 @@ class RayStarter:
         elif isinstance(message, AgentLeft):
             if message.number in self._started:
                 self._forget(message.number)
-                self._ends.append(AgentEnd(message.number, message.why))
+                self._ends.append(message)
         elif isinstance(message, Unusable):
             if message.why != self.trouble:
                 self._log.error("cluster: %s", message.why, extra=noted(EventKind.CLUSTER))
@@ -361,7 +318,7 @@ class RayStarter:
 
     def _lose(self, _: HelperProcess) -> None:
         """Note that the helper is gone. Ray ends all its actors, and so all agents end."""
-        self._ends += [AgentEnd(number, "the connection to the Ray cluster was lost") for number in self._started]
+        self._ends += [AgentLeft(number, "the connection to the Ray cluster was lost") for number in self._started]
         for started in (self._started, self._held, self._leased):
             started.clear()
         self.machines.lose()

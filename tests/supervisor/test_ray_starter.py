@@ -69,10 +69,10 @@ def test_gpus_are_leased_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None
             starter.choose("others", 1)
         starter.end(1)
         until(starter, lambda: starter._leased["machine-1"] == 1)
-        assert starter.choose("others", 1) == "machine-1"
+        assert starter.choose("others", 1).name == "machine-1"
         starter.end(3)
         until(starter, lambda: "machine-1" not in starter._held)
-        assert starter.choose("others", 2) == "machine-1"
+        assert starter.choose("others", 2).name == "machine-1"
         assert starter._helper.process is not None
         starter._helper.process.kill()
         until(starter, lambda: starter.trouble)
