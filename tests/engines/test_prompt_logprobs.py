@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model_worker.engine import Engine, Job, PromptScoring
-from model_worker.engines.admission import PromptPieces, score
+from model_worker.engines.prompt_scores import PromptPieces, score
 from protocol.errors import ErrorCode, RequestError
 from tests.engines.driver import GREEDY, Driver, Outcome, answer
 from tools.demo_models import directory

@@ -26,13 +26,14 @@ from model_worker.engine import (
     ProgressCallback,
     PromptLogprobs,
 )
-from model_worker.engines.admission import PromptPieces, check_job, left_to_draw, places_at_once, score
+from model_worker.engines.admission import check_job, left_to_draw
 from model_worker.engines.banned import BannedStrings, Healer, Healing, Verdict
 from model_worker.engines.constraints import OFFERED as CONSTRAINTS
 from model_worker.engines.constraints import WAIT_S, AnyConstraint, Constraints, Mask
 from model_worker.engines.embedded.check import OFFERED, check, read_options
 from model_worker.engines.embedded.load import SlotModel, check_room, device_name, load_model
 from model_worker.engines.embedded.sampling import Sampler, log_probability
+from model_worker.engines.prompt_scores import PromptPieces, places_at_once, score
 from model_worker.engines.vetting import understood
 from model_worker.text import LoopWatch, TextStream
 from protocol.errors import RequestError, WireError

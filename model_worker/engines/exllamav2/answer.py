@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from model_worker.engine import DrawnToken, Failed, Finished, Job, NewTokens, PromptLogprobs
-from model_worker.engines.admission import PromptPieces, score
 from model_worker.engines.banned import BannedStrings, Healing, Verdict
 from model_worker.engines.exllamav2.decode.graphs import finish
 from model_worker.engines.exllamav2.options import SCORED_LOGITS
+from model_worker.engines.prompt_scores import PromptPieces, score
 from model_worker.text import LoopWatch, TextStream
 from protocol.errors import RequestError
 from protocol.messages import FinishReason

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from model_worker.engine import Job
-from model_worker.engines.admission import Draws, PromptPieces
+from model_worker.engines.admission import Draws
 from model_worker.engines.banned import Healing
 from model_worker.engines.constraints import AnyConstraint
 from model_worker.engines.exllamav2.answer import PromptScorer, Redraw
 from model_worker.engines.exllamav2.load import Loaded
 from model_worker.engines.exllamav2.sampling import NEVER, PieceSearch, TokenBias, settings_of, xtc_is_on
+from model_worker.engines.prompt_scores import PromptPieces
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
 
