@@ -163,11 +163,13 @@ def test_the_metrics_are_made_of_two_answers_of_the_supervisor_only() -> None:
 
 def test_a_process_of_its_own_asks_nvml() -> None:
     """The driver may hang and takes 22 MB, so only two programs import NVML: the supervisor's reader, and that of the
-    command doctor. They import none of our packages, and are never imported."""
+    command doctor. They import none of our packages but the link to a helper, and are never imported."""
     found = {path: {top(name) for name in imports(path)} for path in [*modules("supervisor"), *modules("modelctl")]}
     child, facts = ROOT / "supervisor/placement/nvml_child.py", ROOT / "modelctl/cli/nvml_facts.py"
     assert {path for path, names in found.items() if "pynvml" in names} == {child, facts}
-    assert found[child] - sys.stdlib_module_names == {"pynvml", "setproctitle"}
+    assert set(imports(child)) - sys.stdlib_module_names == {
+        *("collections.abc", "pynvml", "protocol.process.helper_link")
+    }
     assert found[facts] - sys.stdlib_module_names == {"pynvml"}
     for path in found:
         assert not [name for name in imports(path) if name.endswith(("nvml_child", "nvml_facts"))], path

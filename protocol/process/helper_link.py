@@ -85,14 +85,14 @@ class HelperLink:
             if not ready & ~select.POLLOUT:
                 continue
             try:
-                piece = os.read(self.descriptor, PIECE + 1)
+                piece = os.read(self.descriptor, PIECE + 2)
             except BlockingIOError:
                 continue
             except ConnectionResetError:  # the other end was closed with a record unread. What it sent can be read
                 continue
             if not piece:
                 raise EOFError("it has ended")
-            if piece[:1] not in (_MORE, _LAST):
+            if piece[:1] not in (_MORE, _LAST) or len(piece) > PIECE + 1:
                 raise ValueError("it is no record")
             self._received += piece[1:]
             if len(self._received) > self._most:

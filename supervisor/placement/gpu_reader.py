@@ -2,16 +2,10 @@
 
 The driver may hang, and the supervisor has one thread. So a reading waits for ``TIMEOUT_S`` at most. After a reading
 that waited in vain, no reading waits until the driver answers quickly again; ``circuit_breaker`` decides that.
-``read_ahead`` never waits: it asks, and a later call returns the answer. This module holds the process and the socket,
-and ``gpus`` reads the answers.
+``read_ahead`` never waits: it asks, and a later call returns the answer. ``gpus`` reads the answers.
 """
 
 import logging
-import math
-import os
-import select
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -19,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from protocol.process.birth import helper_environment
+from protocol.process.helper_process import HelperProcess
 from supervisor.placement.gpus import (
     MAX_ANSWER,
     TIMEOUT_S,
@@ -47,74 +42,9 @@ ONCE_S = 30.0
 LEAVE_S = 0.2
 """Seconds to wait for the end of a process that was killed."""
 _Answer = TypeVar("_Answer")
-_PROGRAM = str(Path(__file__).with_name("nvml_child.py"))
-
-
-class _Ended(Exception):
-    """The process that asks NVML is gone, or has closed its socket."""
-
-
-class _Child:
-    """A process that asks NVML, and the socket to it. Raises OSError if no process or descriptor is left.
-
-    fixed  the facts about the GPUs that never change; None until the process has opened the driver
-    """
-
-    def __init__(self, where: str) -> None:
-        self.fixed: tuple[FixedFacts, ...] | None = None
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_ANSWER)
-            self._socket.setblocking(False)
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _PROGRAM, str(os.getpid()), where, directory_of_titles()],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C reaches every process of a terminal's group
-                cwd="/",
-                env=helper_environment(),
-            )
-        except BaseException:
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-
-    def send(self, frame: bytes) -> None:
-        """Send a question. Raises _Ended."""
-        try:
-            self._socket.send(frame)
-        except OSError:
-            raise _Ended from None
-
-    def receive(self, within_s: float) -> bytes | None:
-        """Return the next message; None if that takes longer. Raises _Ended, BadAnswer."""
-        if not self._poll.poll(math.ceil(within_s * 1000)):
-            return None
-        try:
-            frame, _, flags, _ = self._socket.recvmsg(MAX_ANSWER)
-        except BlockingIOError:
-            return None
-        except OSError:  # killed with a question unread
-            raise _Ended from None
-        if not frame:
-            raise _Ended
-        if flags & socket.MSG_TRUNC:
-            raise BadAnswer(f"it is longer than {MAX_ANSWER} bytes")
-        return frame
-
-    def end(self) -> str:
-        """Kill the process. Return a text that says how it ended."""
-        self._socket.close()
-        self._process.kill()
-        try:
-            code = self._process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:  # it hangs in the driver, and dies when that lets it go
-            return "it does not die"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+_PROGRAM = Path(__file__).with_name("nvml_child.py")
+_ROOT = str(_PROGRAM.parents[2])
+"""The directory that ``protocol`` is imported from."""
 
 
 class GpuReader:
@@ -132,7 +62,9 @@ class GpuReader:
         self._start_s = start_s
         self._breaker = CircuitBreaker(timeout_s)
         self._restarts = Restarts()
-        self._child: _Child | None = None
+        self._child: HelperProcess | None = None
+        self._fixed: tuple[FixedFacts, ...] | None = None
+        """The facts about the GPUs that never change; None until the process has opened the driver."""
         self._greeted = False
         self._refusal: str | None = None
         """The reason why a later process could not open the driver, although an earlier one could."""
@@ -157,7 +89,7 @@ class GpuReader:
         """
         return self._with_child(self._ask_ahead)
 
-    def _with_child(self, ask: Callable[[_Child], _Answer]) -> _Answer:
+    def _with_child(self, ask: Callable[[HelperProcess], _Answer]) -> _Answer:
         """Ask the process. If it has ended, or sent an impossible answer, start it again. Raises GpusUnknown."""
         if self._where is None:
             raise GpusAbsent("the package nvidia-ml-py is not installed")
@@ -168,7 +100,7 @@ class GpuReader:
         try:
             self._open(self._child)
             return ask(self._child)
-        except _Ended:
+        except EOFError:
             self._log.warning("the process that asks NVML ended (%s): it is started again", self._drop())
             self._start_again(self._where)
             raise GpusLate("the process that asks it ended") from None
@@ -189,25 +121,26 @@ class GpuReader:
 
     def _start(self, where: str) -> None:
         try:
-            self._child = _Child(where)
+            command = [sys.executable, "-I", "-S", str(_PROGRAM), where, directory_of_titles(), _ROOT]
+            self._child = HelperProcess(command, helper_environment(), most=MAX_ANSWER)
         except OSError as e:
             self._log.error("the process that asks NVML cannot be started: %s; trying again", e.strerror or e)
 
-    def _open(self, child: _Child) -> None:
-        """Read the greeting of the process if that has not been done. Raises GpusUnknown, _Ended, BadAnswer."""
-        if child.fixed is not None:
+    def _open(self, child: HelperProcess) -> None:
+        """Read the greeting of the process if that has not been done. Raises GpusUnknown, EOFError, BadAnswer."""
+        if self._fixed is not None:
             return
         wait_s, self._start_s = self._start_s, 0.0
-        if (frame := child.receive(wait_s)) is None:
+        if (frame := _received(child, wait_s)) is None:
             raise GpusUnknown(self._refusal) if self._refusal else GpusLate("the driver is still being opened")
         greeting = read_greeting(frame)
         self._refusal = greeting.absent
         if greeting.absent is not None:
             self._drop()
             raise GpusUnknown(greeting.absent) if self._greeted else GpusAbsent(greeting.absent)
-        child.fixed, self._greeted = greeting.gpus, True
+        self._fixed, self._greeted = greeting.gpus, True
 
-    def _ask(self, child: _Child, only: Collection[int] | None) -> list[Gpu]:
+    def _ask(self, child: HelperProcess, only: Collection[int] | None) -> list[Gpu]:
         late = GpusLate(f"the driver has not answered within {self._timeout_s:g} s")
         # Wait for the answer to a question of `_ask_ahead`, but ask again: that answer may be older than this call.
         if self._breaker.is_out and self._hear(child, self._timeout_s if self._is_ahead else 0.0) is None:
@@ -229,7 +162,7 @@ class GpuReader:
             raise GpusUnknown(answer.error)
         return answer.gpus
 
-    def _ask_ahead(self, child: _Child) -> tuple[float, list[Gpu]] | None:
+    def _ask_ahead(self, child: HelperProcess) -> tuple[float, list[Gpu]] | None:
         if self._breaker.is_out:
             answer, was_ahead = self._hear(child, 0.0), self._is_ahead
             if answer is None or not was_ahead:
@@ -243,28 +176,40 @@ class GpuReader:
             self._is_ahead = asking is BreakerState.CLOSED
         return None
 
-    def _send(self, child: _Child, asking: BreakerState, only: Collection[int] | None) -> None:
+    def _send(self, child: HelperProcess, asking: BreakerState, only: Collection[int] | None) -> None:
         self._number += 1
         self._only, self._is_ahead, self._asked_at = only, False, time.monotonic()
         child.send(encode_question(self._number, only))
         self._breaker.asked(asking)
 
-    def _hear(self, child: _Child, within_s: float) -> GpuReading | None:
+    def _hear(self, child: HelperProcess, within_s: float) -> GpuReading | None:
         """Return the next answer; None if none comes within ``within_s`` seconds.
 
         An answer that comes too late is of use, too: it shows how fast the driver is."""
-        frame = child.receive(within_s)
+        frame = _received(child, within_s)
         if frame is None:
             return None
-        assert child.fixed is not None
-        answer = read_answer(frame, self._number, self._only, child.fixed)
+        assert self._fixed is not None
+        answer = read_answer(frame, self._number, self._only, self._fixed)
         self._breaker.answered(answer.took_s, time.monotonic())
         return answer
 
     def _drop(self) -> str:
+        """Kill the process. Return a text that says how it ended."""
         self._breaker.forget()
-        child, self._child = self._child, None
-        return "" if child is None else child.end()
+        child, self._child, self._fixed = self._child, None, None
+        if child is None:
+            return ""
+        child.kill()
+        return child.how if child.wait(LEAVE_S) else "it does not die"  # before the driver lets it go
+
+
+def _received(child: HelperProcess, within_s: float) -> bytes | None:
+    """Return the next record; None if that takes longer. Raises EOFError, BadAnswer."""
+    try:
+        return child.receive(within_s)
+    except ValueError as e:
+        raise BadAnswer(str(e)) from None
 
 
 def read_once() -> list[Gpu]:

@@ -2,29 +2,24 @@
 
 A GPU that has fallen off the bus makes calls into the driver take seconds, or for ever. The driver's library alone
 takes 18 MB. The supervisor must not have these costs. So ``gpu_reader.GpuReader`` starts this file as a program, with
-``python -I -S``, and asks one question at a time. The program imports the standard library, pynvml and setproctitle
-only.
+``python -I -S``, and asks one question at a time. The program imports the standard library, pynvml, setproctitle and
+the helper's end of the link only.
 
-    python -I -S nvml_child.py PARENT WHERE TITLES
+    python -I -S nvml_child.py DIRECTORY...
 
-PARENT  pid of the supervisor
-WHERE   directory in which pynvml is found
-TITLES  directory in which setproctitle is found
-stdin   a SEQPACKET socket, both ways. Its messages are JSON, as ``gpus`` describes. The program ends when it is closed.
+DIRECTORY  where pynvml, setproctitle and ``protocol`` are found
+stdin      the link (``helper_link``), both ways. Its records are JSON, as ``gpus`` describes
 """
 
-import ctypes
-import errno
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-_LONGEST_QUESTION = 1 << 14
+_LONGEST_ANSWER = 1 << 17
+"""``MAX_ANSWER`` of ``gpus``, which this program does not import."""
 _MASK_WORDS = 64
 """Words of 64 bits: enough for 4096 CPUs, or NUMA nodes."""
 
@@ -111,57 +106,44 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value  # old releases of the package return bytes
 
 
-def _tell(message: dict[str, Any]) -> None:
-    try:
-        os.write(0, json.dumps(message).encode())
-    except OSError as e:
-        if e.errno != errno.EMSGSIZE:
-            raise
-        kept = {key: value for key, value in message.items() if key != "gpus"}
-        os.write(0, json.dumps({**kept, "error": "more processes hold memory than can be told"}).encode())
+def _packed(message: dict[str, Any]) -> bytes:
+    packed = json.dumps(message).encode()
+    if len(packed) <= _LONGEST_ANSWER:
+        return packed
+    kept = {key: value for key, value in message.items() if key != "gpus"}
+    return json.dumps({**kept, "error": "more processes hold memory than can be told"}).encode()
 
 
-def _serve() -> None:
+def _main() -> None:
+    sys.path += sys.argv[1:]
+    from protocol.process.helper_link import become_helper, serve
+
+    # Do this before the driver is opened. After that this process may hang, and not notice that the link was closed.
+    link = become_helper("NVML reader")
     try:
         import pynvml
     except ImportError as e:
-        _tell({"absent": f"the package nvidia-ml-py cannot be imported: {e}"})
+        link.send(_packed({"absent": f"the package nvidia-ml-py cannot be imported: {e}"}))
         return
     try:
         nvml = _Nvml(pynvml)
-        _tell({"gpus": nvml.fixed()})
+        link.send(_packed({"gpus": nvml.fixed()}))
     except pynvml.NVMLError as e:
-        _tell({"absent": str(e)})
+        link.send(_packed({"absent": str(e)}))
         return
-    while question := os.read(0, _LONGEST_QUESTION):
+
+    def answer(question: bytes) -> None:
         asked = json.loads(question)
         begun = time.monotonic()
         try:
             answer: dict[str, Any] = {"gpus": nvml.now(asked["only"])}
         except pynvml.NVMLError as e:
             answer = {"error": str(e)}
-        _tell({"number": asked["number"], "took_s": time.monotonic() - begun, **answer})
+        link.send(_packed({"number": asked["number"], "took_s": time.monotonic() - begun, **answer}))
 
-
-def _main() -> None:
-    # Do this before the driver is opened. After that this process may hang, and not notice that the socket was closed.
-    # Workers do the same (``parent_death``), but this program cannot import our packages.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):
-        return
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_IGN)  # the supervisor ends this process
-    sys.path += sys.argv[2:4]
-    os.environ["SPT_NOENV"] = "1"  # see ``process_title`` of the workers
-    from setproctitle import setproctitle
-
-    setproctitle("modelctl: NVML reader")
-    _serve()
+    serve(link, answer)
 
 
 if __name__ == "__main__":
-    try:
-        _main()
-    except OSError:
-        pass  # the supervisor is gone
+    _main()
     os._exit(0)  # closing the driver may hang, too

@@ -6,8 +6,8 @@ rest of the total. Its sensors are "utilization", "temperature", "power" and "po
 does not offer those that are missing. The file is read at every call, so that a test can change the box by replacing
 the file.
 
-The driver may misbehave: while "hangs" is true, calls do not return. "says" is text that is written to descriptor 0,
-by which the child answers. "ends" is the exit code with which the process ends.
+The driver may misbehave: while "hangs" is true, calls do not return. "says" is a record that is sent over the
+child's link. "ends" is the exit code with which the process ends.
 
 While "living" is true, only processes that live hold memory, as with a driver.
 """
@@ -61,7 +61,9 @@ def _box() -> dict[str, Any]:
     if box["error"]:
         raise NVMLError(box["error"])
     if says := box.get("says"):
-        os.write(0, says.encode())
+        from protocol.process.helper_link import HelperLink
+
+        HelperLink(0).send(says.encode())
     if (code := box.get("ends")) is not None:
         os._exit(code)
     return box
