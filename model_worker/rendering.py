@@ -16,8 +16,6 @@ import os
 import re
 import select
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import deque
@@ -32,6 +30,7 @@ from model_worker.engine import ChatTemplate
 from protocol.answer_formats import json_formats
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.birth import helper_environment
+from protocol.process.helper_process import HelperProcess
 
 # Turn a conversation into what a chat template can take, and lose no word of it. Pure.
 #
@@ -535,7 +534,7 @@ class Renderer:
     @property
     def descriptors(self) -> list[int]:
         """Return descriptors that become readable when ``collect`` has results."""
-        return [child.socket.fileno() for child in self._children if child.at_work and not child.gone]
+        return [child.descriptor for child in self._children if child.at_work and not child.gone]
 
     def collect(self) -> list[Outcome]:
         """Return the results that are ready, and start what can be started. Does not block."""
@@ -549,9 +548,8 @@ class Renderer:
                 if "last" in child.answer:
                     child.end()
                 child.chat, child.answer = None, None
-            if child.gone and child.process.poll() is not None:
+            if child.gone and child.wait(0.0):
                 self._children.remove(child)
-                child.free()
                 if (chat := child.chat) is not None:
                     why = child.why()
                     if why.code is ErrorCode.HELPER_FAILED and chat.tries < MOST_TRIES:
@@ -607,17 +605,16 @@ class Renderer:
         """End the processes, and wait for that."""
         for child in self._children:
             child.end()
-            child.process.wait()
-            child.free()
+            child.wait()
         self._children.clear()
         self._waiting.clear()
 
 
-class _Child:
+class _Child(HelperProcess):
     """One template child. It is given one conversation at a time, possibly before it is ``ready``.
 
     A conversation and its text lie in a file in memory that both processes have open. Only the lengths go through the
-    socket. A pipe or socket holds less, so a long conversation would have to be written in pieces, between steps.
+    link. A socket holds less, so a long conversation would have to be written in pieces, between steps.
     Raises OSError if no process can be started.
     """
 
@@ -632,58 +629,51 @@ class _Child:
         """The time at which the process was started, was ready, or was given its present conversation (monotonic
         seconds)."""
         self._fault = ""
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._mailbox = -1
+        self._mailbox = os.memfd_create("conversation")
         try:
-            self._mailbox = os.memfd_create("conversation")
-            # -S: the child gets the worker's import path, so it need not search for it again. Popen uses vfork where it
-            # can, and so does not copy the page tables of a worker, which has much memory mapped.
-            self.process = subprocess.Popen(
-                [sys.executable, "-S", "-P", _PROGRAM, str(os.getpid()), str(self._mailbox)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                pass_fds=(self._mailbox,),
-                env=helper_environment(PYTHONPATH=os.pathsep.join([*filter(None, sys.path), _ROOT])),
-            )
+            # -S: the child gets the worker's import path, so it need not search for it again.
+            super().__init__(
+                [sys.executable, "-S", "-P", _PROGRAM, str(self._mailbox)],
+                helper_environment(PYTHONPATH=os.pathsep.join([*filter(None, sys.path), _ROOT])),
+                passed=(self._mailbox,), apart=False, errors=None,
+            )  # fmt: skip
         except OSError:
-            self.free()
+            os.close(self._mailbox)
             raise
-        finally:
-            theirs.close()
-        self.socket.setblocking(False)
+
+    def wait(self, within_s: float | None = None) -> bool:
+        if not super().wait(within_s):
+            return False
+        if self._mailbox >= 0:
+            os.close(self._mailbox)
+            self._mailbox = -1
+        return True
 
     def give(self, chat: _Chat, request: bytes, now: float) -> None:
-        """Hand over a conversation, packed as ``request``. Raises OSError.
-
-        A process has one conversation at a time, so the socket always has room.
-        """
+        """Hand over a conversation, packed as ``request``. Raises OSError."""
         self.chat, self.at_work, self.answer = chat, True, None
         chat.tries += 1
         if self.ready:
             self.since = now
         os.ftruncate(self._mailbox, 0)
         os.pwrite(self._mailbox, request, 0)
-        try:
-            self.socket.send(len(request).to_bytes(8, "little"))
-        except BrokenPipeError:  # the process died while idle: its exit code says how
-            self.gone = True
+        self.send(len(request).to_bytes(8, "little"))
 
     def look(self, now: float) -> None:
         """Read what the process has sent, and kill the process if it is late."""
         if self.gone:
             return
         try:
-            head = self.socket.recv(8)
-        except BlockingIOError:
+            head = self.receive()
+        except (EOFError, ValueError):
+            self.gone = True
+            self.kill()
+            return
+        if head is None:
             patience = LEASE_S if self.ready else START_S
             if self.at_work and now - self.since > patience:
                 self._fault = "stands still" if self.ready else "does not start"
                 self.end()
-            return
-        except ConnectionResetError:
-            head = b""
-        if not head:
-            self.gone = True
         elif not self.ready:
             self.ready, self.since = True, now
             self.look(now)
@@ -708,12 +698,12 @@ class _Child:
             self.answer, self.at_work = answer, False
 
     def end(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.kill()
         self.gone = True
 
     def why(self) -> WireError:
         """Return the error for the request of a process that has ended without an answer."""
-        code = self.process.returncode
+        code = self.code or 0
         if self._fault in ("stands still", "does not start"):
             return _failed(self._fault)
         if self._fault:
@@ -728,11 +718,6 @@ class _Child:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
             return WireError(ErrorCode.INTERNAL, f"the process that renders chats {how}")
         return _failed(f"was ended by signal {-code}")
-
-    def free(self) -> None:
-        self.socket.close()
-        if self._mailbox >= 0:
-            os.close(self._mailbox)
 
 
 def probe_template(template: ChatTemplate, alive: Callable[[], None] = lambda: None) -> tuple[Form, Form]:
@@ -750,21 +735,20 @@ def probe_template(template: ChatTemplate, alive: Callable[[], None] = lambda: N
             child.give(_Chat(0, 0, {}), msgpack.packb(request), time.monotonic())
             while child.answer is None and not child.gone:
                 alive()
-                select.select([child.socket], [], [], 0.1)
+                select.select([child.descriptor], [], [], 0.1)
                 child.look(time.monotonic())
             if child.answer is not None:
                 forms = [Form.from_wire(form) for form in child.answer["forms"]]
                 return forms[0], forms[-1]
-            child.process.wait()
+            child.wait()
             why = child.why()
         except (KeyError, IndexError, TypeError, ValueError):
             why = WireError(ErrorCode.INTERNAL, "it answers nonsense")
         finally:
             child.end()
-            child.process.wait()
-            child.free()
+            child.wait()
         if why.code is not ErrorCode.HELPER_FAILED:
-            late = child.process.returncode == -signal.SIGPROF
+            late = child.code == -signal.SIGPROF
             error = f"it takes longer than {PROBES_S:g} s of processor time for a few words" if late else why.message
             return (failed := Form(error=error)), failed
     raise ChildProcessError(why.message)

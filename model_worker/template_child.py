@@ -1,10 +1,10 @@
 """Render chat templates, in a process that does nothing else and may be killed at any moment.
 
-    python -P template_child.py PARENT MAILBOX
+    python -P template_child.py MAILBOX
 
-PARENT   pid of the worker
 MAILBOX  descriptor of a file in memory, which holds a request and then its answer
-stdin    a SEQPACKET socket: 8 bytes are the length of the content of the mailbox; the first 8 bytes sent say "ready"
+stdin    the link to the worker (``helper_link``): 8 bytes are the length of the content of the mailbox; the first 8
+         bytes sent say "ready"
 
 A template is a program from a model's directory, and clients choose its input. It runs in jinja's sandbox, with limits
 on time and memory, where neither can hurt the worker. ``rendering.Renderer`` starts this file as a program and gives it
@@ -28,7 +28,7 @@ import msgpack
 
 from model_worker.rendering import Form, UnfitError, adapt
 from model_worker.template_probes import probe
-from protocol.process.birth import die_with, set_title
+from protocol.process.helper_link import become_helper, serve
 
 MEMORY = 512 << 20
 """Bytes of address space of this process."""
@@ -221,20 +221,18 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def main(parent: int, mailbox: int) -> None:
-    if not die_with(parent):
-        return
-    set_title("template child")
+def main(mailbox: int) -> None:
     # The supervisor asks for a worker's stacks by SIGUSR1 to its process group. SIGPROF ends a rendering that is too
     # slow.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    link = become_helper("template child", ignored=(signal.SIGUSR1,))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump holds prompts
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     _compiled("{{ strftime_now('%Y') }}").render()  # so that these imports are not made during the first rendering
     os.nice(NICE)
-    os.write(0, bytes(8))
-    while head := os.read(0, 8):
+    link.send(bytes(8))
+
+    def answer(head: bytes) -> None:
         request = msgpack.unpackb(os.pread(mailbox, int.from_bytes(head, "little"), 0), strict_map_key=False)
         # The limit is on this process's own processor time: on a busy machine a good template takes long by the clock.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
@@ -243,13 +241,12 @@ def main(parent: int, mailbox: int) -> None:
         # The message of an error may hold lone surrogates, as `raise_exception('\\ud800')` does.
         packed = msgpack.packb(answer, unicode_errors="backslashreplace")
         os.pwrite(mailbox, packed, 0)
-        os.write(0, len(packed).to_bytes(8, "little"))
+        link.send(len(packed).to_bytes(8, "little"))
         if "last" in answer:
-            return
+            sys.exit()
+
+    serve(link, answer)
 
 
 if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), int(sys.argv[2]))
-    except BrokenPipeError:
-        pass  # the worker has left
+    main(int(sys.argv[1]))

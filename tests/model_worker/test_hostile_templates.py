@@ -71,7 +71,7 @@ class Rendering:
 
         def busy() -> int | None:
             self.look()
-            return next((c.process.pid for c in self.renderer._children if c.at_work and c.ready and not c.gone), None)
+            return next((c.pid for c in self.renderer._children if c.at_work and c.ready and not c.gone), None)
 
         return wait_until(busy, WITHIN, "a process at work") or 0
 
@@ -83,7 +83,7 @@ class Rendering:
 
 def pids_of(renderer: Renderer) -> list[int]:
     """Return the pids of the processes that a renderer has now."""
-    return [child.process.pid for child in renderer._children]
+    return [child.pid for child in renderer._children]
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_out_of_descriptors(rendering: Callable[..., Rendering]) -> None:
     one.ask(100, "x")
     one.wait(100)
     assert one.outcomes[100] == "x"
-    assert len(os.listdir("/proc/self/fd")) <= before + 2, "a socket and a file for the one process"
+    assert len(os.listdir("/proc/self/fd")) <= before + 3, "a link, a pidfd and a file for the one process"
 
 
 def test_no_process_can_be_had(rendering: Callable[..., Rendering], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,18 +311,19 @@ def test_no_process_can_be_had(rendering: Callable[..., Rendering], monkeypatch:
 
 ODD = """
 import os, sys, time
-mailbox = int(sys.argv[2])
+from protocol.process.helper_link import HelperLink
+link, mailbox = HelperLink(0), int(sys.argv[1])
 if ODDITY != "never ready":
-    os.write(0, bytes(8))
-head = os.read(0, 8)
+    link.send(bytes(8))
+link.receive(None)
 if ODDITY == "leaves":
     sys.exit(3)
 if ODDITY.startswith("says"):
     os.ftruncate(mailbox, 0)
     os.pwrite(mailbox, eval(ODDITY[4:]), 0)
-    os.write(0, (9).to_bytes(8, "little"))
+    link.send((9).to_bytes(8, "little"))
 if ODDITY == "boasts":
-    os.write(0, (2**62).to_bytes(8, "little"))
+    link.send((2**62).to_bytes(8, "little"))
 time.sleep(60)
 """
 
@@ -374,11 +375,11 @@ def is_stopped():
         renderer.ask(1, 1, conversation("x"))
     if not (renderer._children and renderer._children[0].ready):
         return False
-    process = psutil.Process(renderer._children[0].process.pid)
+    process = psutil.Process(renderer._children[0].pid)
     process.suspend()  # its own timer cannot end it now
     return process.status() == psutil.STATUS_STOPPED
 wait_until(is_stopped, {WITHIN})
-print(renderer._children[0].process.pid, flush=True)
+print(renderer._children[0].pid, flush=True)
 time.sleep(60)
 """
 
