@@ -11,9 +11,9 @@ The fork has the vocabulary already, which takes a second to read. So a constrai
 next one a new start. A fork takes 4 ms. Its exit status and its own processor time show what ended it: the constraint,
 or another process.
 
-The worker starts this process with ``main(parent, descriptor, vocabulary)``; see constraint_compiler. ``vocabulary`` is
-a file in memory that holds {pieces, textless}. An empty message over ``descriptor`` says that the vocabulary has been
-read. Then the worker sends constraints, [kind, text]. Each is answered by [seconds, refusal, signal, loose]: the
+The worker starts this process with ``main``, and sends records over its link (``helper_link``). The first one is the
+vocabulary, {pieces, textless}. An empty record says that it has been read. Then the worker sends constraints,
+[kind, text]. Each is answered by [seconds, refusal, signal, loose]: the
 processor time that the trial took; the reason for refusing the constraint as [message, code, field], nil for none; the
 number of the signal by which another process ended the trial, 0 for none; and the names of the tools whose schemas
 cannot be enforced and need not be. The constraint compiles with these tools ``loosened``.
@@ -25,7 +25,6 @@ import resource
 import signal
 import threading
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import llguidance
@@ -43,7 +42,8 @@ from model_worker.engines.constraint_grammar import (
     tools_alone,
 )
 from protocol.errors import ErrorCode, RequestError
-from protocol.process.birth import die_with, set_title
+from protocol.process.birth import die_with
+from protocol.process.helper_link import become_helper, serve
 
 SECONDS = 1
 """Seconds of processor time of one trial. A constraint that takes longer is refused."""
@@ -57,28 +57,17 @@ _ITS_FAULT = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 """Signals that end a trial by the fault of its constraint: the trial ran out of time, stack or memory."""
 
 
-def main(parent: int, descriptor: int, vocabulary: int) -> None:
+def main() -> None:
     """Try the constraints that the worker sends, and send the results, until the worker closes the connection."""
-    if not die_with(parent):
-        return
-    set_title("constraint child")
     # The supervisor asks for a worker's stacks by SIGUSR1 to the worker's whole process group. On Ctrl-C the supervisor
     # itself ends the worker.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = become_helper("constraint child", ignored=(signal.SIGUSR1, signal.SIGINT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    connection = Connection(descriptor)
-    with open(vocabulary, "rb") as file:
-        given = msgpack.unpackb(file.read())
+    given = msgpack.unpackb(link.receive(None) or b"")
     tokenizer = Vocabulary(given["pieces"], frozenset(given["textless"])).tokenizer()
-    try:
-        connection.send_bytes(b"")
-        while True:
-            kind, text = msgpack.unpackb(connection.recv_bytes())
-            connection.send_bytes(_try_apart(tokenizer, kind, text))
-    except (EOFError, OSError):
-        return  # the worker has left
+    link.send(b"")
+    serve(link, lambda record: link.send(_try_apart(tokenizer, *msgpack.unpackb(record))))
 
 
 def _try_apart(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> bytes:

@@ -14,11 +14,6 @@ first constraint starts the threads and the helper (0.2 s with a vocabulary of 5
 with the worker.
 """
 
-import os
-import signal
-import socket
-import struct
-import subprocess
 import sys
 import threading
 import time
@@ -26,8 +21,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
 import llguidance
@@ -36,6 +29,7 @@ import msgpack
 from model_worker.engines.constraint_grammar import LIMITS, Vocabulary, grammar, loosened, refusal
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.birth import helper_environment
+from protocol.process.helper_process import HelperProcess
 
 # A thread that does tasks of several parties in turns. A party with many tasks delays another party by one task only.
 
@@ -154,11 +148,8 @@ class ConstraintHelper:
     """
 
     def __init__(self, pieces: Sequence[bytes], textless: Collection[int]) -> None:
-        self._vocabulary = os.memfd_create("vocabulary")
-        with open(self._vocabulary, "wb", closefd=False) as file:
-            file.write(msgpack.packb({"pieces": pieces, "textless": list(textless)}))
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._pieces, self._textless = pieces, textless
+        self._process: HelperProcess | None = None
 
     def attempt(self, kind: str, text: str) -> tuple[float, RequestError | None, frozenset[str]]:
         """Try a constraint. Return the seconds of processor time that it took, why it is refused (None if it is not),
@@ -169,14 +160,14 @@ class ConstraintHelper:
         how = ""
         for _ in range(2):
             try:
-                connection = self._connection or self._start()
-                connection.send_bytes(msgpack.packb([kind, text]))
-                if not connection.poll(LEASE_S):
+                process = self._process or self._start()
+                process.send(msgpack.packb([kind, text]))
+                if (answer := process.receive(LEASE_S)) is None:
                     raise TimeoutError
-                seconds, wrong, ended_by, loose = msgpack.unpackb(connection.recv_bytes())
+                seconds, wrong, ended_by, loose = msgpack.unpackb(answer)
             except (EOFError, OSError) as e:
-                how = "stood still" if isinstance(e, TimeoutError | BlockingIOError) else "was killed or did not start"
-                self._end()
+                how = "stood still" if isinstance(e, TimeoutError) else "was killed or did not start"
+                self.close()
                 continue
             if ended_by:
                 how = f"was ended by signal {ended_by}"
@@ -190,49 +181,25 @@ class ConstraintHelper:
             retry_after_ms=RETRY_MS,
         )
 
-    def _start(self) -> Connection:
+    def _start(self) -> HelperProcess:
         """Start the process. Raises OSError or EOFError."""
-        os.lseek(self._vocabulary, 0, os.SEEK_SET)
-        ours, theirs = Pipe()
-        self._connection = ours
         # Give the child this process's module path: -m alone would look into the current directory first.
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            "from model_worker.engines.constraint_child import main; main(*map(int, sys.argv[1:]))"
+            f"import sys; sys.path[:] = {sys.path!r}; from model_worker.engines.constraint_child import main; main()"
         )
-        with theirs:
-            arguments = [str(os.getpid()), str(theirs.fileno()), str(self._vocabulary)]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program, *arguments],
-                stdin=subprocess.DEVNULL,
-                env=helper_environment(),
-                pass_fds=(theirs.fileno(), self._vocabulary),
-            )
-        # A long schema does not fit the socket, and a process that has stopped reads nothing, so writing has a limit
-        # too.
-        with socket.socket(fileno=os.dup(ours.fileno())) as same:
-            lease = struct.pack("ll", int(LEASE_S), int(LEASE_S % 1 * 1_000_000))
-            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lease)
-        if not ours.poll(START_S):
+        command = [sys.executable, "-P", "-c", program]
+        self._process = HelperProcess(command, helper_environment(), apart=False, errors=None)
+        self._process.send(msgpack.packb({"pieces": self._pieces, "textless": list(self._textless)}))
+        if self._process.receive(START_S) is None:
             raise TimeoutError
-        ours.recv_bytes()
-        return ours
-
-    def _end(self) -> None:
-        """Kill the process and the trial that it runs. Neither has anything to clean up."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-        self._connection = self._process = None
+        return self._process
 
     def close(self) -> None:
-        """End the process. Closing again does nothing."""
-        self._end()
-        if self._vocabulary >= 0:
-            os.close(self._vocabulary)
-            self._vocabulary = -1
+        """Kill the process and the trial that it runs. Neither has anything to clean up. Another try starts another."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
 KNOWN = 256
