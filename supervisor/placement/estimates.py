@@ -2,6 +2,10 @@
 
 A separate process (``ESTIMATING``) reads the models' directories. The supervisor starts one process for each question,
 and kills a process that takes too long. The process also dies with the supervisor.
+
+The process is no ``supervisor.helper.Helper``. Nobody speaks with it while it works, and none is started in its place.
+It gets all its questions in one file in memory, and leaves its answers in another one. There they outlive the process,
+which a model's files may end at any question, and a command can read them when it has waited.
 """
 
 import contextlib
@@ -15,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.process.birth import helper_environment, start_asked
+from protocol.process.birth import helper_environment
 from protocol.process.logs import masked_values
 from protocol.process.worker_spec import EngineSpec
 from supervisor.config.file import Examined, ModelSpec
@@ -246,10 +250,21 @@ def start(questions: Sequence[Question]) -> "tuple[subprocess.Popen[bytes], int]
 
     Call this on the main thread only, since the process lives as long as the thread that started it. Raises OSError.
     """
-    asked = [asdict(question) for question in questions]
     # the module is found beside this package, whatever the current directory is
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
-    return start_asked([*ESTIMATING, str(os.getpid())], asked, helper_environment(PYTHONPATH=path))
+    with open(os.memfd_create("questions"), "wb") as asked:
+        asked.write(json.dumps([asdict(question) for question in questions]).encode())
+        asked.seek(0)
+        answer = os.memfd_create("answers")
+        try:
+            process = subprocess.Popen(
+                [*ESTIMATING, str(os.getpid())], stdin=asked, stdout=answer, stderr=subprocess.DEVNULL,
+                env=helper_environment(PYTHONPATH=path), start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            os.close(answer)
+            raise
+    return process, answer
 
 
 def answers(descriptor: int) -> list[Estimated]:

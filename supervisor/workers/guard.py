@@ -5,6 +5,9 @@ worker started (a compiler, a data loader) would live on and hold the GPU. The g
 only the supervisor has the write end. The kernel closes the write end when the supervisor ends. Then the guard kills
 the workers' process groups, and every process with the mark of one of the supervisor's workers in its environment.
 
+The guard is no ``supervisor.helper.Helper``, because it may not miss a group. A pipe takes the groups before the
+process exists, a guard that ended is started again without a pause, and the guard imports nothing that could fail.
+
 ``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``. Its
 argument is the directory of setproctitle, the only package that it imports.
 """
