@@ -23,7 +23,6 @@ KNOW: Final = {
 looked at."""
 ELSE: Final = {
     "supervisor/config/yaml_source.py": "nodes of a YAML file",
-    "supervisor/config/server.py": "machines of the network",
     "supervisor/config/foreign.py": "machines of the network",
 }
 """The files in which the words mean something else."""

@@ -41,7 +41,7 @@ class Fleet:
             lacks_worker=lambda model: True, new_generation=lambda each: None,
         )  # fmt: skip
         everything: Any = SimpleNamespace(
-            registry=registry, launcher=self, control=self, sleepers=SimpleNamespace(seconds=lambda each: 0.0),
+            registry=registry, launcher=self, fleet=self, sleepers=SimpleNamespace(seconds=lambda each: 0.0),
             timers=SimpleNamespace(at=lambda when, call: None), log=logging.getLogger("test"),
             let_yield=lambda start, workers: None,
         )  # fmt: skip
