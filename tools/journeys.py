@@ -312,7 +312,7 @@ def written(page: str, name: str, files: Iterable[str]) -> str:
     groups = groupby(listed, lambda file: file.parent)
     shown = [f"`{where}/`: " + ", ".join(f"`{file.name}`" for file in group) for where, group in groups]
     paragraph = f"{len(listed)} files: {'; '.join(shown)}."
-    return re.sub(re.escape(mark) + r"(\n\d+ files: .*)?", lambda _: f"{mark}\n{paragraph}", page)
+    return re.sub(re.escape(mark) + r"(\n\d+ files: .*(\n.+)*)?", lambda _: f"{mark}\n{paragraph}", page)
 
 
 def main() -> None:
