@@ -20,7 +20,6 @@ from protocol import __version__
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.process.birth import forbid_core_dumps
 from protocol.process.logs import harmless, masked
-from supervisor.workers.environment import loss
 
 # A group of commands whose help lists them.
 
@@ -384,6 +383,8 @@ class _LazyGroup(CommandGroup):
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    from supervisor.workers.environment import loss
+
     if wanted:
         click.echo(f"modelctl, version {__version__}\n{loss() or 'compiled modules are in use'}")
         context.exit()

@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from setproctitle import setproctitle
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,6 +34,8 @@ def set_title(role: str) -> None:
     Only the command line is replaced. By default setproctitle also overwrites the environment that /proc shows. That
     environment holds a mark by which the next supervisor finds the processes that a dead supervisor has left behind.
     """
+    from setproctitle import setproctitle  # commands do without, and import this module, too
+
     os.environ["SPT_NOENV"] = "1"
     setproctitle(f"modelctl: {role}")
 
