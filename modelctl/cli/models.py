@@ -14,7 +14,6 @@ import click
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import as_json, connect, is_remote, listener_of, supervisor_options
 from modelctl.cli.root import Command, CommandFailure, say
-from modelctl.cli.serve import compile_for
 from modelctl.cli.waiting import (
     POLL_S,
     ModelStatus,
@@ -378,6 +377,7 @@ def _prepare(client: Client, *, quiet: bool) -> "Sequence[Problem]":
 
     The supervisor gets the order in any case. It checks the file again, and notes an error for ``ps`` and ``events``.
     """
+    from modelctl.cli.serve import compile_for
     from supervisor.config.file import load_config
     from supervisor.config.yaml_source import ConfigError
 

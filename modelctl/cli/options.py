@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,8 @@ from protocol.process.paths import default_runtime_dir
 from supervisor.config.spelling import CLOCK_UNITS, parse_duration
 
 if TYPE_CHECKING:
+    import subprocess
+
     from click.shell_completion import CompletionItem
 
     from protocol.client.sync_client import Client
@@ -391,11 +392,13 @@ def raised(*numbers: signal.Signals) -> Iterator[None]:
 
 def end(process: "subprocess.Popen[Any]", seconds: float) -> None:
     """End a process that leads a session of its own: with SIGTERM, and its group with SIGKILL after so many seconds."""
+    from subprocess import TimeoutExpired  # a command that starts no process does without
+
     try:
         if process.poll() is None:
             process.terminate()
             process.wait(seconds)
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         pass
     finally:  # also when a second signal cuts the wait short
         if process.poll() is None:
