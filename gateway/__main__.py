@@ -10,7 +10,8 @@ import socket
 from gateway.server import Reports
 from protocol.process.birth import die_with, forbid_core_dumps, set_title
 from protocol.process.helper_link import HelperLink
-from protocol.process.logs import LogOutput, mask, never_wait
+from protocol.process.logs import LogOutput, never_wait
+from protocol.process.shown import mask
 from protocol.process.worker_spec import GatewaySettings
 
 

@@ -26,7 +26,8 @@ from gateway.app import make_app
 from gateway.http.errors import ApiError, error_body
 from gateway.orders import Places, connection_limit
 from protocol.process.helper_link import HelperLink
-from protocol.process.logs import LogOutput, LogStyle, adopt_style, begin_log
+from protocol.process.logs import LogOutput, adopt_style, begin_log
+from protocol.process.shown import LogStyle
 from protocol.process.worker_spec import ENDED, READY, TROUBLE, GatewaySettings
 
 # Speak with the process that started this one.

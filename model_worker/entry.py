@@ -21,7 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from protocol.process.birth import die_with, forbid_core_dumps, set_title
-from protocol.process.logs import LogOutput, begin_log, mask
+from protocol.process.logs import LogOutput, begin_log
+from protocol.process.shown import mask
 from protocol.process.worker_spec import (
     EXIT_ASKED,
     EXIT_AWAY,

@@ -49,7 +49,8 @@ from protocol.messages import (
     Sleep,
     Wake,
 )
-from protocol.process.logs import LogStyle, adopt_style, masked_values
+from protocol.process.logs import adopt_style
+from protocol.process.shown import LogStyle, masked_values
 from protocol.process.worker_spec import ProgressLease
 from protocol.request import GenerateRequest
 

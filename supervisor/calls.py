@@ -14,7 +14,7 @@ from protocol.codec import check_size, encode, pack_body, pack_reply
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Ask, Call
 from protocol.process.helper_process import HelperProcess
-from protocol.process.logs import masked_values
+from protocol.process.shown import masked_values
 from protocol.values import Flaw, Unfit, Wanted, read
 from protocol.verbs import SEES_ALL, VERBS, Right, Verb
 from supervisor.config.file import Config

@@ -9,7 +9,7 @@ from protocol import __version__, limits
 from protocol.codec import encode, pack_body, pack_reply, unpack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import ON_BEHALF_OF, Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong, Reply, Welcome
-from protocol.process.logs import masked_values
+from protocol.process.shown import masked_values
 from protocol.verbs import QUESTION_VERBS
 from supervisor.calls import AdminContext, Asked, Calls, models_of
 from supervisor.config.rules import ModelNames

@@ -19,8 +19,8 @@ from typing import Any, Final
 from protocol.limits import GATEWAY_NAME
 from protocol.process.birth import EndedSessions, Session, helper_environment
 from protocol.process.helper_process import HelperProcess
-from protocol.process.logs import LogStyle, masks
 from protocol.process.paths import make_private, open_private
+from protocol.process.shown import LogStyle, masks
 from protocol.process.worker_spec import ENDED, READY, STORED_ITEMS, TROUBLE, GatewaySettings, missing_for_gateway
 from supervisor.config.file import Config
 from supervisor.config.server import Address, GatewayConfig

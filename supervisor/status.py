@@ -12,7 +12,8 @@ from protocol import __version__
 from protocol.errors import RequestError
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
 from protocol.process.compiled import load_compiled
-from protocol.process.logs import LEVELS, LogLines, LogStyle, masked_values
+from protocol.process.logs import LogLines
+from protocol.process.shown import LEVELS, LogStyle, masked_values
 from supervisor.config.folder_keeper import FolderKeeper
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replicas import ReplicaRegistry

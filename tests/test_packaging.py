@@ -21,7 +21,7 @@ from supervisor.workers.environment import MODULES
 from tests.installing import tracked_copy
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = "answer_formats", "exporter", "gateway", "modelctl", "model_worker", "protocol", "supervisor"
+PARTS = "gateway", "modelctl", "model_worker", "protocol", "supervisor"
 EXPECTED_DATA = {
     f"model_worker/demo_models/{model}/{file}"
     for model in ("letters", "stories", "agent")

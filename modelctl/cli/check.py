@@ -16,8 +16,8 @@ from modelctl.cli.options import CONFIG_DEFAULT, as_json, config_file, runtime_d
 from modelctl.cli.root import ADD_TEMPLATE, Command, CommandFailure, say
 from modelctl.cli.tables import clean, name_lines, table, terminal_width
 from protocol.names import nearest
-from protocol.process.logs import masked
 from protocol.process.paths import default_runtime_dir
+from protocol.process.shown import masked
 from protocol.process.worker_spec import missing_for_gateway
 from supervisor.workers.environment import loss
 

@@ -18,7 +18,7 @@ from modelctl.cli.root import say
 from protocol.client.answers import Delta, Progress
 from protocol.client.async_client import AsyncClient, AsyncStream
 from protocol.errors import ErrorCode, WireError
-from protocol.process.logs import steer
+from protocol.process.shown import steer
 from supervisor.config.spelling import size
 
 # The turns of a conversation that ``run`` remembers and sends with the next question. Pure.

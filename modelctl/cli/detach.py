@@ -18,8 +18,8 @@ from protocol.errors import ConnectionLost
 from protocol.limits import SUPERVISOR_NAME
 from protocol.process.paths import ENVIRONMENT_VARIABLE
 from supervisor.config.report import how_to_ask
-from supervisor.logs.files import PhaseLines
 from supervisor.logs.logs import log_path
+from supervisor.logs.phases import PhaseLines
 from supervisor.workers.life import WorkerState
 
 STALLED_S = 10.0

@@ -13,9 +13,9 @@ from typing import Any, Final, Self
 
 from modelctl.cli.root import completed
 from modelctl.cli.tables import GAP
-from protocol.process.logs import steer
+from protocol.process.shown import steer
 from supervisor.config.spelling import duration, size
-from supervisor.logs.files import PhaseLines, percentage_of
+from supervisor.logs.phases import PhaseLines, percentage_of
 
 # How fast things get on, and how long they still take: ``1.2 GiB of 4.2 GiB, 610 MiB/s, 5 s left``. Pure.
 

@@ -19,8 +19,8 @@ from click.core import ParameterSource
 from modelctl.cli import exit_codes
 from modelctl.cli.root import Command, CommandFailure, in_colour, need
 from modelctl.cli.tables import ELLIPSIS
-from protocol.process.logs import steer
 from protocol.process.paths import default_runtime_dir
+from protocol.process.shown import steer
 from supervisor.config.spelling import CLOCK_UNITS, parse_duration
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from modelctl.cli import exit_codes
 from protocol import __version__
 from protocol.errors import ConnectionLost, ErrorCode, WireError
 from protocol.process.birth import forbid_core_dumps
-from protocol.process.logs import harmless, masked
+from protocol.process.shown import harmless, masked
 
 # A group of commands whose help lists them.
 

@@ -31,7 +31,7 @@ from modelctl.cli.options import (
 )
 from modelctl.cli.root import Command, CommandFailure, drop_unwritten, say
 from protocol.errors import WireError
-from protocol.process.logs import FORMATS, LEVELS, LogStyle
+from protocol.process.shown import FORMATS, LEVELS, LogStyle
 from protocol.process.worker_spec import install_command, not_installed
 from supervisor.config.server import Address, parse_address
 from supervisor.workers.environment import EXTENSION_BUILD

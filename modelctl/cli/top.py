@@ -25,7 +25,7 @@ from modelctl.cli.options import connect, is_remote, supervisor_options, way_to
 from modelctl.cli.root import Command, CommandFailure, in_colour, painted
 from modelctl.cli.tables import GAP, Column, clean, head, lined_up
 from protocol.errors import ConnectionLost, WireError
-from protocol.process.logs import steer
+from protocol.process.shown import steer
 from supervisor.config.spelling import duration, size
 
 # The screen of ``modelctl top``, as lines of text. Pure: what is shown depends on what was read, not on the clock.

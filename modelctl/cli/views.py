@@ -11,7 +11,7 @@ from modelctl.cli.options import as_json, connect, show, supervisor_options, wat
 from modelctl.cli.root import Command, completed
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from supervisor.config.spelling import duration, size
-from supervisor.logs.files import percentage_of
+from supervisor.logs.phases import percentage_of
 
 if TYPE_CHECKING:
     from protocol.client.sync_client import Client

@@ -13,8 +13,7 @@ from modelctl.cli.live_lines import LiveLines, Shown
 from modelctl.cli.options import connect
 from modelctl.cli.root import CommandFailure
 from protocol.client.sync_client import Client
-from protocol.process.logs import OUTSIDE
-from supervisor.logs.files import phase_of
+from supervisor.logs.phases import phase_of
 from supervisor.workers.life import AT_REST, GOING_DOWN, WorkerState
 
 POLL_S = 0.05
@@ -199,6 +198,8 @@ class StartScreen(logging.StreamHandler[TextIO]):
 
         Draw nothing while the terminal takes no output (Ctrl-S): the lines would take the room of the log's lines.
         """
+        from protocol.process.logs import OUTSIDE  # brings the package logging, which `serve` has and `ps` does without
+
         shown = {name: Shown(f"{name:<16} {phase:<9}", phase, progress) for name, (phase, progress) in starts.items()}
         if (shown or self._drawn) and not OUTSIDE[2].is_behind:
             self._lines.show(shown)

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Annotated, Any, Final, Literal
 
 from protocol.codec import pack_body, unpack_body
-from protocol.process.logs import DEFAULT_STYLE, LogStyle
+from protocol.process.shown import DEFAULT_STYLE, LogStyle
 from protocol.values import Read, read
 
 # The progress lease: how a worker shows the supervisor that it makes progress.

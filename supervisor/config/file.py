@@ -16,8 +16,8 @@ from typing import Any, Final
 import yaml
 
 from protocol import limits
-from protocol.process.logs import mask, masked
 from protocol.process.paths import is_unmounted
+from protocol.process.shown import mask, masked
 from protocol.process.worker_spec import EngineSpec
 from protocol.values import Flaw, Unfit
 from supervisor.config.folders import SECTION as FOLDERS

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.process.helper_link import become_helper, serve
-from protocol.process.logs import masked
+from protocol.process.shown import masked
 from supervisor.config import yaml_source
 from supervisor.config.file import Examined, ModelSpec, examine_config, examine_source
 from supervisor.config.folders import QUIET_S, FolderModels, FoundModel, Picture, Verdict, list_folder

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import yaml
 
-from protocol.process.logs import masked
+from protocol.process.shown import masked
 from supervisor.config.file import Examined, ModelSpec, examine_config
 from supervisor.config.models import ModelConfig
 from supervisor.config.server import (

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
-from protocol.process.logs import Format, Level, LogStyle
+from protocol.process.shown import Format, Level, LogStyle
 from protocol.process.sockets import parse_authority, written_origin
 from protocol.process.worker_spec import DEFAULT_LEASES, SHARE, Leases, ProgressPlace, ReasoningKey
 from protocol.values import Read, Within

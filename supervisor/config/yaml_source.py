@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from protocol.process.logs import pattern_of
+from protocol.process.shown import pattern_of
 
 # Put variables of the environment into the values of a YAML file: ``${NAME}`` and ``${NAME:-default}``. Pure.
 #

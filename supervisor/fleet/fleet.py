@@ -22,7 +22,8 @@ from supervisor.fleet.sleepers import Sleepers
 from supervisor.fleet.starts import Starts
 from supervisor.logs import logs
 from supervisor.logs.events import EventKind, noted
-from supervisor.logs.files import PhaseLines, about, percentage_of, phase_of, without_ours
+from supervisor.logs.files import about, without_ours
+from supervisor.logs.phases import PhaseLines, percentage_of, phase_of
 from supervisor.placement.memory import loaded_text
 from supervisor.placement.vram import Vram
 from supervisor.reactor import Timers

@@ -13,7 +13,7 @@ from typing import Any
 from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import SetLogStyle
-from protocol.process.logs import LogStyle
+from protocol.process.shown import LogStyle
 from supervisor.config.file import Config, ModelSpec
 from supervisor.logs import logs
 from supervisor.logs.files import LogStyles

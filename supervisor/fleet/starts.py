@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.codec import encode
 from protocol.messages import Wake as WakeMessage
-from protocol.process.logs import masks
+from protocol.process.shown import masks
 from protocol.process.worker_spec import LOAD_ERROR_PREFIX, WorkerSpec, missing_for
 from supervisor.config.file import ModelSpec
 from supervisor.fleet.replicas import Replica, ReplicaRegistry

@@ -17,7 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from protocol.process.logs import LogLines, masked
+from protocol.process.logs import LogLines
+from protocol.process.shown import masked
 from supervisor.logs.files import LogFile, about, model_of
 
 KEPT = 512

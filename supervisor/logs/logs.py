@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from protocol.limits import SUPERVISOR_NAME
-from protocol.process.logs import FOR_PEOPLE, OUTSIDE, LogStyle, lost_line
+from protocol.process.logs import FOR_PEOPLE, OUTSIDE, lost_line
 from protocol.process.paths import default_runtime_dir, make_private, open_private
+from protocol.process.shown import LogStyle
 from supervisor.logs.events import EventFile, SupervisorLines
 from supervisor.logs.files import MODEL_LINES, LogFile, ModelLogs
 

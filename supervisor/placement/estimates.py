@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.process.birth import helper_environment
-from protocol.process.logs import masked_values
+from protocol.process.shown import masked_values
 from protocol.process.worker_spec import EngineSpec
 from supervisor.config.file import Examined, ModelSpec
 from supervisor.config.spelling import Limit

@@ -11,7 +11,7 @@ from protocol.codec import encode, pack_error, pack_reply
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Error, Kind, Message, Reply
 from protocol.process.compiled import find
-from protocol.process.logs import masked_values
+from protocol.process.shown import masked_values
 from protocol.values import Length, Read, Then, Unfit, Within, hints_of, read, reader
 from supervisor.config.spelling import seconds_of, spelled, spelled_name
 from supervisor.keys.rights import OWNER, TOKEN_ID, TOKEN_ID_RULE, Identity

@@ -17,7 +17,7 @@ from protocol import __version__
 from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, FrameError
 from protocol.limits import MAX_U64
-from protocol.process.logs import masked
+from protocol.process.shown import masked
 from protocol.process.worker_spec import EXIT_ASKED, EXIT_AWAY, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
 from protocol.values import Read, Unfit, Within, hints_of, read, reader
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.process.logs import harmless
+from protocol.process.shown import harmless
 from tests.cli.programs import Terminal
 from tests.faulty_engines import CLIPBOARD
 from tests.serving import ROOT, Serving, engine, wait_until

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from protocol.process import logs
-from protocol.process.logs import mask, masked, masked_values
+from protocol.process import shown
+from protocol.process.shown import mask, masked, masked_values
 from supervisor.config.file import Examined, examine_config
 from supervisor.config.report import settings_of
 from supervisor.config.yaml_source import UnknownVariable, fill, plain_value
@@ -17,8 +17,8 @@ CUSTOM = "tests.deterministic_engine:DeterministicEngine"
 
 @pytest.fixture(autouse=True)
 def no_masks_for_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_masks", {})
-    monkeypatch.setattr(logs, "_pattern", None)
+    monkeypatch.setattr(shown, "_masks", {})
+    monkeypatch.setattr(shown, "_pattern", None)
 
 
 def examined(tmp_path: Path, text: str, **environment: str) -> Examined:
