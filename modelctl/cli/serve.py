@@ -246,7 +246,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
 def _screen(style: LogStyle) -> logging.Handler:
     """Return the handler that writes the log to stderr."""
     if sys.stderr.isatty() and not style.is_json:
-        from modelctl.cli.waiting import StartScreen
+        from modelctl.cli.start_screen import StartScreen
 
         return StartScreen()
     return logging.StreamHandler(sys.stderr)

@@ -1,12 +1,10 @@
 """Wait for models to reach a state, and show progress meanwhile."""
 
-import logging
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.live_lines import LiveLines, Shown
@@ -177,35 +175,3 @@ def why_not_ready(model: ModelStatus) -> str:
         return f"{name}: it was unloaded before a request came ({model['unloaded']}); the next request starts it"
     again = "; it is tried again by itself" if is_away(model) else ""
     return f"{name}: {model.get('reason') or 'is ' + state}{again} (log: {model['log']})"
-
-
-# The log of ``serve`` on a terminal, with a line below it for each model that starts, which is redrawn in place.
-
-
-class StartScreen(logging.StreamHandler[TextIO]):
-    """Writes records to stderr, which has to be a terminal. ``supervisor.fleet.fleet`` calls ``show_starts``.
-
-    Make one after ``log_output.never_wait``.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-        self._lines = LiveLines(for_people=False)
-        self._drawn = False
-
-    def show_starts(self, starts: Mapping[str, tuple[str, Mapping[str, Any] | None]]) -> None:
-        """Draw a line for each worker that starts: name → (phase, progress). Remove the lines of before.
-
-        Draw nothing while the terminal takes no output (Ctrl-S): the lines would take the room of the log's lines.
-        """
-        from protocol.process.logs import OUTSIDE  # brings the package logging, which `serve` has and `ps` does without
-
-        shown = {name: Shown(f"{name:<16} {phase:<9}", phase, progress) for name, (phase, progress) in starts.items()}
-        if (shown or self._drawn) and not OUTSIDE[2].is_behind:
-            self._lines.show(shown)
-            self._drawn = bool(shown)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record where the lines are. The next look draws them below it."""
-        self._lines.clear()
-        super().emit(record)

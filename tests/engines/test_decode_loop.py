@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from model_worker.engine import PromptScoring
-from model_worker.engines.exllamav2.decode.graphs import fitting, most_captured, page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.buckets import fitting, most_captured, page_sizes, row_sizes
 from model_worker.engines.exllamav2.decode.loop import Pace
 from protocol.request import SamplingParams
 from tests.engines.driver import GREEDY

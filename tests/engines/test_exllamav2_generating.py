@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_worker.engines.exllamav2.job import NGrams
+from model_worker.engines.exllamav2.ngram import NGrams
 from model_worker.engines.exllamav2.sampling import settings_of
 from protocol.errors import ErrorCode, RequestError
 from protocol.request import SamplingParams

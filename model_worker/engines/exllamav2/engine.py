@@ -39,8 +39,8 @@ from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
 from model_worker.engines.exllamav2.answer_jobs import AnswerJobs, Batch
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.decode.capture import make_loop
-from model_worker.engines.exllamav2.job import propose_for_all
 from model_worker.engines.exllamav2.load import Loaded, load, make_generator
+from model_worker.engines.exllamav2.ngram import propose_for_all
 from model_worker.engines.exllamav2.options import offered, read_options
 from model_worker.engines.exllamav2.sampling import check_sampling
 from model_worker.engines.exllamav2.sleep import KeptPages

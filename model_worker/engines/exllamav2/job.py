@@ -28,6 +28,7 @@ from model_worker.engines.constraints import AnyConstraint, Bits, write_bias
 from model_worker.engines.exllamav2.answer import COMPLETE, FAILED, PromptScorer
 from model_worker.engines.exllamav2.gpu_draws.batched import draw_by_rule
 from model_worker.engines.exllamav2.gpu_draws.rule import draws_by_rule, rule_of
+from model_worker.engines.exllamav2.ngram import NGrams
 from model_worker.engines.exllamav2.sampling import NEVER, BeforeDraw, TokenBias, is_cut
 from protocol.errors import RequestError
 from protocol.messages import FinishReason
@@ -113,56 +114,6 @@ def release(page: Any) -> None:
     page.sub_ref()
     if not page.ref_count and page.phash != name:
         page.kv_position = 0
-
-
-# Guess the next tokens of a sequence from its own past, for speculation without a draft model.
-#
-# The package's own code indexes beyond sequences of fewer than three tokens, which ends the process.
-
-
-LONGEST = 3
-"""The number of tokens in the longest run that is looked up."""
-
-
-class NGrams:
-    """A table of the token that last followed each run of one to three tokens. Costs a microsecond per token."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._followed: dict[tuple[int, ...], int] = {}
-        self._last: tuple[int, ...] = ()
-        for token in tokens:
-            self.push(token)
-
-    def push(self, token: int) -> None:
-        last = self._last
-        for begin in range(len(last)):
-            self._followed[last[begin:]] = token
-        self._last = (*last, token)[-LONGEST:]
-
-    def propose(self, size: int) -> list[int]:
-        """Return a guess of the next ``size`` tokens from the past. A token that has no precedent repeats the last one.
-
-        Call ``push`` at least once before.
-        """
-        last, tokens = self._last, []
-        for _ in range(size):
-            guess = last[-1]
-            for begin in range(len(last)):
-                found = self._followed.get(last[begin:])
-                if found is not None:
-                    guess = found
-                    break
-            tokens.append(guess)
-            last = (*last, guess)[-LONGEST:]
-        return tokens
-
-
-def propose_for_all(generator: Any) -> torch.Tensor | None:
-    """Guess tokens for all jobs, in place of the package's code. Return ids [jobs, draft tokens], or None without
-    jobs."""
-    size = generator.num_draft_tokens
-    rows = [job.past.propose(size) for job in generator.active_jobs if job.is_prefill_done()]
-    return torch.tensor(rows, dtype=torch.long) if rows else None
 
 
 NOT_NUMBERS = "the model's logits are not numbers"

@@ -9,19 +9,15 @@ import torch
 
 from model_worker.engine import DrawnToken, ProgressCallback
 from model_worker.engines.exllamav2.check import MIXTURE, most_rows, obstacle
-from model_worker.engines.exllamav2.decode.graphs import (
+from model_worker.engines.exllamav2.decode.buckets import (
     FEWEST_KERNEL_ROWS,
     KERNEL_ROWS,
     PASSES,
-    PINNED_SETS,
     WIDE,
-    DecodeGraphs,
-    HostEmbedding,
-    NotReadableError,
-    Row,
     page_sizes,
     row_sizes,
 )
+from model_worker.engines.exllamav2.decode.graphs import PINNED_SETS, DecodeGraphs, HostEmbedding, NotReadableError, Row
 from model_worker.engines.exllamav2.decode.loop import Computed, DecodeLoop, Pace
 from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowTables
 from model_worker.engines.exllamav2.load import Loaded
