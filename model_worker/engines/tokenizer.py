@@ -22,7 +22,6 @@ from model_worker.engines.vetting import TEMPLATE_BYTES, is_panic
 from model_worker.template_child import environment
 from model_worker.text import ContentStops, Decode, PieceDetokenizer, Pieces, TextStream
 from protocol.errors import RequestError
-from protocol.process.worker_spec import READ_TOKENIZERS, not_installed
 
 # The text of each token, for tokenizers that decode by joining texts. Read once, when a model is loaded.
 #
@@ -350,40 +349,6 @@ def _chat_template(directory: ModelDir, special_tokens: dict[str, str]) -> ChatT
     except (jinja2.TemplateError, ValueError) as e:  # ValueError: also for a number with very many digits
         raise LoadError(f"the chat template {place} cannot be read: {str(e)[:300]}", key=key) from None
     return ChatTemplate(found.source, special_tokens, found.tool_source)
-
-
-# Open the tokenizer of a model's directory, if the packages that read it are installed.
-#
-# An engine's worker always has these packages (``engines.build_engine``). A command that checks a model for another
-# machine may lack them. So nothing is imported here before it is known to be there. ``engines.not_checked`` returns
-# the message for people.
-
-
-def open_tokenizer(directory: ModelDir) -> "Tokenizer | None":
-    """Return the tokenizer, with the chat template; None without the packages. Raises LoadError if either cannot be
-    read."""
-    if not_installed(READ_TOKENIZERS):
-        return None
-
-    return Tokenizer(directory)
-
-
-def open_vocabulary(directory: ModelDir) -> dict[str, int] | None:
-    """Return the ids by token, without tokens added for control: models of one family name them differently.
-
-    None without the packages. Raises LoadError for a tokenizer.json that cannot be read.
-    """
-    if not_installed(READ_TOKENIZERS):
-        return None
-    import tokenizers
-
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(directory.read("tokenizer.json"))
-    except LoadError:
-        raise
-    except Exception as e:  # the library raises bare Exception
-        raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
-    return dict(tokenizer.get_vocab(with_added_tokens=False))
 
 
 # The text of each token of a model, in which markers are looked for.
