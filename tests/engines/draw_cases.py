@@ -12,8 +12,6 @@ import torch
 
 from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowDraw, write_words
 from model_worker.engines.exllamav2.gpu_draws.rule import (
-    MOST,
-    WORDS,
     DrawRule,
     aim_of,
     candidates_of,
@@ -22,6 +20,7 @@ from model_worker.engines.exllamav2.gpu_draws.rule import (
     rule_of,
     weights_of,
 )
+from model_worker.engines.exllamav2.gpu_draws.sizes import MOST, WORDS
 from protocol.request import SamplingParams
 
 Array = np.ndarray[Any, Any]

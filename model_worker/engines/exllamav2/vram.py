@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.decode.buckets import PASSES, most_captured, page_sizes, row_sizes
-from model_worker.engines.exllamav2.gpu_draws.rule import BINS, MOST
+from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import SCORED_LOGITS, ExLlamaV2Options, Sizes
 from model_worker.engines.model_dir import ModelDir, Tensor

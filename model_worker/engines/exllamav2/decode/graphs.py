@@ -31,7 +31,7 @@ import triton.language as tl
 
 from model_worker.engines.exllamav2.decode.buckets import fitting
 from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw, write_words
-from model_worker.engines.exllamav2.gpu_draws.rule import WORDS
+from model_worker.engines.exllamav2.gpu_draws.sizes import WORDS
 from model_worker.engines.paged import attention
 
 # What the host writes for a step: tokens, lengths and block tables, in pinned memory and on each GPU.

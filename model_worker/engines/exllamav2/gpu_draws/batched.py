@@ -9,17 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from model_worker.engines.exllamav2.gpu_draws.rule import (
-    BINS,
-    BLOCK,
-    LEVELS,
-    MOST,
-    POINT_BITS,
-    WORDS,
-    DrawRule,
-    draw,
-    penalised,
-)
+from model_worker.engines.exllamav2.gpu_draws.rule import POINT_BITS, DrawRule, draw, penalised
+from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, BLOCK, LEVELS, MOST, WORDS
 from model_worker.engines.exllamav2.sampling import NEVER
 
 Array = np.ndarray[Any, Any]
