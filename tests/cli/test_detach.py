@@ -136,7 +136,7 @@ def serve_after(away: Path, what: str) -> "subprocess.CompletedProcess[str]":
     return modelctl(
         *("serve", "--detach", "-c", config, "--runtime-dir", away / "r"),
         prelude="import modelctl.cli.detach\nmodelctl.cli.detach.STALLED_S = 1.0\n"
-        "import supervisor.logs.files\nsupervisor.logs.files.EVERY_S = 2.0",
+        "import supervisor.logs.phases\nsupervisor.logs.phases.EVERY_S = 2.0",
         PYTHONPATH=f"{away}{os.pathsep}{ROOT}",
     )
 

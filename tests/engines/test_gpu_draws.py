@@ -126,7 +126,9 @@ def test_typical_p_keeps_what_transformers_keeps_and_the_host(setting: str) -> N
             probabilities = np.exp(scores - np.max(scores))
             probabilities /= probabilities.sum()
             differ = np.setxor1d(ids[probabilities[ids] > 1e-9], theirs[probabilities[theirs] > 1e-9])
-            assert len(differ) <= 1 or probabilities[differ].sum() < 1e-5, (setting, number, differ)
+            # at the limit, rounding decides between weights that are as good as equal
+            equal = len(differ) <= 1 or np.ptp(np.log(probabilities[differ])) < 1e-4
+            assert equal or probabilities[differ].sum() < 1e-5, (setting, number, differ)
 
 
 def host_keeps(row: Any, sampling: SamplingParams) -> Any:

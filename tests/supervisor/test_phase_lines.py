@@ -2,8 +2,7 @@
 
 import pytest
 
-from supervisor.logs.files import EVERY_S
-from supervisor.logs.phases import PhaseLines, percentage_of, phase_of
+from supervisor.logs.phases import EVERY_S, PhaseLines, percentage_of, phase_of
 
 
 def test_a_phase_is_told_when_it_begins_and_every_ten_seconds() -> None:
