@@ -1,4 +1,6 @@
-"""Read calls that are JSON objects, {"name": NAME, "arguments": {...}}, in any order of their keys."""
+"""Formats whose calls are JSON objects, or Python's calls: Hermes, Llama 3, Mistral, lists, named calls, plain JSON.
+
+The objects are {"name": NAME, "arguments": {...}}, in any order of their keys."""
 
 import ast
 import json
@@ -21,7 +23,7 @@ from protocol.answer_formats.rules import (
     to_json,
 )
 from protocol.answer_formats.schemas import Members, Schema
-from protocol.answer_formats.source import Calls, Found, Source, Steps, ignore
+from protocol.answer_formats.source import Calls, Found, Source, Steps, ignore, read_behind
 
 NAMES: Final = ("name", "function", "tool_name")
 ARGUMENTS: Final = ("arguments", "parameters")
@@ -554,25 +556,17 @@ FUNCTIONARY_V31: Final = NamedForm(("<function=", "</function>"), ">")
 
 def read_named(source: Source, calls: Calls, marker: str, *, form: NamedForm) -> Steps[Found]:
     """Read a section of calls, or one call."""
-    if form.section is not None and marker == form.section[0]:
-        yield from source.blanks()
-        if not (yield from source.literal(form.call[0])):
-            return Found.NOTHING
-    found = yield from _read_call(source, calls, form)
+    read_call = partial(_read_call, form=form)
+    read_next = partial(read_behind, opening=form.call[0], read=read_call)
+    begins_section = form.section is not None and marker == form.section[0]
+    found = yield from (read_next if begins_section else read_call)(source, calls)
     if form.section is not None and found is not Found.NOTHING:
         if found is Found.CALL:
-            while (yield from calls.further(partial(_read_further_named, form=form))):
+            while (yield from calls.further(read_next)):
                 pass
             yield from source.blanks()
         yield from source.closing(form.section[1])
     return found
-
-
-def _read_further_named(source: Source, calls: Calls, *, form: NamedForm) -> Steps[Found]:
-    yield from source.blanks()
-    if not (yield from source.literal(form.call[0])):
-        return Found.NOTHING
-    return (yield from _read_call(source, calls, form))
 
 
 def _read_call(source: Source, calls: Calls, form: NamedForm) -> Steps[Found]:

@@ -384,4 +384,16 @@ def _escaped(text: str) -> str:
 
 
 Reader = Callable[[Source, Calls, str], Steps[Found]]
+
+
+def read_behind(
+    source: Source, calls: Calls, *, opening: str, read: Callable[[Source, Calls], Steps[Found]]
+) -> Steps[Found]:
+    """Read white space, the text that opens a call, and the call. Return NOTHING if another text stands there."""
+    yield from source.blanks()
+    if not (yield from source.literal(opening)):
+        return Found.NOTHING
+    return (yield from read(source, calls))
+
+
 """Reads what follows a marker (the third argument; "" at the beginning of an answer) with which calls may begin."""

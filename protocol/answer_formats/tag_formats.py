@@ -1,4 +1,6 @@
-"""GLM 4.5 to 4.7: <tool_call>NAME, then <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value> for each argument.
+"""Formats whose calls stand between tags, with plain text as values: GLM, nested tags, and tags of functions.
+
+GLM 4.5 to 4.7: <tool_call>NAME, then <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value> for each argument.
 
 A value is plain text. It is a string, unless the tool's schema says that it is something else.
 """
@@ -25,7 +27,7 @@ from protocol.answer_formats.rules import (
     to_json,
 )
 from protocol.answer_formats.schemas import Members, Schema, branches, types
-from protocol.answer_formats.source import BLANKS, DEEPEST, Calls, Found, Source, Steps, Tell, ignore
+from protocol.answer_formats.source import BLANKS, DEEPEST, Calls, Found, Source, Steps, Tell, ignore, read_behind
 from protocol.answer_formats.tag_values import Tags, read_value, value_rule
 
 # Read and constrain arguments that stand between tags: a key, then its value as plain text.
@@ -511,25 +513,16 @@ MINIMAX_M3: Final = Functions(
 
 def read_functions(source: Source, calls: Calls, marker: str, *, functions: Functions) -> Steps[Found]:
     """Read a call, or a section of calls."""
-    if marker == functions.section[0]:
-        yield from source.blanks()
-        if not (yield from source.literal(functions.function[0])):
-            return Found.NOTHING
-    found = yield from _read_call(source, calls, functions)
+    read_call = partial(_read_call, functions=functions)
+    read_next = partial(read_behind, opening=functions.function[0], read=read_call)
+    found = yield from (read_next if marker == functions.section[0] else read_call)(source, calls)
     if found is not Found.NOTHING:
         if functions.several and found is Found.CALL:
-            while (yield from calls.further(partial(_read_further, functions=functions))):
+            while (yield from calls.further(read_next)):
                 pass
         yield from source.blanks()
         yield from source.closing(functions.section[1])
     return found
-
-
-def _read_further(source: Source, calls: Calls, *, functions: Functions) -> Steps[Found]:
-    yield from source.blanks()
-    if not (yield from source.literal(functions.function[0])):
-        return Found.NOTHING
-    return (yield from _read_call(source, calls, functions))
 
 
 def _read_call(source: Source, calls: Calls, functions: Functions) -> Steps[Found]:
