@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from modelctl.cli.live_lines import LiveLines, Shown
+from protocol.process.logs import OUTSIDE
 
 
 class StartScreen(logging.StreamHandler[TextIO]):
     """Writes records to stderr, which has to be a terminal. ``supervisor.fleet.fleet`` calls ``show_starts``.
 
-    Make one after ``log_output.never_wait``.
+    Make one after ``logs.never_wait``.
     """
 
     def __init__(self) -> None:
@@ -24,8 +25,6 @@ class StartScreen(logging.StreamHandler[TextIO]):
 
         Draw nothing while the terminal takes no output (Ctrl-S): the lines would take the room of the log's lines.
         """
-        from protocol.process.logs import OUTSIDE  # brings the package logging, which `serve` has and `ps` does without
-
         shown = {name: Shown(f"{name:<16} {phase:<9}", phase, progress) for name, (phase, progress) in starts.items()}
         if (shown or self._drawn) and not OUTSIDE[2].is_behind:
             self._lines.show(shown)
