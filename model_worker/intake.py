@@ -33,8 +33,8 @@ from protocol.request import GenerateRequest, parse_generate
 
 # How the loaded model writes reasoning and calls of tools, and what of that a request asks for.
 #
-# ``answer_formats`` knows the families of models. This module chooses among them: by the chat template, or by the keys
-# ``tool_format`` and ``reasoning`` of models.yaml.
+# ``protocol.answer_formats`` knows the families of models. This module chooses among them: by the chat template, or by
+# the keys ``tool_format`` and ``reasoning`` of models.yaml.
 
 
 GENERAL: Final = "json"

@@ -1,7 +1,7 @@
 """The worker's loop: receive, submit, step, send. One thread and one engine. It blocks on the socket only when idle.
 
 Conversations become prompts in another process (``rendering``). Meanwhile steps go on, and other requests pass them. If
-the constraint of a job has to be compiled, the job goes back to the supervisor until that is done (``parking``).
+the constraint of a job has to be compiled, the job goes back to the supervisor until that is done (parking).
 """
 
 import itertools

@@ -18,7 +18,7 @@ class JobCursor:
     def request(self) -> int: ...
 
 class Outbox:
-    """The compiled twin of ``sending.PlainOutbox``.
+    """The compiled twin of ``link.PlainOutbox``.
 
     Its fast path takes a NewTokens of one of the jobs if its token ids fit four bytes, its text can be encoded, and it
     has no log-probabilities.

@@ -1,4 +1,4 @@
-"""The compiled twin of ``sending``: the events of one step become one frame for each channel, without Python.
+"""The compiled twin of the classes Plain… of ``link``: the events of one step become one frame for each channel, without Python.
 
 The fast path takes ordinary events only: a NewTokens of a job that the loop has, with a text and token ids as engines give
 them, and no log-probabilities. This module decides and refuses nothing else. The Python code handles every other event
@@ -94,7 +94,7 @@ cdef struct Entry:
 
 
 cdef class JobCursor:
-    """The compiled twin of ``sending.PlainJobCursor``."""
+    """The compiled twin of ``link.PlainJobCursor``."""
 
     cdef readonly object channel  # an int: a key of dicts
     cdef readonly u64 request
@@ -156,7 +156,7 @@ cdef class FrameBuffer:
 
 
 cdef class Outbox:
-    """The compiled twin of ``sending.PlainOutbox``. For one thread."""
+    """The compiled twin of ``link.PlainOutbox``. For one thread."""
 
     cdef object _socket, _frames
     cdef u64 _generation

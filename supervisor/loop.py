@@ -2,7 +2,7 @@
 
 This module makes all parts, and passes each input to the part that handles it: messages of clients to
 ``client_messages``, frames of workers to ``worker_traffic``, exits to ``fleet``. These parts decide, and add effects to
-a queue. The loop has the effects carried out after each message, frame, exit and timer (``effect_runner``).
+a queue. The loop has the effects carried out after each message, frame, exit and timer (``EffectRunner``).
 """
 
 import gc

@@ -1,7 +1,8 @@
 """Tell the service manager that started the supervisor, such as systemd, how the supervisor is: sd_notify(3).
 
 The protocol is one datagram of text lines to the socket that $NOTIFY_SOCKET names. Without that variable nothing in
-this module does anything. ``service_reports`` decides what is said.
+this module does anything. ``ServiceReports`` decides what is said. The end of the
+supervisor (``SupervisorShutdown``) stands here, too.
 
 The watchdog's messages come from the supervisor's loop, and from nothing else. A thread would go on sending them beside
 a loop that is stuck.
@@ -30,7 +31,7 @@ from supervisor.requests.request import EffectQueue, ToClient
 from supervisor.requests.scheduler import Scheduler
 from supervisor.workers.life import AT_REST, WorkerState
 
-# What a service manager, such as systemd, is told about the supervisor, and when. Pure. ``service_manager`` sends it.
+# What a service manager, such as systemd, is told about the supervisor, and when. Pure. ``ServiceManager`` sends it.
 #
 # The lines are those of sd_notify(3).
 

@@ -19,11 +19,11 @@ from protocol.process.worker_spec import GatewaySettings
 #
 # A session has two halves, and a request needs both:
 #
-# * A cookie, which no script can read. It holds the id of the key (the hash of its token), when the session ends, and
-# a signature. Browsers send cookies to every port of a host. So a server of another user of this machine receives the
-# cookie, if the person visits that server, too. * A token that the page keeps in the browser's storage for its origin.
-# The port is a part of the origin, so no other server can read the token. The page's script sends it in a header with
-# each request.
+# * A cookie, which no script can read. It holds the id of the key (the hash of its token), when the session ends, and a
+#   signature. Browsers send cookies to every port of a host. So a server of another user of this machine receives the
+#   cookie, if the person visits that server, too.
+# * A token that the page keeps in the browser's storage for its origin. The port is a part of the origin, so no other
+#   server can read the token. The page's script sends it in a header with each request.
 #
 # Gateway processes of one supervisor share the secret of the signature, so a session works in each of them, and they
 # tell one another which sessions were ended. The supervisor checks the key itself at each question, so a revoked key

@@ -1,6 +1,6 @@
 """The constraints of one model: they are compiled, and the jobs wait for them. Does not import torch.
 
-``constraint`` describes what a constraint means for its answer.
+The comment below the imports describes what a constraint means for its answer.
 """
 
 import os
@@ -31,26 +31,30 @@ if TYPE_CHECKING:
 # not import torch.
 #
 # * A constraint is compiled outside the step loop (constraint_compiler). A constraint that is unknown or costly is
-# compiled before its job may start (parking). Any other takes milliseconds: its job waits beside the engine, and other
-# jobs pass it. A constraint that cannot be compiled is refused with an error that names its field and the reason. *
-# The mask of allowed tokens is one more limit of the draw, beside allowed_tokens, banned_tokens and logit_bias. The
-# penalties and the sampling parameters work on the tokens that remain. If none remains at the first token, the request
-# is refused. If none remains later, the answer ends with finish_reason "banned_strings" (FinishReason.BANNED). * An
-# end token (the model's own, or one of stop_token_ids) is allowed where the answer is complete. Where nothing else can
-# follow, the answer ends by itself, with finish_reason "stop" and without an end token, also before min_tokens and
-# with ignore_eos. Until min_tokens no end token is drawn, so an answer that can go on goes on. * max_tokens, stop
-# strings, and stop_token_ids that have a text (allowed where their text is) may cut an answer short, as without a
-# constraint. Then the answer is only the beginning of a text of the shape. * banned_strings: the constraint goes back
-# with the answer. token_healing is refused together with a constraint, because the healed token belongs to the prompt.
-# Speculation works: a proposal of the draft is accepted only if it is the token that is drawn under the mask. * A
-# resumed answer goes through the constraint first (``replay``). * A constraint may wait for the end of the reasoning,
-# or for a call of a tool (``gated``). Its answer may begin before it is compiled (``late``). * A mask that exceeds the
-# library's limits (constraint_grammar.LIMITS) ends the answer with an error. The limits hold for each mask, so that no
-# answer delays other answers for long. * The model chooses the tokens that spell a text: every spelling is allowed.
-# JSON has no white space between its parts, or little (``whitespace_flexible``). Its keys are in the order of the
-# schema's properties, and none occurs twice. * An answer's text is the joined text of its tokens. A tokenizer that
-# drops the space before the first word of a text does so here too, if nothing precedes the answer: then a shape that
-# begins with a space is delivered without it.
+#   compiled before its job may start (parking). Any other takes milliseconds: its job waits beside the engine, and
+#   other jobs pass it. A constraint that cannot be compiled is refused with an error that names its field and the
+#   reason.
+# * The mask of allowed tokens is one more limit of the draw, beside allowed_tokens, banned_tokens and logit_bias. The
+#   penalties and the sampling parameters work on the tokens that remain. If none remains at the first token, the
+#   request is refused. If none remains later, the answer ends with finish_reason "banned_strings"
+#   (FinishReason.BANNED).
+# * An end token (the model's own, or one of stop_token_ids) is allowed where the answer is complete. Where nothing else
+#   can follow, the answer ends by itself, with finish_reason "stop" and without an end token, also before min_tokens
+#   and with ignore_eos. Until min_tokens no end token is drawn, so an answer that can go on goes on. * max_tokens, stop
+#   strings, and stop_token_ids that have a text (allowed where their text is) may cut an answer short, as without a
+#   constraint. Then the answer is only the beginning of a text of the shape. * banned_strings: the constraint goes back
+#   with the answer. token_healing is refused together with a constraint, because the healed token belongs to the
+#   prompt. Speculation works: a proposal of the draft is accepted only if it is the token that is drawn under the mask.
+# * A resumed answer goes through the constraint first (``replay``).
+# * A constraint may wait for the end of the reasoning, or for a call of a tool (``gates``). Its answer may begin before
+#   it is compiled (``LateConstraint``).
+# * A mask that exceeds the library's limits (constraint_grammar.LIMITS) ends the answer with an error. The limits hold
+#   for each mask, so that no answer delays other answers for long.
+# * The model chooses the tokens that spell a text: every spelling is allowed. JSON has no white space between its
+#   parts, or little (``whitespace_flexible``). Its keys are in the order of the schema's properties, and none occurs
+#   twice.
+# * An answer's text is the joined text of its tokens. A tokenizer that drops the space before the first word of a text
+#   does so here too, if nothing precedes the answer: then a shape that begins with a space is delivered without it.
 #
 # Measured on one core of a shared machine, in microseconds per mask (median, largest) along random answers:
 #

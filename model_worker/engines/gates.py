@@ -307,7 +307,7 @@ def _ending(text: bytes, marker: bytes) -> int:
     return 0
 
 
-# Make the constraints of one model wait: see ``gated``.
+# Make the constraints of one model wait.
 
 
 class Gates:

@@ -31,8 +31,8 @@ from protocol.process.worker_spec import EngineSpec
 # An entry of a directory may be a link out of it:
 #
 # * Weights (``*.safetensors``) may be anywhere. The target must be a regular file of this user or of root. Nobody else
-# may be able to change the target, a directory above it, or a link on the way. * Any other file must be in a directory
-# that ``supervisor.model_roots`` names, or in Hugging Face's cache.
+#   may be able to change the target, a directory above it, or a link on the way.
+# * Any other file must be in a directory that ``supervisor.model_roots`` names, or in Hugging Face's cache.
 #
 # An entry is opened once, without reading it (O_PATH). What is checked is that descriptor, and what is read later is
 # the same file, whatever the entry is by then.
@@ -228,7 +228,7 @@ def vet(directory: Path, bounds: Bounds | None = None) -> None:
     """Raise LoadError, naming the entry, for an entry that no model or adapter needs and that would harm its
     readers.
 
-    bounds  where its files may be; None: in the directory itself, see ``links``
+    bounds  where its files may be; None: in the directory itself, see ``Bounds``
     """
     bounds = bounds or Bounds.of(directory)
     for part in _PARTS:

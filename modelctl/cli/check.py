@@ -1,4 +1,4 @@
-"""The command check: find out whether the models of a models.yaml can be served."""
+"""The commands check and config. check finds out whether the models of a models.yaml can be served."""
 
 import json
 import os

@@ -1,5 +1,8 @@
-"""The command logs: show the log of a model's worker, or of the supervisor. It works without a running supervisor,
-too. With --connect the supervisor of another machine reads the log."""
+"""The commands logs, events and log-level.
+
+logs shows the log of a model's worker, or of the supervisor. It works without a running supervisor, too. With --connect
+the supervisor of another machine reads the log.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The commands start, stop, unload, restart and shutdown."""
+"""The commands start, stop, unload, restart, sleep, wake, reload and shutdown."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The commands requests and cancel: the unfinished requests of all clients, and the last ones that have ended. They
+"""The commands requests, cancel, story and usage: unfinished and ended requests, one request's story, and sums. They
 never show a text."""
 
 import csv

@@ -253,7 +253,7 @@ class TerminalOutput(Output):
 def take_streams() -> None:
     """Let no text that a command prints on a terminal steer it, and let errors of standard output say so.
 
-    ``take_text`` and ``terminal_text.steer`` make exceptions.
+    ``take_text`` and ``shown.steer`` make exceptions.
     """
     sys.stdout = (TerminalOutput if sys.stdout.isatty() else Output)(sys.stdout, "standard output")
     if sys.stderr.isatty():

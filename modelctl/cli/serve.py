@@ -1,4 +1,4 @@
-"""The command serve: the supervisor itself, in the foreground or detached."""
+"""The commands serve, gateway and metrics. serve is the supervisor itself, in the foreground or detached."""
 
 import logging
 import os

@@ -42,7 +42,7 @@ def ordering(
 ) -> Iterator[tuple[Client, list[str]]]:
     """Connect for orders. Yield the client and the names of the models to give them for.
 
-    given, every  see ``chosen_models.ordered``
+    given, every  see ``options.ordered``
     what          as for ``goes_on``, with ``{}`` in the place of the models' names
     """
     with connect(runtime_dir, admin=True) as client:

@@ -1,6 +1,6 @@
 """Base classes of streams and choices, for both clients.
 
-The modules ``sync_streams`` and ``async_streams`` beside this one add how a program waits for the next event.
+The modules ``sync_client`` and ``async_client`` beside this one add how a program waits for the next event.
 """
 
 from collections.abc import Callable

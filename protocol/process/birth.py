@@ -1,4 +1,4 @@
-"""End a process when its parent ends, however the parent ends."""
+"""What a process does at its birth: it ends with its parent, has a title, writes no core dumps, and leads a session."""
 
 import ctypes
 import os

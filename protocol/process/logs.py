@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 from protocol.process.paths import open_private
 from protocol.process.shown import LogStyle, harmless, masked, masked_values
 
-# The lines that a process writes to its log: for people, or as JSON. ``log_style`` says which.
+# The lines that a process writes to its log: for people, or as JSON. ``LogStyle`` says which.
 #
 # Libraries keep a level of their own: below INFO they may log texts of requests, which no log may hold.
 

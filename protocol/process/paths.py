@@ -1,4 +1,4 @@
-"""Check that only the process's own user can reach a file with a key, or a directory with sockets.
+"""Paths: which are private, which are trusted or away, and where the sockets of a supervisor are.
 
 Each check looks at owners and modes. Its error names the path and says what to do.
 """

@@ -1,4 +1,6 @@
-"""The calls on a socket that are made for every token, without the cost of pyzmq's wrappers.
+"""Sockets: calls that are made for every token, keys and silence of links, and addresses of web hosts.
+
+The calls for every token do without the cost of pyzmq's wrappers.
 
 ``Socket.send`` of pyzmq looks at arguments that modelctl never gives, and each ``|`` or ``&`` of its flags is a call
 into Python's enum. Together they take as long as sending itself. The exception ``Again`` of a receive without a message

@@ -249,10 +249,10 @@ class WorkerSpec:
     leases          longest times without a heartbeat, by phase
     name            the worker's name for people, such as "letters:2"; empty means the model's name
     log             how the worker writes its log
-    masks           texts that the worker must not show → what it shows in their place (``masking``)
+    masks           texts that the worker must not show → what it shows in their place (``shown.mask``)
     keys            for an endpoint over TCP
     link_lease_s    for an endpoint over TCP: seconds without a sign of the supervisor's machine after which the worker
-                    ends, see ``silent_links``
+                    ends, see ``sockets.end_when_silent``
     """
 
     engine: EngineSpec
@@ -391,7 +391,7 @@ class GatewaySettings:
     cors_origins   origins whose pages may use the API from a browser
     certificate    PEM file of the certificate chain; None for HTTP without TLS
     private_key    PEM file of its private key
-    certificate_files  what tells the present content of these files from another, as ``config_watch.Signature``
+    certificate_files  what tells the present content of these files from another, as size, times, inode and device
     max_body       most bytes of a request's body
     body_memory    most bytes of all bodies together that the process holds at one time; None for 256 MiB, or room for
                    four of the largest bodies if that is more
@@ -408,7 +408,7 @@ class GatewaySettings:
     cookie_secret  secret of the cookies' signatures, in hex; processes that share a port share it
     ended_sessions  the sessions of the page that were ended before the process began (``EndedSessions.texts``)
     parent         pid of the process that started this one, and with which it ends; None to live on
-    masks          texts that the process must not show → what it shows in their place (``masking``)
+    masks          texts that the process must not show → what it shows in their place (``shown.mask``)
     log            path of the process's log; None to write to standard error
     log_style      how the log is written at first. Records of ``LogStyle.to_json`` after the settings change it
     """

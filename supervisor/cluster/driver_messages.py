@@ -56,7 +56,7 @@ class EndAgent:
 
 @dataclass(frozen=True)
 class KeepSpares:
-    """Keep spare agents, see ``ray_spares``.
+    """Keep spare agents, see ``ray_driver``.
 
     wanted    [``node`` of models.yaml, engine] of each model that may run on other machines; empty for no spares
     starting  whether a worker starts, loads or wakes, whose processor time a spare would take

@@ -228,7 +228,7 @@ class RayStarter:
     def choose(
         self, wanted: str, gpus: int, beside: Mapping[str, int] | None = None, without: Collection[str] = ()
     ) -> Node:
-        """Return a machine for a worker, see ``choice.choose``. Raises NoMachineError."""
+        """Return a machine for a worker, see ``choose``. Raises NoMachineError."""
         if self.unreachable or self._helper.process is None or not self.nodes:
             raise NoMachineError(self.unreachable or self.trouble or NOT_YET)
         free = {node.name: self._free(node) for node in self.nodes}

@@ -4,7 +4,7 @@ The actor holds the lease of the worker's GPUs, and runs the worker's agent. The
 Ray's threads. It dies with the actor's process (PR_SET_PDEATHSIG), and the worker dies with the agent. Ray ends the
 actor's process when the driver ends.
 
-A spare agent (``ray_spares``) has no GPUs yet. When it is used, an actor of its own holds the lease.
+A spare agent (``ray_driver``) has no GPUs yet. When it is used, an actor of its own holds the lease.
 """
 
 import os

@@ -390,9 +390,9 @@ def load_config(file: Path) -> Config:
 def examine_config(file: Path, environment: Mapping[str, str] = os.environ) -> Examined:
     """Read and check a models.yaml as far as possible. Raises ConfigError if nothing of it can be understood.
 
-    environment  the variables that values of the file may name, and those that ``config_environment`` lays over it
+    environment  the variables that values of the file may name, and those that are laid over it
 
-    From then on this process masks what variables have brought, see ``masking``.
+    From then on this process masks what variables have brought, see ``shown.mask``.
     """
     return examine_source(YamlSource(file, environment), environment)
 

@@ -3,11 +3,11 @@
     python -P -m supervisor.config.folder_scanner FILE SCAN_S QUIET_S
 
 FILE     the models.yaml, which is read once
-SCAN_S   seconds between two looks, and QUIET_S as in ``model_folders``
+SCAN_S   seconds between two looks, and QUIET_S as in ``folders``
 stdin    the link to the supervisor (``helper_link``), with JSON. The supervisor sends a map: "served" has the models of
          folders that are served already, name → directory, and "variables" the variables of the environment that the
          models.yaml names. The program sends a record after each look: null if nothing has changed, else {"models",
-         "kept", "refused", "unread"} as in ``model_folders.Picture``, with the models as ``packed`` makes them
+         "kept", "refused", "unread"} as in ``folders.Picture``, with the models as ``packed`` makes them
 
 Commands that start nothing look once (``examine_with_folders``).
 """

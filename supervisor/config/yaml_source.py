@@ -286,7 +286,7 @@ class YamlSource:
     problems  the keys that occur twice. A file with any must not be used
     read      the signature of the content
 
-    environment  the variables that values of the file may name (``yaml_variables``); None: ``${`` means nothing
+    environment  the variables that values of the file may name; None: ``${`` means nothing
     """
 
     def __init__(self, file: Path, environment: Mapping[str, str] | None = None, *, raw: bytes | None = None) -> None:

@@ -294,7 +294,7 @@ class Fleet:
 
     def check_progress(self) -> None:
         """End the workers that hang, log how loads go on, and tell waiting clients how far directories are copied. The
-        loop calls this every ``hang_detector.CHECK_S`` seconds."""
+        loop calls this every ``life.CHECK_S`` seconds."""
         now = time.monotonic()
         self._hang_watch.check(self.registry.replicas.values(), now)
         self._start_lines.check(self.registry.replicas.values(), now)

@@ -350,7 +350,7 @@ class ReplicaRegistry:
         return list(dict.fromkeys(replica.model for replica in self.replicas.values()))
 
     def log_orders(self, replicas: Iterable[Replica]) -> list[ToWorker]:
-        """Return a message for each of these workers that writes its log otherwise than ``log_styles`` says. One that
+        """Return a message for each of these workers that writes its log otherwise than ``styles`` says. One that
         is not connected yet is asked again when it is."""
         orders = []
         for replica in replicas:

@@ -328,7 +328,7 @@ class Rollouts:
         return True
 
 
-# Plan the steps of ``reload``, and of ``restart`` for several workers. ``rollout`` carries the steps out.
+# Plan the steps of ``reload``, and of ``restart`` for several workers. The classes further below carry the steps out.
 
 
 _OF_NO_SECTION: Final = ("default_model", "groups", "folders")

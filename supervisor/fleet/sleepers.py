@@ -219,7 +219,7 @@ class GroupPlaces:
         return tuple(worker for m in chosen for worker in self._let_go(m, f"evicted for {replica.label} ({limits})"))
 
     def in_the_way(self, missing: Mapping[str, int]) -> tuple[dict[int, int], list[EvictionCandidate]]:
-        """Return the places that are missing, and the models of the groups that may leave, see ``groups.as_memory``."""
+        """Return the places that are missing, and the models of the groups that may leave, see ``as_memory``."""
         return as_memory(missing, self._groups, self._holders())
 
     def workers_of(self, models: Collection[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""The part that a start and a wake have in common: their turn, their places in groups, and the wait for GPU memory.
+"""Starts and wakes of workers: their turn, their places in groups, the wait for GPU memory, and the process.
 
-A start (``start.Start``) and a wake (``wake.Wake``) take GPU memory. ``starts`` says whose turn it is. One that finds
+A start (``Start``) and a wake (``Wake``) take GPU memory. ``Starts`` says whose turn it is. One that finds
 no room puts idle models to sleep or unloads them, or waits until busy models are idle. ``placement.turns`` says when
 busy models have to take no new requests for that.
 """
@@ -638,8 +638,7 @@ class Wake(Admission):
         return False
 
 
-# The starts and wakes that are under way, their order, and the parts that all of them use. ``start`` has one start,
-# ``wake`` one wake.
+# The starts and wakes that are under way, their order, and the parts that all of them use.
 
 
 @dataclass(eq=False, repr=False)

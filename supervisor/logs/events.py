@@ -2,7 +2,7 @@
 
 A record of the supervisor's log becomes an event if its ``extra`` comes from ``noted``. So each fact is written at one
 place only, and the log and this history cannot contradict each other. The history is in memory, and bounded: the oldest
-events make room for new ones. Nothing is noted per request or per token. ``event_file`` keeps events on disk.
+events make room for new ones. Nothing is noted per request or per token. ``EventFile`` keeps events on disk.
 """
 
 import json
@@ -74,7 +74,7 @@ class EventKind(StrEnum):
 def noted(kind: EventKind, worker: str | None = None, **facts: str) -> dict[str, Any]:
     """Return the ``extra`` of a log record that is an event.
 
-    worker  the worker that the record is about, as in ``model_logs.about``; None if it is about no worker
+    worker  the worker that the record is about, as in ``files.about``; None if it is about no worker
     facts   further keys of the event. ``message`` stands for the text of the record, which may be too long for people
     """
     return {"event": (kind, facts), **({} if worker is None else about(worker))}

@@ -1,5 +1,7 @@
-"""The supervisor's log file. It is kept small, is opened again when somebody moves it, and notes lines that were
-lost."""
+"""Log files of the supervisor and of models, and how each process writes its own.
+
+A file is kept small, is opened again when somebody moves it, and notes lines that were lost.
+"""
 
 import json
 import logging
@@ -98,7 +100,7 @@ class LogFile(logging.Handler):
 
 # How each process writes its log: the settings of models.yaml, and the levels that operators have set since.
 #
-# ``log_control`` has the processes follow.
+# ``LogControl`` in supervisor/status.py has the processes follow.
 
 
 class LogStyles:

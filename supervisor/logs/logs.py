@@ -124,7 +124,7 @@ def _end(path: Path, size: int, since: int) -> bytes:
 def set_up_logging(runtime_dir: Path, screen: logging.Handler | None, style: LogStyle) -> logging.Logger:
     """Return the supervisor's logger. It writes to the supervisor's log file, and to ``screen`` if there is one.
 
-    Records about a worker go to that worker's log, too. ``log_styles.LogControl`` changes the style later.
+    Records about a worker go to that worker's log, too. ``status.LogControl`` changes the style later.
     """
     logger = logging.getLogger("modelctl")
     logger.setLevel(min(logging.INFO, style.number))

@@ -311,10 +311,10 @@ def describe(names: Iterable[str], groups: Groups) -> str:
 # models keep coming, since each of them would be busy at every look. The rule has three parts:
 #
 # * Once a start has waited for ``YIELD_AFTER_S``, enough busy models yield: they take no new requests, finish those
-# that they have, and make room. Requests that come for them meanwhile wait, and start them again afterwards. * A model
-# that has just come up does not yield before it has been up for ``STAY_S``, and for ``STAY_LOADS`` times as long as it
-# took to come up. So at most a third of the time goes into loads, and few models are exchanged. * Starts come first
-# that began first. A later start makes no model leave where an earlier one waits for room.
+#   that they have, and make room. Requests that come for them meanwhile wait, and start them again afterwards.
+# * A model that has just come up does not yield before it has been up for ``STAY_S``, and for ``STAY_LOADS`` times as
+#   long as it took to come up. So at most a third of the time goes into loads, and few models are exchanged.
+# * Starts come first that began first. A later start makes no model leave where an earlier one waits for room.
 
 
 YIELD_AFTER_S = 3.0

@@ -1,7 +1,7 @@
 """Read the GPUs from NVML in a process of its own (``nvml_child``), which is asked over a socket.
 
 The driver may hang, and the supervisor has one thread. So a reading waits for ``TIMEOUT_S`` at most. After a reading
-that waited in vain, no reading waits until the driver answers quickly again; ``circuit_breaker`` decides that.
+that waited in vain, no reading waits until the driver answers quickly again; ``gpus.CircuitBreaker`` decides that.
 ``read_ahead`` never waits: it asks, and a later call returns the answer. ``gpus`` reads the answers.
 """
 

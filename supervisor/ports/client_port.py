@@ -309,7 +309,7 @@ class ClientPort:
     def enforce_limits(self) -> None:
         """End the connections whose clients have had time to read why, and those that exceed the listener's limits.
 
-        The loop calls this every ``listener.check_s`` seconds.
+        The loop calls this every ``Listener.check_s`` seconds.
         """
         self._accepted.endings.end_overdue(time.monotonic())
         for fd in self.listener.find_abusers(self._accepted.wires, self._table.by_fd):

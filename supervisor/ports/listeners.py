@@ -1,4 +1,6 @@
-"""A port over ipc, with a private socket file. The handshake (ZAP) admits only processes of the supervisor's user."""
+"""Ports over ipc and over TCP, and the connections that may not stay there.
+
+A port over ipc has a private socket file. The handshake (ZAP) admits only processes of the supervisor's user."""
 
 import ctypes
 import fcntl
@@ -36,7 +38,7 @@ from supervisor.runtime import SocketFile
 #
 # libzmq reads a message of several parts whole before it passes any part on, however long the message grows. libzmq
 # also reads the messages of a client that chose the routing id of another connection, and never passes them on. Over
-# TCP the kernel counts the bytes of each connection (see ``tcp_listener``). For a local connection the kernel tells
+# TCP the kernel counts the bytes of each connection (see ``TcpListener``). For a local connection the kernel tells
 # only how many bytes are unread.
 
 

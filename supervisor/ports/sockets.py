@@ -155,7 +155,7 @@ def client_router(context: Context, backlog: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.SNDHWM, 100_000)
     # No receive mark: at the mark libzmq 4.3.5 stops reading a client. If that client then leaves, libzmq aborts the
     # process (an assertion on _io_error) when it finds a PING of ZMTP in its buffer, or when a heartbeat is due. To
-    # limit memory, the supervisor ends connections that send too fast, see ``arrivals``.
+    # limit memory, the supervisor ends connections that send too fast, see ``floods``.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.BACKLOG, backlog)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
@@ -169,7 +169,7 @@ def try_bind(
     log: logging.Logger,
     extra: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Bind a socket over TCP, if an attempt is due. Return whether that succeeded; ``attempts`` knows why not.
+    """Bind a socket over TCP, if an attempt is due. Return whether that succeeded; the attempts know why not.
 
     attempts  those for this socket. Their address is the endpoint
     extra     of the log record that says why not

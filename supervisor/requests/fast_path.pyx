@@ -28,7 +28,7 @@ cdef unsigned long long _frame_number = 0  # of the frame that ``fits`` was last
 
 
 cdef class RequestProgress:
-    """What changes of a request with every event. ``request_progress`` describes the fields."""
+    """What changes of a request with every event. ``request`` describes the fields."""
 
     def __init__(self, long long credit, bint resumable):
         self.phase, self.ids, self.credit, self.resumable = RequestPhase.WAITING, bytearray(), credit, resumable

@@ -36,8 +36,7 @@ from supervisor.requests.stories import MOST_STEPS, NOT_ENDED, RequestEnd, Reque
 # holds             whether events wait for the client's credit. Read for every event
 # ids               token ids of the answer so far, those of held events included (u32, little endian)
 # counters          the numbers of the ledger to which tokens are added as they go to the client, see
-#                   ``usage.counters``.
-#                   None: nobody counts. Set by ``count_in``
+#                   ``counters``. None: nobody counts. Set by ``count_in``
 
 
 class PlainRequestProgress:
@@ -297,7 +296,7 @@ class InFlight(RequestProgress):
     usage_place        the place of its counters in the table, 0 if nobody counts
     prompt_tokens      the length of its prompt; None until a worker has reported it
     paid               tokens of the answer that its account has paid for
-    advance            credit beyond the window, see ``advance.py``
+    advance            credit beyond the window, see ``credit``
     steps              what has happened to it, see ``stories.py``
     end                how its worker has ended it, once that is so
     """

@@ -1,6 +1,6 @@
 """The phases of a request.
 
-They have a file of their own, because both ``fast_path`` and ``request_progress`` need them, and ``request_progress``
+They have a file of their own, because both ``fast_path`` and ``request`` need them, and ``request``
 imports ``fast_path``.
 """
 

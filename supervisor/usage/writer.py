@@ -63,7 +63,7 @@ CREATE TABLE IF NOT EXISTS usage (
     PRIMARY KEY (day, key_id, model, session)
 ) WITHOUT ROWID"""
 _AGES: Final = "CREATE TABLE IF NOT EXISTS ages (day TEXT PRIMARY KEY, seconds REAL NOT NULL) WITHOUT ROWID"
-"""For how many seconds the days before each day were seen to be too old, see ``ledger.Retention``."""
+"""For how many seconds the days before each day were seen to be too old, see ``usage_ledger.Retention``."""
 _SUMS: Final = ", ".join(f"sum({name})" for name in _COUNTS)
 _ADD: Final = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)
 _SET: Final = ", ".join(f"{name} = excluded.{name}" for name in ("key", *_COUNTS))

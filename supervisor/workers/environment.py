@@ -1,4 +1,4 @@
-"""The compiled modules of this distribution, and the loss of speed without them."""
+"""What a worker process runs, and what this installation has for it: modules, packages, compiled code."""
 
 import os
 import sys

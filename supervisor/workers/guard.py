@@ -185,7 +185,7 @@ def _main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
     sys.path.append(sys.argv[1])
-    os.environ["SPT_NOENV"] = "1"  # as ``process_title`` of the workers
+    os.environ["SPT_NOENV"] = "1"  # as ``birth.set_title`` in the workers
     from setproctitle import setproctitle
 
     setproctitle("modelctl: guard")

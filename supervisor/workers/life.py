@@ -1,7 +1,7 @@
 """The life of one worker: its desired state, its present state, and the transition that each event causes. Pure.
 
 Orders (``start``, ``stop``, ...) set the desired state. The last order counts. Each order and each event returns a
-``Transition`` with the actions that its caller has to carry out. ``lifecycle`` holds the table of transitions.
+``Transition`` with the actions that its caller has to carry out. ``TRANSITIONS`` is the table of transitions.
 
 A worker whose process ends although nobody asked for that is started again after a pause. The restart limit counts such
 ends in a sliding window, whatever the uptime: a model that crashes 1.5 s after each start must not be restarted for
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from supervisor.workers.exits import ExitReport
 
 
-# The states of a worker and the table of transitions between them. Pure. ``worker_life`` applies the table.
+# The states of a worker and the table of transitions between them. Pure. ``WorkerLife`` applies the table.
 #
 # A pair of state and event that is not in the table is a bug, and raises IllegalTransition. A pair that a race can
 # cause has a row of its own. Example: READY was on its way when an operator stopped the model.

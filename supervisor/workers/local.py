@@ -131,7 +131,7 @@ class WorkerProcess:
     if the system has no process or descriptor left.
 
     name       the name of the process, for multiprocessing
-    mark       what it and all that it starts have in their environment, see ``descendants``
+    mark       what it and all that it starts have in their environment, see ``orphans``
     start_s    the first lease, in seconds
     target     what the process calls, with ``arguments``: one of these is the descriptor of the page, where PAGE stands
     """

@@ -323,10 +323,10 @@ def _kill(left: Orphan) -> None:
 # The launcher kills a worker's process group. A process that has left the group would live on, and may hold a GPU: a
 # child in a session of its own, or one whose parent has ended. Two things lead to it:
 #
-# * The worker has a mark in its environment, and everything that it starts inherits the mark. * The supervisor is a
-# child subreaper (prctl(2)). If a descendant loses its parent, it becomes a child of the supervisor. So only the
-# supervisor's own children are looked at, and not every process of the machine. A process whose parent lives is found
-# when that parent has been ended.
+# * The worker has a mark in its environment, and everything that it starts inherits the mark.
+# * The supervisor is a child subreaper (prctl(2)). If a descendant loses its parent, it becomes a child of the
+#   supervisor. So only the supervisor's own children are looked at, and not every process of the machine. A process
+#   whose parent lives is found when that parent has been ended.
 #
 # Where the kernel offers no subreaper, or no list of children, all processes are looked at after each end of a worker.
 #

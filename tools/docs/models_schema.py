@@ -99,7 +99,7 @@ _READ: Mapping[str, Schema] = {
     "host name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9.-]*$"},
     "origin": {"type": "string", "pattern": r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}$"},
 }
-"""The schema of each value with a form of its own, by the name that ``config_values`` gives to the form."""
+"""The schema of each value with a form of its own, by the name that ``supervisor.config.reading`` gives to the form."""
 
 
 def models_schema() -> str:
@@ -162,7 +162,7 @@ def _described(field: "Field[Any]", text: str) -> Schema:
 
 
 def _of(hint: Any) -> Schema:
-    """Return the schema of a type, as ``schema_validation.fit`` reads it."""
+    """Return the schema of a type, as ``reading.fit`` reads it."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner, rule = parts

@@ -25,11 +25,13 @@ from protocol.request import SamplingParams
 # pass a large one before all wait. This module changes four things:
 #
 # * A new prompt begins only if all prompts that are being read take at most one chunk per step together. A single
-# prompt always begins. So many long prompts slow running answers down by one chunk per step, and not by one chunk
-# each. * Pages are moved together only when no job waits. The package does this whenever no job is active. * While the
-# package walks over the pages, Python's recursion limit is raised. Otherwise a cached text of a thousand pages would
-# exceed the limit, and the process would end. * Jobs begin in the order in which they came. Later jobs may pass a job
-# that lacks pages, but at most PASSES of them. After that, all jobs wait for it.
+#   prompt always begins. So many long prompts slow running answers down by one chunk per step, and not by one chunk
+#   each.
+# * Pages are moved together only when no job waits. The package does this whenever no job is active.
+# * While the package walks over the pages, Python's recursion limit is raised. Otherwise a cached text of a thousand
+#   pages would exceed the limit, and the process would end.
+# * Jobs begin in the order in which they came. Later jobs may pass a job that lacks pages, but at most PASSES of them.
+#   After that, all jobs wait for it.
 
 
 PASSES = 8

@@ -278,7 +278,7 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor:
     """Compute flash-attn's function of this name, as far as paged generation needs it.
 
-    Shapes are those of ``step.Shape``. softmax_scale is head_dim ** -0.5 by default. There is no rotary embedding.
+    Shapes are those of ``launch.Shape``. softmax_scale is head_dim ** -0.5 by default. There is no rotary embedding.
     Raises NotImplementedError unless causal.
     """
     device = q.device

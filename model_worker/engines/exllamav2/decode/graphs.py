@@ -6,7 +6,7 @@ static tensors: ``StepInputs`` holds what changes, and ``logits`` receives the r
 What has to hold for a capture:
 
 * The package's own small graphs are off (``config.no_graphs``): their captures would be nested in ours.
-* EXL2's tuning is finished (``tuning``), and each size has run before: kernels are loaded at first use.
+* EXL2's tuning is finished (``capture``), and each size has run before: kernels are loaded at first use.
 * The kernel that plans attention runs inside the capture, so the plan must be made anew (``attention.forget_step``).
   The plan's tensors must live as long as the graph.
 * Scratch memory that launches share keeps its address. ``capture`` begins with the largest size, so it does not grow.

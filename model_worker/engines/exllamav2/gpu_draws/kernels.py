@@ -3,7 +3,7 @@
 ``adjust`` reads the logits: penalties, bias, and the largest of each block. ``weigh`` computes the weights. It sums
 those of each block, and counts and sums those above each of LEVELS thresholds. ``gather`` takes the highest threshold
 above which all candidates of a row must be, and collects the tokens above it. ``choose`` draws from these, with one
-program for each row. ``slow_kernels`` has the draws of rows that keep too many tokens, and those of typical_p.
+program for each row. Kernels further below draw for rows that keep too many tokens, and for typical_p.
 
 Weights are kept as float32 powers of 2, and made integers where they are summed. The kernels must be launched without
 fusing multiplication and addition (``enable_fp_fusion=False``), as each operation is rounded by itself.
