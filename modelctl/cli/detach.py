@@ -70,7 +70,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
                     process.wait()  # another supervisor holds the lock; ours is about to report that and end
                     break
                 answered = True
-                models = wait_for(client, autostart, settled_up)
+                models = wait_for(client, autostart, settled_up, up=True)
         except ConnectionLost:
             if answered:
                 process.wait()  # somebody has shut it down, or killed it

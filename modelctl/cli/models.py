@@ -188,13 +188,22 @@ def _see_down(client: Client, workers: dict[str, dict[str, Any]], what: str, no_
 
 
 def watch(
-    client: Client, names: list[str], done: Callable[[ModelStatus], bool], no_wait: bool, as_json: bool
+    client: Client,
+    names: list[str],
+    done: Callable[[ModelStatus], bool],
+    no_wait: bool,
+    as_json: bool,
+    *,
+    up: bool = False,
 ) -> list[ModelStatus]:
     """Show the models until they are done, or once with ``no_wait``. Return their last status.
 
     With ``as_json``, print that status as JSON, too.
+
+    up  see ``wait_for``
     """
-    models = wait_for(client, names, (lambda _: True) if no_wait else done, for_people=not as_json)
+    wanted = (lambda _: True) if no_wait else done
+    models = wait_for(client, names, wanted, up=up and not no_wait, for_people=not as_json)
     if as_json:
         click.echo(json.dumps(models, indent=2))
     return models
@@ -202,7 +211,7 @@ def watch(
 
 def see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
     """Wait until models of these generations are up. Raises CommandFailure if one does not come up."""
-    models = watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json)
+    models = watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json, up=True)
     failed = [why_not_ready(m) for m in models if m["state"] != "ready"]
     there = [m["name"] for m in models]
     failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]

@@ -53,18 +53,22 @@ def ordering(
 
 
 def wait_for(
-    client: Client, names: list[str], done: Callable[[ModelStatus], bool], *, for_people: bool = True
+    client: Client, names: list[str], done: Callable[[ModelStatus], bool], *, up: bool = False, for_people: bool = True
 ) -> list[ModelStatus]:
     """Show the models' states until all are done. Returns their last status, in the order of ``names``.
 
     Raises ConnectionLost if the supervisor ends meanwhile.
+
+    up  the models are to become ready. A supervisor that shuts down stops them first, and answers until it ends. A
+        stopped model is no reason then: this function waits for the supervisor's end
     """
     live = LiveLines(for_people=for_people)
     while True:
-        by_name = {m["name"]: m for m in client.status()["models"]}
+        status = client.status()
+        by_name = {m["name"]: m for m in status["models"]}
         models = [by_name[name] for name in names if name in by_name]  # a reload may have taken one out meanwhile
         live.show({m["name"]: shown(m) for m in models})
-        if all(map(done, models)):
+        if all(map(done, models)) and not (up and status["supervisor"].get("shutting_down")):
             return models
         time.sleep(POLL_S)
 

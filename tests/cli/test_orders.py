@@ -171,6 +171,25 @@ def test_what_counts_as_settled() -> None:
     assert settled_down(model("loading", 4), 3)
 
 
+def test_a_start_that_a_shutdown_ends_blames_the_shutdown(serve: Serve) -> None:
+    """A supervisor that shuts down stops a loading model at once, and answers for as long as others finish."""
+    serving = serve({"a": engine(context=200_000), "slow": engine("SlowLoad", autostart=False)})
+    with serving.client() as client:
+        stream = busy(client)
+        with order(serving, "start", "slow") as starting:
+            assert starting.stderr is not None
+            while "slow: loading" not in (line := starting.stderr.readline()):
+                assert line, "the command has ended"
+            serving.process.terminate()
+            wait_until(lambda: client.status("slow")["models"][0]["state"] == "stopped")
+            with pytest.raises(subprocess.TimeoutExpired):  # twenty times as long as the command's pause
+                starting.wait(1)
+            stream.cancel()
+            _, said = starting.communicate(timeout=60)
+    assert starting.returncode == 69
+    assert "somebody else" not in said
+
+
 def test_json_without_waiting(serving: Serving) -> None:
     before = serving.status("slow")["generation"]
     done = serving.modelctl("start", "slow", "--no-wait", "--json")
