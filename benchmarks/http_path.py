@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.client_path import STEPS, STREAMS, TEXTS, on_a_loop, seconds_a_token, stand_in
 from benchmarks.openai_client import Answer, stream
 from benchmarks.report import RESULTS, Result, write
-from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.parser import AnswerParser, MarkerPair
 from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Reasoning, Text, Tool
 
 
@@ -76,7 +76,7 @@ def agent() -> Kind:
     """Return answers that reason in two fifths of their tokens, and then have text, and the arguments of a call."""
     assert len(REASONED) == STEPS
     parser = AnswerParser(
-        tool_format="hermes", tools=(Tool("get_weather", TOOL),), reasoning=ReasoningMarkers("<think>", "</think>")
+        tool_format="hermes", tools=(Tool("get_weather", TOOL),), reasoning=MarkerPair("<think>", "</think>")
     )
     parts = [part for text in REASONED for part in parser.feed(text)] + parser.finish()
     assert {type(part) for part in parts} == {Reasoning, Text, CallStart, CallArguments, CallEnd}

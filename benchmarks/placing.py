@@ -1,4 +1,4 @@
-"""Place models on a real machine: plan, auto, refusal, eviction, waiting for VRAM, and reload by surge and by recreate.
+"""Place models on a real machine: plan, auto, refusal, eviction, waiting for VRAM, reload (beside, exchange).
 
     python -m benchmarks.placing [--model letters]
 

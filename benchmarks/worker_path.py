@@ -32,8 +32,8 @@ from model_worker.engine import Capabilities, EngineEvent, EngineStats, Finished
 from model_worker.engines import build_engine
 from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
-from model_worker.intake import AnswerFormat
-from model_worker.link import SupervisorLink
+from model_worker.intake import ModelTraits
+from model_worker.link import WorkerLink
 from model_worker.loop import WorkerLoop
 from model_worker.text import TextStream
 from protocol.codec import decode, encode, is_events, pack_body
@@ -173,10 +173,10 @@ def serve(engine: PacedEngine, streams: int) -> None:
         while not Path(scratch, "back").exists():
             time.sleep(0.01)
         spec = WorkerSpec(EngineSpec("m", "", "/"), 1, "", endpoint, b"w", "", os.getppid())
-        link = SupervisorLink(spec)
+        link = WorkerLink(spec)
         loop = WorkerLoop(engine, link)
         link.hello()
-        link.ready(engine.capabilities, AnswerFormat(), load_seconds=0.0, max_jobs=loop.max_jobs)
+        link.ready(engine.capabilities, ModelTraits(), load_seconds=0.0, max_jobs=loop.max_jobs)
         loop.run()
         done.set()
         link.close()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.parser import AnswerParser, MarkerPair
 from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, Tool
 from protocol.client.answers import Delta, TokenLogprob
 from protocol.client.async_client import AsyncChoices, AsyncStream
@@ -97,7 +97,7 @@ class AnswerReader:
             self._parser = AnswerParser(
                 tool_format=known.get("headers") if calls is None else calls,
                 tools=() if calls is None else self._tools,
-                reasoning=None if markers is None else ReasoningMarkers(*markers),
+                reasoning=None if markers is None else MarkerPair(*markers),
                 inside_reasoning=bool(known.get("inside")),
             )
 

@@ -11,7 +11,7 @@ from gateway.http.answers import REQUEST_ID
 from gateway.http.body import held_body
 from gateway.http.callers import Caller
 from gateway.openai.models import default_model, is_never_unloaded
-from gateway.openai.requests import Wanted
+from gateway.openai.requests import ApiRequest
 from protocol.client.answers import Progress
 from protocol.client.async_client import AsyncClient, AsyncStream
 from protocol.errors import WireError
@@ -20,7 +20,7 @@ Prompt = dict[str, Any]
 """The option that holds a prompt: ``messages``, ``prompt`` or ``token_ids``."""
 
 
-async def with_model(request: Request, wanted: Wanted) -> Wanted:
+async def with_model(request: Request, wanted: ApiRequest) -> ApiRequest:
     """Return the request with the name of the default model, if its sender has named none.
 
     The answer repeats the name that the sender has written. Without one, it has to name the model that answers.
@@ -39,7 +39,7 @@ def trace_ids_of(request: Request, answer_id: str) -> list[str]:
 async def begin(
     request: Request,
     caller: Caller,
-    wanted: Wanted,
+    wanted: ApiRequest,
     prompts: Sequence[Prompt],
     progress: list[Progress | None] | None,
     trace_ids: list[str],
@@ -86,7 +86,7 @@ async def begin(
     return tuple(streams)
 
 
-async def _ignore_stay(request: Request, wanted: Wanted) -> None:
+async def _ignore_stay(request: Request, wanted: ApiRequest) -> None:
     """Leave out how long the model is to stay loaded, if it is never unloaded: that asks for nothing.
 
     Where unknown options are refused, the supervisor refuses it.
@@ -117,7 +117,7 @@ def waits_for(streams: Sequence[AsyncStream], newest: Progress | None) -> Progre
 
 
 @contextmanager
-def named(wanted: Wanted) -> Iterator[None]:
+def named(wanted: ApiRequest) -> Iterator[None]:
     """Give the errors of a request the names of the fields that its sender used."""
     try:
         yield

@@ -108,7 +108,7 @@ LINGER_S: Final = 1.0
 was read, the kernel resets the connection, and the client may lose the error."""
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """The connection of a client. A request that breaks a limit gets an error, and then its connection ends.
 
     opening  the task that makes the connection. It takes as long as the TLS handshake
@@ -437,7 +437,7 @@ class AcceptingServer(uvicorn.Server):
                 loop.call_later(RETRY_S, self._watch, listener)
                 return
             client.setblocking(False)
-            connection = Connection(self.config, self.server_state, self.lifespan.state, self.places)
+            connection = HttpConnection(self.config, self.server_state, self.lifespan.state, self.places)
             if self.places.enter(connection):
                 connection.opening = loop.create_task(self._open(connection, client))
                 self._opening.add(connection.opening)
@@ -445,7 +445,7 @@ class AcceptingServer(uvicorn.Server):
             else:
                 self._refuse(client)
 
-    async def _open(self, connection: Connection, client: socket.socket) -> None:
+    async def _open(self, connection: HttpConnection, client: socket.socket) -> None:
         """Make a connection of an accepted socket, after the TLS handshake if there is one."""
         tls, loop = self.config.ssl, asyncio.get_running_loop()
         handshake_s = None if tls is None else HANDSHAKE_S

@@ -195,12 +195,12 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     from model_worker.engine import LoadError
     from model_worker.engines import build_engine
     from model_worker.engines.vetting import is_away
-    from model_worker.intake import AnswerFormat, check_defaults
-    from model_worker.link import SupervisorLink
+    from model_worker.intake import ModelTraits, check_defaults
+    from model_worker.link import WorkerLink
     from model_worker.loop import WorkerLoop
     from model_worker.rendering import probe_template
 
-    link = SupervisorLink(spec)
+    link = WorkerLink(spec)
     link.hello()
 
     def progress(phase: str, done: int, total: int, unit: str = "", /) -> None:
@@ -228,7 +228,7 @@ def run(spec: WorkerSpec, lease: ProgressLease, output: LogOutput) -> int:
     lease.loading()
     template = engine.chat_template
     forms = () if template is None else probe_template(template, lease.loading)
-    format = AnswerFormat.of(template, spec, forms)
+    format = ModelTraits.of(template, spec, forms)
     loop = WorkerLoop(engine, link, spec.sampling, spec.limits, lease, output.follow, format, spec.forced)
     # The objects of the loaded model stay, too. Without gc.freeze() the garbage collector scans all of them whenever
     # enough new objects have gathered. Each scan stops every stream for about 160 ms.

@@ -102,7 +102,7 @@ def _template(checked: Any, question: dict[str, Any]) -> dict[str, str]:
     The template runs in the process that renders chats, not in this one.
     """
     from model_worker.engines.model_dir import find_template
-    from model_worker.intake import AnswerFormat
+    from model_worker.intake import ModelTraits
     from model_worker.rendering import probe_template
 
     found = find_template(checked.directory)
@@ -111,7 +111,7 @@ def _template(checked: Any, question: dict[str, Any]) -> dict[str, str]:
         return told
     template = checked.tokenizer.chat_template
     try:
-        format = AnswerFormat.of(template, None, probe_template(template))
+        format = ModelTraits.of(template, None, probe_template(template))
     except OSError as e:
         return {**told, "understood": f"not tried: {_one_line(str(e))}"}
     calls = "" if format.tools is None else f"calls in the format {format.tools}"

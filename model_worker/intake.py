@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from model_worker.engine import PIECE, PLAIN, ChatTemplate, Engine, Job, Layout, LoadError, Place, PromptScoring
-from model_worker.rendering import Form
+from model_worker.rendering import TemplateForm
 from model_worker.template_probes import NAME, SCHEMA, VALUES
 from protocol.answer_formats.families import (
     beginnings_of,
@@ -22,7 +22,7 @@ from protocol.answer_formats.families import (
     reasoning_tokens,
     recognise,
 )
-from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.parser import AnswerParser, MarkerPair
 from protocol.answer_formats.source import CallArguments, CallStart, Tool
 from protocol.chat import ChatFields
 from protocol.codec import unpack_body
@@ -44,7 +44,7 @@ LONGEST_TOOLS: Final = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerFormat:
+class ModelTraits:
     """How a model writes, and what its chat template can take.
 
     tools      name of the format of its calls; None if it is not known
@@ -60,11 +60,13 @@ class AnswerFormat:
     reasoning: tuple[str, str] | None = None
     parallel: bool = True
     tried: bool = True
-    forms: tuple[Form, ...] = ()
+    forms: tuple[TemplateForm, ...] = ()
     headers: str | None = None
 
     @classmethod
-    def of(cls, template: ChatTemplate | None, spec: WorkerSpec | None, forms: Sequence[Form] = ()) -> "AnswerFormat":
+    def of(
+        cls, template: ChatTemplate | None, spec: WorkerSpec | None, forms: Sequence[TemplateForm] = ()
+    ) -> "ModelTraits":
         """Return the format of a model with this chat template. Keys of models.yaml come before the template.
 
         A format that the template shows is taken only if its reader can read the call that the template has written in
@@ -167,7 +169,7 @@ class AnswerFormat:
 
 def reads_back(format: str, call: str, reasoning: tuple[str, str] | None = None) -> bool:
     """Return whether the reader of a format finds the probes' call in a text, with its name and its arguments."""
-    markers = None if reasoning is None else ReasoningMarkers(*reasoning)
+    markers = None if reasoning is None else MarkerPair(*reasoning)
     parser = AnswerParser(tool_format=format, tools=[Tool(NAME, SCHEMA)], reasoning=markers)
     parts = [*parser.feed(call), *parser.finish()]
     names = [part.name for part in parts if isinstance(part, CallStart)]
@@ -222,7 +224,7 @@ def _tool(number: int, given: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "parameters": parameters or {}, "strict": function.get("strict") is True}
 
 
-UNKNOWN: Final = AnswerFormat()
+UNKNOWN: Final = ModelTraits()
 """The format of a model of which nothing is known."""
 
 NO_VARIANT: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -250,7 +252,7 @@ class Intake:
         engine: Engine,
         sampling: Mapping[str, Any],
         limits: Mapping[str, Any],
-        format: AnswerFormat = UNKNOWN,
+        format: ModelTraits = UNKNOWN,
         forced: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._engine, self._format = engine, format
@@ -525,7 +527,7 @@ def not_offered(sampling: Mapping[str, Any], offered: frozenset[str]) -> str | N
     return None
 
 
-def turn_end_ids(engine: Engine, forms: Sequence[Form]) -> frozenset[int]:
+def turn_end_ids(engine: Engine, forms: Sequence[TemplateForm]) -> frozenset[int]:
     """Return the special tokens that a chat template writes first behind the assistant's words.
 
     Many models that were trained further have no generation_config.json, and name the end of text only. Without the

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import zmq
 
 from model_worker.engine import Capabilities
-from model_worker.intake import AnswerFormat
+from model_worker.intake import ModelTraits
 from protocol import __version__, limits
 from protocol.codec import EventWriter, decode, encode, pack_body
 from protocol.messages import (
@@ -189,7 +189,7 @@ faster than the supervisor joins the events that it cannot send. Without these l
 possible, and the supervisor would hold as many of them in memory as its socket accepts."""
 
 
-class SupervisorLink:
+class WorkerLink:
     """The connection of one worker process to the supervisor."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -267,7 +267,7 @@ class SupervisorLink:
     def ready(
         self,
         capabilities: Capabilities,
-        format: AnswerFormat,
+        format: ModelTraits,
         *,
         load_seconds: float,
         max_jobs: int,

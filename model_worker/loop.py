@@ -28,8 +28,8 @@ from model_worker.engine import (
     PromptLogprobs,
     SleepRefused,
 )
-from model_worker.intake import UNKNOWN, AnswerFormat, Intake, prompt_field, variant_of
-from model_worker.link import JobCursor, SupervisorLink
+from model_worker.intake import UNKNOWN, Intake, ModelTraits, prompt_field, variant_of
+from model_worker.link import JobCursor, WorkerLink
 from model_worker.rendering import Renderer
 from protocol.chat import AskTemplate, Detokenize, Question, Tokenize, parse_question
 from protocol.codec import EventWriter, pack_body
@@ -79,7 +79,7 @@ class Parking:
     constraints  the engine's constraints; None if it offers none
     """
 
-    def __init__(self, constraints: "Constraints | None", link: SupervisorLink) -> None:
+    def __init__(self, constraints: "Constraints | None", link: WorkerLink) -> None:
         self._constraints, self._link = constraints, link
         self._compiling: dict[int, _Parked] = {}
         """The parked jobs by job id. Cancelled jobs stay here until their costs have been reported."""
@@ -140,7 +140,7 @@ class Parking:
 class Moves:
     """The moves of one model between the memory of its GPU and that of the host."""
 
-    def __init__(self, engine: Engine, link: "SupervisorLink", lease: "ProgressLease") -> None:
+    def __init__(self, engine: Engine, link: "WorkerLink", lease: "ProgressLease") -> None:
         self._engine, self._link, self._lease = engine, link, lease
         self.preparing = engine.capabilities.sleep_bytes is not None
         """Whether there is more to do before the first sleep."""
@@ -293,12 +293,12 @@ class WorkerLoop:
     def __init__(
         self,
         engine: Engine,
-        link: SupervisorLink,
+        link: WorkerLink,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         limits: Mapping[str, Any] = MappingProxyType({}),
         lease: ProgressLease | None = None,
         every_second: Callable[[], None] = lambda: None,
-        format: AnswerFormat = UNKNOWN,
+        format: ModelTraits = UNKNOWN,
         forced: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._engine = engine

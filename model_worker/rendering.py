@@ -36,7 +36,7 @@ from protocol.process.helper_process import HelperProcess
 #
 # Chat templates are programs with opinions. One refuses a system message in the middle of a conversation, another one
 # drops the calls of a message whose content is an empty text. ``template_probes`` asks a template what it can take,
-# and notes that in a ``Form``. ``adapt`` changes a conversation only where its template asks for a change.
+# and notes that in a ``TemplateForm``. ``adapt`` changes a conversation only where its template asks for a change.
 
 
 BETWEEN: Final = "\n\n"
@@ -63,7 +63,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TemplateForm:
     """What a chat template can take. The defaults are those of a template that can take everything.
 
     error              why the template renders no conversation at all; "" if it renders some
@@ -148,7 +148,7 @@ class Form:
         return [text for text, holds in told.items() if holds]
 
     @classmethod
-    def from_wire(cls, given: Any) -> "Form":
+    def from_wire(cls, given: Any) -> "TemplateForm":
         """Return the form that the template's process has found. Raises ValueError for anything else."""
         if not isinstance(given, dict) or given.keys() != {field.name for field in fields(cls)}:
             raise ValueError("no form")
@@ -168,7 +168,7 @@ class UnfitError(Exception):
 
 
 def adapt(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, form: Form
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, form: TemplateForm
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
     """Return messages and tools in the form that a template can take. The given ones stay as they are.
 
@@ -234,7 +234,7 @@ def _as_texts(messages: list[Message], tools: Sequence[dict[str, Any]] | None) -
     return [{key: value for key, value in turn.items() if key != "is_result"} for turn in turns]
 
 
-def _with_systems(messages: list[Message], form: Form) -> list[Message]:
+def _with_systems(messages: list[Message], form: TemplateForm) -> list[Message]:
     """Put the instructions where the template shows them."""
     first = next((i for i, message in enumerate(messages) if message["role"] not in INSTRUCTING), len(messages))
     leading = [_instructing(message, form.developer) for message in messages[:first]]
@@ -282,7 +282,7 @@ def _joined(message: Message, text: str) -> Message:
     return {**message, "content": before + BETWEEN + text if before else text}
 
 
-def _merged(messages: list[Message], form: Form) -> list[Message]:
+def _merged(messages: list[Message], form: TemplateForm) -> list[Message]:
     """Merge neighbours where the template wants one message for each turn."""
     merged: list[Message] = []
     for message in messages:
@@ -301,7 +301,7 @@ def _merged(messages: list[Message], form: Form) -> list[Message]:
     return merged
 
 
-def _with_calls(messages: list[Message], form: Form) -> list[Message]:
+def _with_calls(messages: list[Message], form: TemplateForm) -> list[Message]:
     """Write calls and results as the template takes them."""
     if any("tool_calls" in message for message in messages) and not form.calls:
         raise UnfitError("the model's chat template does not show calls of tools: leave out tool_calls")
@@ -312,7 +312,7 @@ def _with_calls(messages: list[Message], form: Form) -> list[Message]:
     return [turn for message in turns for turn in _called(message, form, ids)]
 
 
-def _called(message: Message, form: Form, ids: Mapping[str, str]) -> Iterator[Message]:
+def _called(message: Message, form: TemplateForm, ids: Mapping[str, str]) -> Iterator[Message]:
     """Yield the messages that show one message: usually that message, and two if a text cannot stand beside calls."""
     if message["role"] == "tool" and message.get("tool_call_id") in ids:
         message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
@@ -331,14 +331,14 @@ def _called(message: Message, form: Form, ids: Mapping[str, str]) -> Iterator[Me
     yield {"role": kept.pop("role"), **({"content": text} if text else content), **kept, "tool_calls": calls}
 
 
-def _no_content(text: str | None, form: Form) -> dict[str, str | None]:
+def _no_content(text: str | None, form: TemplateForm) -> dict[str, str | None]:
     """Return the content of a message that has calls and no text. Keep an empty text if the template takes it."""
     ways = NULL_CONTENTS if text is None else ("empty", "absent", "null")
     way = next((way for way in ways if way in form.null_contents), "empty")
     return {} if way == "absent" else {"content": "" if way == "empty" else None}
 
 
-def _call(call: dict[str, Any], form: Form, ids: Mapping[str, str]) -> dict[str, Any]:
+def _call(call: dict[str, Any], form: TemplateForm, ids: Mapping[str, str]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
         return call
@@ -348,7 +348,7 @@ def _call(call: dict[str, Any], form: Form, ids: Mapping[str, str]) -> dict[str,
     return call
 
 
-def _arguments(given: Any, form: Form) -> Any:
+def _arguments(given: Any, form: TemplateForm) -> Any:
     """Return the arguments of a call as the template takes them. A text that is no JSON object is kept as a text, or as
     the only argument of a map."""
     given = {} if given is None else given
@@ -425,7 +425,7 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
     return turns
 
 
-def _with_reasoning(message: Message, form: Form) -> Message:
+def _with_reasoning(message: Message, form: TemplateForm) -> Message:
     """Give the reasoning the names that templates know. transformers fills the first two."""
     reasoned = message.get("reasoning_content")
     if not reasoned:
@@ -434,13 +434,13 @@ def _with_reasoning(message: Message, form: Form) -> Message:
     return {**named, **message}
 
 
-def _in_parts(message: Message, form: Form) -> Message:
+def _in_parts(message: Message, form: TemplateForm) -> Message:
     if message["role"] not in form.parts or not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _ordered(tool: dict[str, Any], form: Form) -> dict[str, Any]:
+def _ordered(tool: dict[str, Any], form: TemplateForm) -> dict[str, Any]:
     """Return a tool with its keys in the order in which models have seen them."""
     function = tool.get("function")
     if not isinstance(function, dict):
@@ -500,7 +500,7 @@ class Renderer:
     stopped working, or WireError INTERNAL if the process crashed.
     """
 
-    def __init__(self, template: ChatTemplate, limit: int, forms: Sequence[Form] = ()) -> None:
+    def __init__(self, template: ChatTemplate, limit: int, forms: Sequence[TemplateForm] = ()) -> None:
         self._sources = template.source, template.tool_source or template.source
         self._forms: list[dict[str, Any] | None] = [form.to_wire() for form in forms] or [None, None]
         self._fixed = {
@@ -720,7 +720,9 @@ class _Child(HelperProcess):
         return _failed(f"was ended by signal {-code}")
 
 
-def probe_template(template: ChatTemplate, alive: Callable[[], None] = lambda: None) -> tuple[Form, Form]:
+def probe_template(
+    template: ChatTemplate, alive: Callable[[], None] = lambda: None
+) -> tuple[TemplateForm, TemplateForm]:
     """Return what a model's template can take, for conversations without tools and with tools. Blocks for a moment.
 
     alive  is called at least every tenth of a second
@@ -738,7 +740,7 @@ def probe_template(template: ChatTemplate, alive: Callable[[], None] = lambda: N
                 select.select([child.descriptor], [], [], 0.1)
                 child.look(time.monotonic())
             if child.answer is not None:
-                forms = [Form.from_wire(form) for form in child.answer["forms"]]
+                forms = [TemplateForm.from_wire(form) for form in child.answer["forms"]]
                 return forms[0], forms[-1]
             child.wait()
             why = child.why()
@@ -750,7 +752,7 @@ def probe_template(template: ChatTemplate, alive: Callable[[], None] = lambda: N
         if why.code is not ErrorCode.HELPER_FAILED:
             late = child.code == -signal.SIGPROF
             error = f"it takes longer than {PROBES_S:g} s of processor time for a few words" if late else why.message
-            return (failed := Form(error=error)), failed
+            return (failed := TemplateForm(error=error)), failed
     raise ChildProcessError(why.message)
 
 

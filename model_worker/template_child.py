@@ -26,7 +26,7 @@ import jinja2.ext
 import jinja2.sandbox
 import msgpack
 
-from model_worker.rendering import Form, UnfitError, adapt
+from model_worker.rendering import TemplateForm, UnfitError, adapt
 from model_worker.template_probes import probe
 from protocol.process.helper_link import become_helper, serve
 
@@ -106,7 +106,7 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
                 return {"error": "continue_final_message: the last message has no content to continue"}
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _CUT}]
         if request["form"] is not None:
-            messages, tools = adapt(messages, tools, Form.from_wire(request["form"]))
+            messages, tools = adapt(messages, tools, TemplateForm.from_wire(request["form"]))
         pieces: list[str] = []
         size = 0
         for piece in _compiled(request["template"]).generate(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from model_worker.rendering import ARGUMENTS, NINE, NULL_CONTENTS, REASONING, Form, Message
+from model_worker.rendering import ARGUMENTS, NINE, NULL_CONTENTS, REASONING, Message, TemplateForm
 
 Draw = Callable[..., str | None]
 """Renders: (messages, tools=None, end=True), where ``end`` asks for the beginning of the assistant's turn. Returns None
@@ -49,7 +49,7 @@ _U, _U2, _S, _S2 = "Question qz1.", "Question qz2.", "Rule qz3.", "Rule qz4."
 _A, _A2, _R, _R2, _T = "Answer qz5.", "Answer qz6.", "Result qz7.", "Result qz8.", "Thought qz9."
 
 
-def probe(draw: Draw) -> Form:
+def probe(draw: Draw) -> TemplateForm:
     """Return what a template can take."""
     form = _probe(draw)
     if form.error:  # templates for tools alone may need a list of them
@@ -58,7 +58,7 @@ def probe(draw: Draw) -> Form:
     return form
 
 
-def _probe(draw: Draw) -> Form:
+def _probe(draw: Draw) -> TemplateForm:
     form: dict[str, Any] = {}
     parts = tuple(role for role in _TALKING if _wants_parts(draw, role))
 
@@ -68,7 +68,7 @@ def _probe(draw: Draw) -> Form:
     form["parts"] = parts
     plain = (_said("user", _U), _said("assistant", _A), _said("user", _U2))
     if not (shows([_U, _A, _U2], plain) or shows([_U], plain[:1])):
-        return Form(error="it shows no user's words")
+        return TemplateForm(error="it shows no user's words")
     form["system"] = system = shows([_S], [_said("system", _S), plain[0]])
     form["several_systems"] = shows([_S, _S2, _U], [_said("system", _S), _said("system", _S2), plain[0]])
     form["developer"] = shows([_S, _U], [_said("developer", _S), plain[0]])
@@ -100,7 +100,7 @@ def _probe(draw: Draw) -> Form:
     )
     form["turn_ends"] = _turn_ends(draw, parts)
     tools = {"wrapped": [TOOL], "bare": [TOOL["function"]]}.get(form["tools"])
-    return Form(**form, **_calls(shows, lambda *given: draw(_in_parts(given[0], parts), *given[1:]), tools))
+    return TemplateForm(**form, **_calls(shows, lambda *given: draw(_in_parts(given[0], parts), *given[1:]), tools))
 
 
 def stands(text: str | None, words: Iterable[str]) -> bool:

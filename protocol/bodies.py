@@ -154,7 +154,7 @@ class GoAwayBody(TypedDict):
     """The reason, in words for people."""
 
 
-class Refused(TypedDict):
+class RefusedFrame(TypedDict):
     """The elements of a refused frame that could be read."""
 
     kind: NotRequired[int]
@@ -188,7 +188,7 @@ class Failure(TypedDict):
 class ErrorBody(Failure):
     """An error, and the frame that it answers."""
 
-    refused: NotRequired[Refused]
+    refused: NotRequired[RefusedFrame]
     """With request 0 only: the frame that the error answers. Missing if the error is about the connection itself."""
 
 
@@ -333,7 +333,7 @@ class ErrorEvent(TypedDict):
     """The number of ids in all earlier events of this request."""
 
 
-class Place(StrEnum):
+class Where(StrEnum):
     """A place in which an error can appear."""
 
     REQUEST = "ERROR of the request"
@@ -350,30 +350,42 @@ class Place(StrEnum):
     """The client library raises the error itself."""
 
 
-APPEARS: Final[dict[ErrorCode, tuple[Place, ...]]] = {
-    ErrorCode.BAD_FRAME: (Place.REQUEST, Place.FRAME, Place.REPLY),
-    ErrorCode.BAD_VERSION: (Place.FRAME,),
-    ErrorCode.INVALID_REQUEST: (Place.REQUEST, Place.FRAME, Place.REPLY, Place.EVENT),
-    ErrorCode.UNSUPPORTED: (Place.REQUEST, Place.FRAME, Place.REPLY, Place.EVENT, Place.CONNECTION),
-    ErrorCode.TOO_LARGE: (Place.REQUEST, Place.FRAME, Place.REPLY),
-    ErrorCode.DUPLICATE_REQUEST: (Place.FRAME,),
-    ErrorCode.CONTEXT_OVERFLOW: (Place.EVENT, Place.REPLY),
-    ErrorCode.UNAUTHORIZED: (Place.REQUEST, Place.REPLY, Place.EVENT, Place.CONNECTION, Place.CLIENT),
-    ErrorCode.FORBIDDEN: (Place.REQUEST, Place.FRAME, Place.REPLY),
-    ErrorCode.MODEL_NOT_FOUND: (Place.REQUEST, Place.REPLY),
-    ErrorCode.MODEL_NOT_RUNNING: (Place.REQUEST, Place.REPLY, Place.EVENT),
-    ErrorCode.MODEL_FAILED: (Place.REQUEST, Place.REPLY, Place.EVENT),
-    ErrorCode.OVERLOADED: (Place.REQUEST, Place.REPLY),
-    ErrorCode.RATE_LIMITED: (Place.REQUEST, Place.CONNECTION),
-    ErrorCode.DRAINING: (Place.REQUEST, Place.REPLY, Place.EVENT),
-    ErrorCode.DEADLINE_EXCEEDED: (Place.EVENT,),
-    ErrorCode.QUEUE_TIMEOUT: (Place.EVENT,),
-    ErrorCode.SLOW_CONSUMER: (Place.EVENT,),
-    ErrorCode.WORKER_DIED: (Place.EVENT, Place.REPLY),
-    ErrorCode.POISONED: (Place.REQUEST, Place.EVENT),
-    ErrorCode.HELPER_FAILED: (Place.EVENT, Place.REPLY),
-    ErrorCode.INTERNAL: (Place.EVENT, Place.REPLY, Place.CLIENT),
-    ErrorCode.CONNECTION_LOST: (Place.CLIENT,),
+APPEARS: Final[dict[ErrorCode, tuple[Where, ...]]] = {
+    ErrorCode.BAD_FRAME: (Where.REQUEST, Where.FRAME, Where.REPLY),
+    ErrorCode.BAD_VERSION: (Where.FRAME,),
+    ErrorCode.INVALID_REQUEST: (Where.REQUEST, Where.FRAME, Where.REPLY, Where.EVENT),
+    ErrorCode.UNSUPPORTED: (
+        Where.REQUEST,
+        Where.FRAME,
+        Where.REPLY,
+        Where.EVENT,
+        Where.CONNECTION,
+    ),
+    ErrorCode.TOO_LARGE: (Where.REQUEST, Where.FRAME, Where.REPLY),
+    ErrorCode.DUPLICATE_REQUEST: (Where.FRAME,),
+    ErrorCode.CONTEXT_OVERFLOW: (Where.EVENT, Where.REPLY),
+    ErrorCode.UNAUTHORIZED: (
+        Where.REQUEST,
+        Where.REPLY,
+        Where.EVENT,
+        Where.CONNECTION,
+        Where.CLIENT,
+    ),
+    ErrorCode.FORBIDDEN: (Where.REQUEST, Where.FRAME, Where.REPLY),
+    ErrorCode.MODEL_NOT_FOUND: (Where.REQUEST, Where.REPLY),
+    ErrorCode.MODEL_NOT_RUNNING: (Where.REQUEST, Where.REPLY, Where.EVENT),
+    ErrorCode.MODEL_FAILED: (Where.REQUEST, Where.REPLY, Where.EVENT),
+    ErrorCode.OVERLOADED: (Where.REQUEST, Where.REPLY),
+    ErrorCode.RATE_LIMITED: (Where.REQUEST, Where.CONNECTION),
+    ErrorCode.DRAINING: (Where.REQUEST, Where.REPLY, Where.EVENT),
+    ErrorCode.DEADLINE_EXCEEDED: (Where.EVENT,),
+    ErrorCode.QUEUE_TIMEOUT: (Where.EVENT,),
+    ErrorCode.SLOW_CONSUMER: (Where.EVENT,),
+    ErrorCode.WORKER_DIED: (Where.EVENT, Where.REPLY),
+    ErrorCode.POISONED: (Where.REQUEST, Where.EVENT),
+    ErrorCode.HELPER_FAILED: (Where.EVENT, Where.REPLY),
+    ErrorCode.INTERNAL: (Where.EVENT, Where.REPLY, Where.CLIENT),
+    ErrorCode.CONNECTION_LOST: (Where.CLIENT,),
 }
 """The places in which each error can appear."""
 

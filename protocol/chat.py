@@ -6,7 +6,7 @@ from protocol.codec import unpack_body
 from protocol.errors import ErrorCode, FrameError, RequestError
 from protocol.messages import ON_BEHALF_OF
 from protocol.sampling_params import request_error
-from protocol.values import FieldsDisagree, Length, Read, Record, Then, Unfit, hints_of, read
+from protocol.values import CheckedValues, FieldsDisagree, Length, ReadWith, Then, Unfit, hints_of, read
 
 MOST_TOOLS = 256
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -63,10 +63,10 @@ def _role(role: str) -> str:
     return role
 
 
-Maps = Annotated[tuple[dict[str, Any], ...] | None, Length(most=MOST_TOOLS), Read(_maps)]
+Maps = Annotated[tuple[dict[str, Any], ...] | None, Length(most=MOST_TOOLS), ReadWith(_maps)]
 
 
-class ChatMessage(Record):
+class ChatMessage(CheckedValues):
     """One turn of a conversation. The template gets only the fields that the client sent."""
 
     role: Annotated[str, Then(_role)]
@@ -93,7 +93,7 @@ class ChatMessage(Record):
             raise ValueError("content must be a string (except in an assistant's turn with tool_calls)")
 
 
-class ChatFields(Record):
+class ChatFields(CheckedValues):
     """The fields of GENERATE and of tokenize that are for the chat template."""
 
     messages: Annotated[tuple[ChatMessage, ...], Length(1)] | None = None
@@ -102,7 +102,7 @@ class ChatFields(Record):
     tools: Maps = None
     """Functions that the assistant may call. The template gets these maps as they are, usually {type, function: {name,
     description, parameters}}."""
-    template_kwargs: Annotated[dict[str, Any] | None, Read(check_variables)] = None
+    template_kwargs: Annotated[dict[str, Any] | None, ReadWith(check_variables)] = None
     """Further variables of the template, such as {enable_thinking: false}."""
     add_generation_prompt: bool | None = None
     """End the text where the assistant speaks next. Unset: true, unless continue_final_message is true."""
@@ -157,7 +157,7 @@ class Tokenize(ChatFields):
             raise ValueError("give exactly one of prompt and messages")
 
 
-class Detokenize(Record):
+class Detokenize(CheckedValues):
     """Ask for the text of token ids."""
 
     token_ids: bytes
@@ -168,7 +168,7 @@ class Detokenize(Record):
             raise FieldsDisagree("token_ids", f"has {len(self.token_ids)} bytes: must be ids of 4 bytes each")
 
 
-class AskTemplate(Record):
+class AskTemplate(CheckedValues):
     """Ask for the model's chat template, and for the texts of its special tokens."""
 
 

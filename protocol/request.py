@@ -15,7 +15,7 @@ from protocol.errors import FrameError, RequestError
 from protocol.messages import ROUTE_KEYS
 from protocol.presets import ALIASES, fill, force
 from protocol.sampling_params import SamplingParams, TokenId, request_error
-from protocol.values import FieldsDisagree, Length, Read, Then, Unfit, Within, hints_of, read, reader
+from protocol.values import FieldsDisagree, Length, ReadWith, Then, Unfit, Within, hints_of, read, reader
 
 __all__ = ["ALIASES", "ChatMessage", "GenerateRequest", "SamplingParams", "parse_generate"]
 
@@ -96,7 +96,7 @@ class GenerateRequest(SamplingParams, ChatFields):
     cut_to_context: bool = False
     """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves of the context. Without
     it, such a request is refused."""
-    stop: Annotated[_STOPS, Read(_stops)] = ()
+    stop: Annotated[_STOPS, ReadWith(_stops)] = ()
     """Strings that end the answer. They are not part of it. One string stands for a list of one. All of them together
     have at most 64 KiB of text."""
     min_tokens: Annotated[int, Within(0, 1 << 31)] = 0
@@ -116,7 +116,7 @@ class GenerateRequest(SamplingParams, ChatFields):
     token_healing: bool = False
     """Draw the prompt's last token again, from the tokens whose text begins with that token's text. So a prompt may end
     inside a word. A prompt of one token, or one that ends with a special token, stays as it is."""
-    json_schema: Annotated[str | None, Read(_schema_text)] = None
+    json_schema: Annotated[str | None, ReadWith(_schema_text)] = None
     """A JSON schema, as a map or as JSON text. The answer is JSON that validates against it, unless max_tokens cuts it
     short. A part of JSON Schema that is not offered is refused by its name. Give at most one of json_schema, regex and
     choice."""

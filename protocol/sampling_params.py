@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from protocol.errors import RequestError
-from protocol.values import FieldsDisagree, Flaw, Length, Read, Record, Then, Wanted, Within
+from protocol.values import Allowed, CheckedValues, FieldsDisagree, Flaw, Length, ReadWith, Then, Within
 
 MOST_BIASES = 1024
 LARGEST_BIAS = 100
@@ -52,10 +52,10 @@ def _dry_range(dry_range: int) -> int:
 
 
 TokenId = Annotated[int, Within(0, LARGEST_ID)]
-LogitBias = Annotated[dict[int, float] | None, Read(_biases)]
+LogitBias = Annotated[dict[int, float] | None, ReadWith(_biases)]
 
 
-class SamplingParams(Record):
+class SamplingParams(CheckedValues):
     """The options for drawing the next token. Every default leaves the model's own distribution as it is."""
 
     temperature: Annotated[float, Within(0, 10)] = 1.0
@@ -188,7 +188,7 @@ def request_error(
         return RequestError(f"{shown} {problem.rule}", field=shown)
     if problem is None:
         return RequestError(f"{shown} is missing", field=shown)
-    if isinstance(problem, Wanted):
+    if isinstance(problem, Allowed):
         rule = f"must be {_wanted(flaw.value, problem, path[0])}"
     elif isinstance(problem, str):
         rule = problem
@@ -211,7 +211,7 @@ def _unknown(path: list[str], names: list[str], elsewhere: Mapping[str, str]) ->
     return RequestError(f"unknown field {shown!r}: {f'did you mean {near[0]!r}?' if near else others}", field=shown)
 
 
-def _wanted(value: Any, wanted: Wanted, name: str) -> str:
+def _wanted(value: Any, wanted: Allowed, name: str) -> str:
     """Return which values a field takes, or the one bound that a value of the right type is beyond."""
     kind, bounds = wanted.kind, wanted.bounds
     if isinstance(kind, tuple):

@@ -1,10 +1,10 @@
 """Read a map of values with a class that says which keys it has, and which values. Pure.
 
 Every map from outside is read here: the sections of models.yaml, the body and the route of a request, the parameters of
-a call, and the messages between processes. The class is a dataclass, a ``Record``, or a TypedDict. The type of a field
-is str, int, float, bool, bytes, Any, ``X | None``, Literal, list[X], tuple[X, ...], dict[str, X], or another class.
-``Annotated`` adds bounds (``Within``, ``Length``) and functions (``Read``, ``Then``). No value is converted. But a
-whole number is accepted for a float, and a list for a tuple. No value is ignored.
+a call, and the messages between processes. The class is a dataclass, a ``CheckedValues``, or a TypedDict. A field's
+type is str, int, float, bool, bytes, Any, ``X | None``, Literal, list[X], tuple[X, ...], dict[str, X], or another
+class. ``Annotated`` adds bounds (``Within``, ``Length``) and functions (``ReadWith``, ``Then``). No value is converted
+or ignored. But a whole number is accepted for a float, and a list for a tuple.
 
 The reader says what does not fit as data (``Flaw``). Each user of this module makes its own words of that, since an
 author of models.yaml and a client know different names for a type.
@@ -70,7 +70,7 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadWith:
     """The function that reads a value of any type, in place of the type that it annotates.
 
     how   returns the value; raises ValueError that says what the value must be
@@ -83,7 +83,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """A function that gets the value when its type and its bounds are right. It returns and raises as in ``Read``."""
+    """A function that gets the value when its type and its bounds are right. It ends as ``ReadWith.how`` does."""
 
     how: Callable[[Any], Any]
 
@@ -97,7 +97,7 @@ class FieldsDisagree(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Allowed:
     """The values that a key may have.
 
     kind    a plain type, list, dict, or a tuple of the only values
@@ -123,7 +123,7 @@ class Flaw:
 
     path: Path
     value: Any = None
-    problem: Wanted | str | FieldsDisagree | Collection[str] | None = None
+    problem: Allowed | str | FieldsDisagree | Collection[str] | None = None
     message: str = ""
 
 
@@ -146,7 +146,7 @@ def read(kind: type[T], value: object, *, every: bool = False) -> T:
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-class Record:
+class CheckedValues:
     """A class whose instances hold checked values, and know which of them were given.
 
     A subclass has annotated fields with defaults, as a dataclass has. The constructor checks the values as ``read``
@@ -198,7 +198,7 @@ def _hints_of(kind: Any) -> Mapping[str, Any]:
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """Return the values of the fields of a ``Record`` that are not given. A required field has none."""
+    """Return the values of the fields of a ``CheckedValues`` that are not given. A required field has none."""
     return {name: getattr(kind, name) for name in hints_of(kind) if hasattr(kind, name)}
 
 
@@ -217,7 +217,7 @@ def reader(hint: Any) -> Check:
     if get_origin(hint) is not Annotated:
         return _reader(hint, None)
     inner, *rules = get_args(hint)
-    if (how := next((rule.how for rule in rules if isinstance(rule, Read)), None)) is not None:
+    if (how := next((rule.how for rule in rules if isinstance(rule, ReadWith)), None)) is not None:
         check = _by(how)
     else:
         check = _reader(inner, next((rule for rule in rules if isinstance(rule, Within | Length)), None))
@@ -250,7 +250,7 @@ def _reader(hint: Any, bounds: Within | Length | None) -> Check:
     return _record(hint)
 
 
-def json_schemas(kind: type[Record]) -> dict[str, dict[str, Any]]:
+def json_schemas(kind: type[CheckedValues]) -> dict[str, dict[str, Any]]:
     """Return the JSON schema of each field of a class, with its default. Functions that read a value are not in it."""
     defaults = defaults_of(kind)
     return {
@@ -295,7 +295,7 @@ def _json_bounds(rule: object, kind: str) -> dict[str, Any]:
 
 
 def _number(kind: type, within: Within | None) -> Check:
-    wanted = Wanted(kind, within)
+    wanted = Allowed(kind, within)
     plain = within is None
     types = (int, float) if kind is float else (kind,)  # in Python a bool is an int, and in a file it is not
 
@@ -311,7 +311,7 @@ def _number(kind: type, within: Within | None) -> Check:
 
 def _text(kind: type, length: Length | None) -> Check:
     least, most = (length.least, length.most) if length is not None else (0, None)
-    wanted, bounded = Wanted(kind), Wanted(kind, length)
+    wanted, bounded = Allowed(kind), Allowed(kind, length)
 
     def check(value: Any, _: bool) -> Any:
         if type(value) is not kind:
@@ -333,7 +333,7 @@ def _choice(options: tuple[Any, ...]) -> Check:
     def check(value: Any, _: bool) -> Any:
         if isinstance(value, str | int | float) and value in known:
             return known[value]
-        raise _unfit(value, Wanted(options))
+        raise _unfit(value, Allowed(options))
 
     return check
 
@@ -341,7 +341,7 @@ def _choice(options: tuple[Any, ...]) -> Check:
 def _array(make: type, items: Any, length: Length | None) -> Check:
     item = reader(items)
     accepted = (list,) if make is list else (list, tuple)
-    wanted, bounded = Wanted(list, None, items), Wanted(list, length, items)
+    wanted, bounded = Allowed(list, None, items), Allowed(list, length, items)
     least, most = (length.least, length.most) if length is not None else (0, None)
 
     def check(value: Any, every: bool) -> Any:
@@ -362,10 +362,10 @@ def _map(values: Any) -> Check:
 
     def check(value: Any, every: bool) -> Any:
         if not isinstance(value, dict):
-            raise _unfit(value, Wanted(dict))
+            raise _unfit(value, Allowed(dict))
         for key in value:
             if type(key) is bytes:
-                raise Unfit([Flaw((cast(str, key),), key, Wanted(str))])
+                raise Unfit([Flaw((cast(str, key),), key, Allowed(str))])
         try:
             return {key: item(part, every) for key, part in value.items()}
         except Unfit:
@@ -390,14 +390,14 @@ def _flaws(parts: Iterable[tuple[Any, Any, Check]], every: bool) -> list[Flaw]:
 def _record(kind: Any) -> Check:
     checks = {name: reader(hint) for name, hint in hints_of(kind).items()}
     required = frozenset(required_of(kind))
-    is_record = isinstance(kind, type) and issubclass(kind, Record)
+    is_record = isinstance(kind, type) and issubclass(kind, CheckedValues)
     plain = is_typeddict(kind)
 
     def check(value: Any, every: bool) -> Any:
         if not isinstance(value, dict):
             if not plain and type(value) is kind:
                 return value
-            raise _unfit(value, Wanted(dict))
+            raise _unfit(value, Allowed(dict))
         try:
             found = {key: checks[key](part, every) for key, part in value.items()}
         except (Unfit, KeyError):
@@ -427,7 +427,7 @@ def _record(kind: Any) -> Check:
 def _by(how: Callable[[Any], Any]) -> Check:
     def check(value: Any, every: bool) -> Any:
         if isinstance(value, str) and not _is_text(value):  # here, so that no function that reads a value can forget it
-            raise _unfit(value, Wanted(str))
+            raise _unfit(value, Allowed(str))
         try:
             return how(value)
         except Unfit:
@@ -457,7 +457,7 @@ def _unquoted(value: Any) -> Any:
     return value if other == value else other
 
 
-def _unfit(value: object, problem: Wanted | str | Collection[str]) -> Unfit:
+def _unfit(value: object, problem: Allowed | str | Collection[str]) -> Unfit:
     return Unfit([Flaw((), value, problem)])
 
 

@@ -11,7 +11,7 @@ from enum import Enum, StrEnum
 from typing import Annotated, Any, Final, NotRequired, TypedDict
 
 from protocol.limits import MAX_U64
-from protocol.values import Read, Within, hints_of, required_of
+from protocol.values import ReadWith, Within, hints_of, required_of
 
 
 class Right(StrEnum):
@@ -34,7 +34,7 @@ SEES_ALL: Final = frozenset({Right.STATUS, Right.ADMIN})
 """Rights to see what concerns other keys, too. One of them is enough."""
 
 
-class Scope(Enum):
+class ModelScope(Enum):
     """The models that a call concerns if it names none, or if it names the supervisor or the gateway."""
 
     OWN = "own"
@@ -44,7 +44,7 @@ class Scope(Enum):
 
 
 Number = Annotated[int, Within(0, MAX_U64)]
-_CHECKED_LATER: Final = Read(lambda value: value)
+_CHECKED_LATER: Final = ReadWith(lambda value: value)
 """Of a value that the supervisor checks with the rules of the list of keys."""
 
 
@@ -245,7 +245,7 @@ class Verb:
     """
 
     rights: frozenset[Right]
-    scope: Scope
+    scope: ModelScope
     params: type
     result: str
     purpose: str
@@ -266,65 +266,65 @@ class Verb:
 
 
 VERBS: Final[dict[str, Verb]] = {
-    "models": Verb(ANY, Scope.OWN, NoParams, "ModelsResult", "List the models."),
-    "status": Verb(SEES_ALL, Scope.OWN, StatusParams, "StatusResult",
+    "models": Verb(ANY, ModelScope.OWN, NoParams, "ModelsResult", "List the models."),
+    "status": Verb(SEES_ALL, ModelScope.OWN, StatusParams, "StatusResult",
         "Describe the supervisor, its models and its GPUs."),
-    "requests": Verb(ANY, Scope.OWN, RequestsParams, "RequestsResult",
+    "requests": Verb(ANY, ModelScope.OWN, RequestsParams, "RequestsResult",
         "List the unfinished requests, the oldest first.", http="GET /requests"),
-    "ended_requests": Verb(ANY, Scope.OWN, EndedRequestsParams, "EndedRequestsResult",
+    "ended_requests": Verb(ANY, ModelScope.OWN, EndedRequestsParams, "EndedRequestsResult",
         "List the last requests that have ended.", http="GET /requests/ended"),
-    "story": Verb(ANY, Scope.OWN, StoryParams, "StoryResult", "Tell what became of a request."),
-    "events": Verb(SEES_ALL, Scope.OWN, EventsParams, "EventsResult",
+    "story": Verb(ANY, ModelScope.OWN, StoryParams, "StoryResult", "Tell what became of a request."),
+    "events": Verb(SEES_ALL, ModelScope.OWN, EventsParams, "EventsResult",
         "Return the latest events of the supervisor and its workers.", http="GET /events"),
-    "metrics": Verb(SEES_ALL, Scope.OWN, MetricsParams, "MetricsResult",
+    "metrics": Verb(SEES_ALL, ModelScope.OWN, MetricsParams, "MetricsResult",
         "Return counts and histograms of the requests that have ended."),
-    "usage": Verb(ANY, Scope.OWN, UsageParams, "UsageResult",
+    "usage": Verb(ANY, ModelScope.OWN, UsageParams, "UsageResult",
         "Return the requests and tokens by key, model and day.", http="GET /usage"),
-    "tokenize": Verb(INFER, Scope.OWN, TokenizeParams, "TokenizeResult",
+    "tokenize": Verb(INFER, ModelScope.OWN, TokenizeParams, "TokenizeResult",
         "Return the ids that the model would read for a prompt or a conversation.", by_worker=True),
-    "detokenize": Verb(INFER, Scope.OWN, DetokenizeParams, "DetokenizeResult",
+    "detokenize": Verb(INFER, ModelScope.OWN, DetokenizeParams, "DetokenizeResult",
         "Return the text of ids.", by_worker=True),
-    "chat_template": Verb(INFER, Scope.OWN, ModelParams, "ChatTemplateResult",
+    "chat_template": Verb(INFER, ModelScope.OWN, ModelParams, "ChatTemplateResult",
         "Return the model's chat template.", by_worker=True),
-    "start": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+    "start": Verb(ADMIN, ModelScope.OWN, ModelParams, "OrderResult",
         "Start the workers of a model.", order=True, http="POST /models/{model}/load"),
-    "stop": Verb(ADMIN, Scope.OWN, StopParams, "OrderResult",
+    "stop": Verb(ADMIN, ModelScope.OWN, StopParams, "OrderResult",
         "Stop the workers of a model.", order=True, http="POST /models/{model}/stop"),
-    "unload": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+    "unload": Verb(ADMIN, ModelScope.OWN, ModelParams, "OrderResult",
         "Stop the workers of a model as `stop` does, but let its next request start them again.",
         order=True, http="POST /models/{model}/unload"),
-    "sleep": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+    "sleep": Verb(ADMIN, ModelScope.OWN, ModelParams, "OrderResult",
         "Put the workers of a lazy model to sleep in host memory, as soon as they have no request.",
         order=True, http="POST /models/{model}/sleep"),
-    "wake": Verb(ADMIN, Scope.OWN, ModelParams, "OrderResult",
+    "wake": Verb(ADMIN, ModelScope.OWN, ModelParams, "OrderResult",
         "Wake the workers of a model.", order=True, http="POST /models/{model}/wake"),
-    "restart": Verb(ADMIN, Scope.OWN, ModelParams, "RestartResult",
+    "restart": Verb(ADMIN, ModelScope.OWN, ModelParams, "RestartResult",
         "Stop and start the workers of a model, one after the other.", order=True, http="POST /models/{model}/restart"),
-    "reload": Verb(ADMIN, Scope.ALL, ReloadParams, "ReloadResult",
+    "reload": Verb(ADMIN, ModelScope.ALL, ReloadParams, "ReloadResult",
         "Read models.yaml again and apply what it changes, or replace the workers of one model.",
         order=True, http="POST /models/{model}/reload, POST /reload"),
-    "config": Verb(ADMIN, Scope.ALL, ConfigParams, "ConfigResult",
+    "config": Verb(ADMIN, ModelScope.ALL, ConfigParams, "ConfigResult",
         "Return models.yaml as it is on the disk, its values and faults, and what a reload would change.",
         http="GET /config", off="answers about models.yaml"),
-    "settings": Verb(SEES_ALL, Scope.OWN, ModelParams, "SettingsResult",
+    "settings": Verb(SEES_ALL, ModelScope.OWN, ModelParams, "SettingsResult",
         "Return the keys of a model, their values, and where each comes from."),
-    "shutdown": Verb(ADMIN, Scope.ALL, ShutdownParams, "NoResult",
+    "shutdown": Verb(ADMIN, ModelScope.ALL, ShutdownParams, "NoResult",
         "Stop every model, then end the supervisor.", order=True),
-    "cancel_request": Verb(INFER | ADMIN, Scope.OWN, CancelRequestParams, "NoResult",
+    "cancel_request": Verb(INFER | ADMIN, ModelScope.OWN, CancelRequestParams, "NoResult",
         "Cancel a request. Its own client gets what was computed, and the finish reason `cancelled`.",
         order=True, http="POST /requests/{id}/cancel"),
-    "log_level": Verb(ADMIN, Scope.ALL, LogLevelParams, "LogLevelResult",
+    "log_level": Verb(ADMIN, ModelScope.ALL, LogLevelParams, "LogLevelResult",
         "Return the least levels of the lines in logs, and set them until the supervisor ends.", order=True),
-    "keys": Verb(ADMIN, Scope.ALL, KeysParams, "KeysResult",
+    "keys": Verb(ADMIN, ModelScope.ALL, KeysParams, "KeysResult",
         "List the keys of clients, with their rights and limits.", http="GET /keys", off="keys over HTTP"),
-    "new_key": Verb(ADMIN, Scope.ALL, NewKeyParams, "NewKeyResult",
+    "new_key": Verb(ADMIN, ModelScope.ALL, NewKeyParams, "NewKeyResult",
         "Make a key for a client over HTTP.", order=True, http="POST /keys", off="keys over HTTP"),
-    "set_key": Verb(ADMIN, Scope.ALL, SetKeyParams, "SetKeyResult",
+    "set_key": Verb(ADMIN, ModelScope.ALL, SetKeyParams, "SetKeyResult",
         "Change the rights and limits of a key.", order=True, http="PATCH /keys/{name}", off="keys over HTTP"),
-    "revoke_key": Verb(ADMIN, Scope.ALL, RevokeKeyParams, "NoResult",
+    "revoke_key": Verb(ADMIN, ModelScope.ALL, RevokeKeyParams, "NoResult",
         "Take a key off the list. Its requests and connections end.",
         order=True, http="DELETE /keys/{name}", off="keys over HTTP"),
-    "logs": Verb(ADMIN, Scope.ALL, LogsParams, "LogsResult",
+    "logs": Verb(ADMIN, ModelScope.ALL, LogsParams, "LogsResult",
         "Return the last lines of a log, or the lines after a position.", http="GET /logs", off="logs over HTTP"),
 }  # fmt: skip
 """All verbs of CALL. No verb takes a command, a path or a module.

@@ -15,7 +15,7 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Ask, Call
 from protocol.process.helper_process import HelperProcess
 from protocol.process.shown import masked_values
-from protocol.values import Flaw, Unfit, Wanted, read
+from protocol.values import Allowed, Flaw, Unfit, read
 from protocol.verbs import SEES_ALL, VERBS, Right, Verb
 from supervisor.config.file import Config
 from supervisor.config.report import describe_config, describe_settings
@@ -23,7 +23,7 @@ from supervisor.config.rules import ModelNames
 from supervisor.config.spelling import spelled_name
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replicas import Replica
-from supervisor.fleet.rollouts import Change, How, OnDemandLoader, Reloads
+from supervisor.fleet.turnovers import Change, How, OnDemandLoader, Reloads
 from supervisor.helper import HelperWatch, writer_environment
 from supervisor.keys.change import CHANGE_S
 from supervisor.keys.records import KeysProblem, check_name
@@ -202,7 +202,7 @@ class AdminContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedCall:
     """One CALL. The rights of its caller to use the verb, and the model that it names, have been checked.
 
     caller     the owner of the connection, or the key for which it asks
@@ -229,7 +229,7 @@ class Calls:
     def __init__(self, context: AdminContext) -> None:
         self._parts = context
 
-    def answer(self, asked: Asked, *, admin: bool) -> Result | None:
+    def answer(self, asked: CheckedCall, *, admin: bool) -> Result | None:
         """Return the result of a call; None if it comes later. Raises WireError that names the verb or the parameter.
 
         admin  whether the client may give orders on this socket
@@ -250,10 +250,10 @@ class Calls:
 
     # --- what there is, and what happens --------------------------------------------------------------------------
 
-    def models(self, asked: Asked) -> Result:
+    def models(self, asked: CheckedCall) -> Result:
         return {"models": models_of(self._parts, asked.caller), "listen": self._parts.status.listen_problem}
 
-    def status(self, asked: Asked, model: str | None = None, history: bool = False) -> Result:
+    def status(self, asked: CheckedCall, model: str | None = None, history: bool = False) -> Result:
         parts, caller = self._parts, asked.caller
         replicas = list(parts.fleet.registry.replicas.values()) if model is None else self._replicas(model, caller)
         supervisor = parts.status.describe()
@@ -277,7 +277,7 @@ class Calls:
             ),
         }
 
-    def requests(self, asked: Asked, limit: int = 100) -> Result:
+    def requests(self, asked: CheckedCall, limit: int = 100) -> Result:
         workers = self._parts.fleet.registry.replicas
 
         def shown(worker: str) -> str | None:
@@ -285,19 +285,21 @@ class Calls:
 
         return self._parts.scheduler.unfinished.describe(asked.caller, limit, shown, time.monotonic())
 
-    def ended_requests(self, asked: Asked, after: int | None = None, limit: int = 100) -> Result:
+    def ended_requests(self, asked: CheckedCall, after: int | None = None, limit: int = 100) -> Result:
         unix = time.time() - time.monotonic()
         ended = self._parts.scheduler.ended.since(after, limit, asked.caller, unix)
         return {"session": self._parts.status.session, **self._without_others(asked.caller, ended)}
 
-    def story(self, asked: Asked, id: str) -> Result:
+    def story(self, asked: CheckedCall, id: str) -> Result:
         told = self._parts.scheduler.unfinished.story(id, asked.caller, time.time() - time.monotonic())
         during = self._parts.history.during if asked.caller.rights & SEES_ALL else lambda *_: []
         for story in told:
             story["events"] = during(story["model"], story["accepted"], story["total_ms"])
         return {"requests": self._without_others(asked.caller, told)}
 
-    def events(self, asked: Asked, model: str | None = None, after: int | None = None, limit: int = 100) -> Result:
+    def events(
+        self, asked: CheckedCall, model: str | None = None, after: int | None = None, limit: int = 100
+    ) -> Result:
         caller, history = asked.caller, self._parts.history
         # models.yaml may have lost a model since
         if model is not None and model not in self._parts.fleet.registry.config.models and not history.knows(model):
@@ -312,7 +314,7 @@ class Calls:
         found = history.since(after, limit, visible)
         return {"session": self._parts.status.session, **self._without_others(caller, found)}
 
-    def metrics(self, asked: Asked, model: str | None = None) -> Result:
+    def metrics(self, asked: CheckedCall, model: str | None = None) -> Result:
         parts, caller = self._parts, asked.caller
         replicas = parts.fleet.registry.replicas.values() if model is None else self._replicas(model, caller)
         models = {replica.model for replica in replicas if caller.may_use(replica.model)}
@@ -325,7 +327,7 @@ class Calls:
             "models": {name: parts.scheduler.figures(name, time.monotonic()) for name in sorted(models)},
         }
 
-    def usage(self, asked: Asked, **question: str) -> None:
+    def usage(self, asked: CheckedCall, **question: str) -> None:
         if (usage := self._parts.usage) is None:
             message = "supervisor.usage.record in models.yaml is false: nothing is counted"
             raise WireError(ErrorCode.UNSUPPORTED, message)
@@ -333,7 +335,7 @@ class Calls:
 
     def logs(
         self,
-        asked: Asked,
+        asked: CheckedCall,
         model: str = limits.SUPERVISOR_NAME,
         lines: int = 200,
         after: str | None = None,
@@ -350,17 +352,17 @@ class Calls:
         path = self._replicas(model, asked.caller)[0].log_path if own is None else own
         return read_log(path, lines, after, since)
 
-    def config(self, asked: Asked, all: bool = False) -> Result:
+    def config(self, asked: CheckedCall, all: bool = False) -> Result:
         return describe_config(self._parts.fleet.registry.config.file, self._parts.reloads, every=all)
 
-    def settings(self, asked: Asked, model: str) -> Result:
+    def settings(self, asked: CheckedCall, model: str) -> Result:
         replica = self._replicas(model, asked.caller)[0]
         config = self._parts.fleet.registry.config  # which has no model that a reload is about to remove
         return describe_settings(config.models.get(replica.model, replica.spec), config.file)
 
     # --- questions for workers ------------------------------------------------------------------------------------
 
-    def _ask_worker(self, asked: Asked) -> None:
+    def _ask_worker(self, asked: CheckedCall) -> None:
         """Hand a question to a worker of its model. Raises WireError if there is none."""
         parts, caller, message = self._parts, asked.caller, asked.message
         replica = self._ready_worker(message.verb, asked.params.get("model"), caller)
@@ -381,20 +383,20 @@ class Calls:
 
     # --- orders ---------------------------------------------------------------------------------------------------
 
-    def start(self, asked: Asked, model: str) -> Result:
+    def start(self, asked: CheckedCall, model: str) -> Result:
         replicas = self._current(model, asked.caller)
         self._parts.shutdown.check_not_begun()
         for replica in replicas:
             self._parts.fleet.start(replica.name, f"start {_by(asked.caller)}")
         return _ordered(replicas)
 
-    def stop(self, asked: Asked, model: str, now: bool = False) -> Result:
+    def stop(self, asked: CheckedCall, model: str, now: bool = False) -> Result:
         replicas = self._replicas(model, asked.caller)
         for replica in replicas:
             self._parts.fleet.stop(replica.name, f"stop {_by(asked.caller)}", now=now)
         return _ordered(replicas)
 
-    def unload(self, asked: Asked, model: str) -> Result:
+    def unload(self, asked: CheckedCall, model: str) -> Result:
         replicas = self._replicas(model, asked.caller)
         cause = f"unload {_by(asked.caller)}"
         for replica in replicas:
@@ -404,34 +406,34 @@ class Calls:
                 self._parts.fleet.stop(replica.name, cause)
         return _ordered(replicas)
 
-    def sleep(self, asked: Asked, model: str) -> Result:
+    def sleep(self, asked: CheckedCall, model: str) -> Result:
         replicas = self._current(model, asked.caller)
         for replica in replicas:
             self._parts.on_demand.sleep(replica, f"sleep {_by(asked.caller)}")
         return _ordered(replicas)
 
-    def wake(self, asked: Asked, model: str) -> Result:
+    def wake(self, asked: CheckedCall, model: str) -> Result:
         replicas = self._current(model, asked.caller)
         self._parts.shutdown.check_not_begun()
         for replica in replicas:
             self._parts.on_demand.wake_up(replica, f"wake {_by(asked.caller)}")
         return _ordered(replicas)
 
-    def restart(self, asked: Asked, model: str) -> Result:
+    def restart(self, asked: CheckedCall, model: str) -> Result:
         replicas = self._current(model, asked.caller)
         self._parts.shutdown.check_not_begun()
         wanted = {replica.shown: replica.generation + 1 for replica in replicas}
-        rollout, cause = None, f"restart {_by(asked.caller)}"
+        turnover, cause = None, f"restart {_by(asked.caller)}"
         up = [replica for replica in replicas if replica.desired is Desired.UP and replica.state not in AT_REST]
         for replica in replicas:
             if len(replicas) == 1 or replica not in up:  # a worker that is down is just started
                 self._parts.fleet.restart(replica.name, cause)
         if up and len(replicas) > 1:
-            rollout = self._parts.reloads.restart_in_turns(up, cause)
+            turnover = self._parts.reloads.restart_in_turns(up, cause)
         workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}
-        return {**workers[replicas[0].shown], "workers": workers, "turnover": rollout}
+        return {**workers[replicas[0].shown], "workers": workers, "turnover": turnover}
 
-    def reload(self, asked: Asked, model: str | None = None, how: str = How.AUTO) -> Result:
+    def reload(self, asked: CheckedCall, model: str | None = None, how: str = How.AUTO) -> Result:
         self._parts.shutdown.check_not_begun()
         try:
             wanted = How(how)
@@ -451,25 +453,25 @@ class Calls:
             message = "nothing is changed: models.yaml cannot be used, and the supervisor's log says why"
             raise WireError(e.code, message) from None
 
-    def shutdown(self, asked: Asked, now: bool = False) -> Result:
+    def shutdown(self, asked: CheckedCall, now: bool = False) -> Result:
         self._parts.shutdown.begin(f"shutdown {_by(asked.caller)}", now=now)
         return {}
 
-    def cancel_request(self, asked: Asked, id: str) -> Result:
+    def cancel_request(self, asked: CheckedCall, id: str) -> Result:
         scheduler = self._parts.scheduler
         for request in scheduler.unfinished.find(asked.caller, id):
             self._parts.effects.add(scheduler.cancel(*request.key, time.monotonic()))
         return {}
 
-    def log_level(self, asked: Asked, model: str | None = None, level: str | None = None) -> Result:
+    def log_level(self, asked: CheckedCall, model: str | None = None, level: str | None = None) -> Result:
         if model is not None and model not in self._parts.status.own_logs:
             model = self._replicas(model, asked.caller)[0].model
         return {"levels": self._parts.logs.levels(model, level)}
 
-    def keys(self, asked: Asked, after: str = "", limit: int = 100) -> Result:
+    def keys(self, asked: CheckedCall, after: str = "", limit: int = 100) -> Result:
         return self._parts.keys.listed(after, limit, asked.caller)
 
-    def _change_keys(self, asked: Asked, name: str, **fields: Any) -> None:
+    def _change_keys(self, asked: CheckedCall, name: str, **fields: Any) -> None:
         config, asker = self._parts.fleet.registry.config, asked.asker(asked.channel)
         self._parts.keys.begin(asked.message.verb, name, fields, asked.caller, asker, config)
 
@@ -522,7 +524,7 @@ class Calls:
     def _current(self, name: str, caller: Identity) -> list[Replica]:
         """Return the workers of a model that take orders. Raises WireError if there is none.
 
-        During a rollout by surge, the worker that is to leave and the one that takes its place later take no orders.
+        During a turnover, the worker that is to leave and its successor beside it take no orders.
         """
         replicas = [replica for replica in self._replicas(name, caller) if replica.current]
         if not replicas:
@@ -560,7 +562,7 @@ def _refusal(verb: Verb, flaw: Flaw) -> RequestError:
     field = key[:64] if isinstance(key, str) else None
     if problem is None:
         return RequestError(f"{key} is missing: {_REMEDIES[str(key)]}", field=field)
-    if not isinstance(problem, Wanted):
+    if not isinstance(problem, Allowed):
         hint = f"known are {', '.join(verb.known)}" if verb.known else "this verb takes none"
         return RequestError(f"unknown parameter {spelled_name(key)}: {hint}", field=field)
     if type(value) is problem.kind:

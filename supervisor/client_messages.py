@@ -11,7 +11,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import ON_BEHALF_OF, Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong, Reply, Welcome
 from protocol.process.shown import masked_values
 from protocol.verbs import QUESTION_VERBS
-from supervisor.calls import AdminContext, Asked, Calls, models_of
+from supervisor.calls import AdminContext, Calls, CheckedCall, models_of
 from supervisor.config.rules import ModelNames
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.ports.authorizer import RequestAuthorizer
@@ -111,7 +111,7 @@ class ClientMessages:
             variables = self._resolve(message.verb, params, caller)
             if caller is not OWNER:
                 self._authorizer.check_call(caller, message, params, self._names.nearest)
-            asked = Asked(message, caller, connection.channel, params, variables)
+            asked = CheckedCall(message, caller, connection.channel, params, variables)
             result = self._calls.answer(asked, admin=self._takes_orders(port))
             if result is None:
                 return

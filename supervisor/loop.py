@@ -35,7 +35,7 @@ from supervisor.config.server import ClusterConfig
 from supervisor.config.yaml_source import LOOK_S as CONFIG_LOOK_S
 from supervisor.config.yaml_source import ConfigWatch, signature_of
 from supervisor.fleet.fleet import RATE_WINDOW_S, Fleet
-from supervisor.fleet.rollouts import How, OnDemandLoader, Reloads
+from supervisor.fleet.turnovers import How, OnDemandLoader, Reloads
 from supervisor.gateway import CHECK_S as GATEWAY_CHECK_S
 from supervisor.gateway import GatewayProcesses, supervisors_settings
 from supervisor.helper import HelperWatch
@@ -54,7 +54,7 @@ from supervisor.ports.sockets import Context
 from supervisor.ports.worker_port import RELAY, WorkerPort, open_local_port
 from supervisor.ports.zap import ZapHandler
 from supervisor.reactor import TRIM_S, EarliestTimer, Reactor, Signals, trim
-from supervisor.requests.request import EffectQueue, EndConnection, PendingQueries, ToClient, ToWorker, Wake
+from supervisor.requests.request import EffectQueue, EndConnection, LoadForRequests, PendingQueries, ToClient, ToWorker
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.stories import Stories
 from supervisor.runtime import CHECK_S as RUNTIME_CHECK_S
@@ -116,7 +116,7 @@ class EffectRunner:
                     self._clients.send(effect.channel, effect.frame)
                 elif isinstance(effect, ToWorker):
                     self._send_to_worker(effect)
-                elif isinstance(effect, Wake):
+                elif isinstance(effect, LoadForRequests):
                     self._on_demand.wake(effect.model)
                 elif isinstance(effect, EndConnection):
                     self._clients.end(effect.channel, effect.error)

@@ -23,7 +23,7 @@ from protocol.codec import encode, pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import GoAway
 from supervisor.fleet.fleet import Fleet
-from supervisor.fleet.rollouts import Reloads
+from supervisor.fleet.turnovers import Reloads
 from supervisor.gateway import GatewayProcesses
 from supervisor.logs.events import LEAVES, EventKind, noted
 from supervisor.ports.client_port import ClientPorts
@@ -57,7 +57,7 @@ class WorkerView(NamedTuple):
     awaited: bool
 
 
-class View(NamedTuple):
+class ServiceView(NamedTuple):
     """The state of the supervisor at one look.
 
     gateway    the problem of the gateway, "" if it has none; None while the gateway has yet to serve for the first time
@@ -90,7 +90,7 @@ class ServiceReports:
         """Seconds between two calls of ``due``."""
         return LOOK_S if self._feed_s is None else min(LOOK_S, self._feed_s / 2)
 
-    def due(self, view: View, now: float) -> list[str]:
+    def due(self, view: ServiceView, now: float) -> list[str]:
         """Return the lines of the message that is due now. Return none if the manager knows everything already."""
         lines = []
         if view.stopping:
@@ -129,14 +129,14 @@ class ServiceReports:
         return ["RELOADING=1", f"MONOTONIC_USEC={now * 1e6:.0f}"]
 
 
-def is_up(view: View) -> bool:
+def is_up(view: ServiceView) -> bool:
     """Return whether the start is over: each worker that starts with the supervisor is ready or will not become ready
     by itself, and the gateway serves or has said why it does not."""
     settled = (*AT_REST, WorkerState.READY, WorkerState.ASLEEP)
     return view.gateway is not None and all(w.state in settled for w in view.workers if w.awaited)
 
 
-def status_text(view: View) -> str:
+def status_text(view: ServiceView) -> str:
     """Return what `systemctl status` shows about the supervisor: its problems, and the names of all workers, by their
     state."""
     by_state: dict[WorkerState, list[str]] = {}
@@ -181,7 +181,7 @@ class SupervisorShutdown:
         self._impatient = self._impatient or now
         if not self.begun:
             self.begun = True
-            self._reloads.rollouts.abandon()
+            self._reloads.turnovers.abandon()
             self._scheduler.leave(shutting_down())
             # This goes before the errors that end waiting requests, so that clients know the reason.
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
@@ -294,13 +294,13 @@ class ServiceManager:
         self._unsent.append(self._reports.reload_begins(now))
         self._send()
 
-    def _view(self) -> View:
+    def _view(self) -> ServiceView:
         workers = [
             WorkerView(replica.shown, replica.state, replica.spec.autostart and not replica.is_away)
             for replica in self._fleet.registry.replicas.values()
         ]
         gateway, listen = self._gateway_trouble(), self._clients.problem or ""
-        return View(workers, gateway, listen, self._reloads.rollouts.busy, self._shutdown.begun)
+        return ServiceView(workers, gateway, listen, self._reloads.turnovers.busy, self._shutdown.begun)
 
     def _gateway_trouble(self) -> str | None:
         described = self._gateway.describe()

@@ -17,7 +17,7 @@ from protocol.process.shown import LEVELS, LogStyle, masked_values
 from supervisor.config.folder_keeper import FolderKeeper
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replicas import ReplicaRegistry
-from supervisor.fleet.rollouts import Reloads
+from supervisor.fleet.turnovers import Reloads
 from supervisor.gateway import GatewayProcesses
 from supervisor.keys.ring import KeyRing
 from supervisor.logs.events import EventKind, noted
@@ -203,7 +203,7 @@ class SupervisorDescription:
             "troubles": self._troubles.describe(),
             "spares": self._local.spares(),
             "shutting_down": self._shutdown.begun,
-            "turnovers": self._reloads.rollouts.describe(),
+            "turnovers": self._reloads.turnovers.describe(),
             "held_bytes": self._scheduler.held_bytes,
             "forwarding": "compiled" if self._workers.relays else f"Python ({load_compiled(RELAY)[1]})",
             "connections": self._clients.connected,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from model_worker.engine import ChatTemplate, Engine
-from model_worker.intake import AnswerFormat
-from model_worker.rendering import Form, Renderer, probe_template
+from model_worker.intake import ModelTraits
+from model_worker.rendering import Renderer, TemplateForm, probe_template
 from protocol.chat import ChatFields
 from protocol.errors import WireError
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
@@ -17,7 +17,7 @@ def render(
     template: ChatTemplate,
     messages: list[dict[str, Any]],
     limit: int = 1 << 20,
-    forms: Sequence[Form] = (),
+    forms: Sequence[TemplateForm] = (),
     **fields: Any,
 ) -> str:
     """Return the text that a template makes of messages. It is rendered in a process of its own, as in a worker.
@@ -38,10 +38,10 @@ def render(
     return outcome
 
 
-def format_of(template: ChatTemplate) -> AnswerFormat:
+def format_of(template: ChatTemplate) -> ModelTraits:
     """Return what a worker finds out about a template when it has loaded the model."""
     spec = WorkerSpec(EngineSpec("m", "transformers", "/m"), 1, "", "ipc:///back", b"W", "/logs/m.log", 7)
-    return AnswerFormat.of(template, spec, probe_template(template))
+    return ModelTraits.of(template, spec, probe_template(template))
 
 
 def chat_ids(engine: Engine, *contents: str) -> list[int]:

@@ -30,7 +30,7 @@ from model_worker.engine import (
     PromptLogprobs,
 )
 from model_worker.engines.admission import check_job
-from model_worker.link import SupervisorLink
+from model_worker.link import WorkerLink
 from model_worker.loop import WorkerLoop, _opened
 from protocol import __version__
 from protocol.codec import encode, pack_body, pack_event
@@ -330,10 +330,10 @@ class TalksNonsense(DeterministicEngine):
                 link._socket.send(frame)
 
 
-def surroundings() -> tuple[SupervisorLink, WorkerLoop]:
+def surroundings() -> tuple[WorkerLink, WorkerLoop]:
     """Find the link and the loop of this worker, which engines normally cannot reach."""
     gc.unfreeze()  # the worker froze all objects after the load
-    link = next(thing for thing in gc.get_objects() if isinstance(thing, SupervisorLink))
+    link = next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLink))
     return link, next(thing for thing in gc.get_objects() if isinstance(thing, WorkerLoop))
 
 

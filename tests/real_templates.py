@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from gateway.http.answers import Notes
 from gateway.openai.requests import read_messages
 from model_worker.engine import ChatTemplate
-from model_worker.intake import GENERAL, AnswerFormat, reads_back
+from model_worker.intake import GENERAL, ModelTraits, reads_back
 from model_worker.rendering import Renderer, UnfitError, adapt
 from protocol.chat import ChatFields
 from protocol.errors import RequestError, WireError
@@ -283,7 +283,7 @@ class Row:
     """What was found about one template."""
 
     name: str
-    format: AnswerFormat
+    format: ModelTraits
     outcomes: dict[str, str] = field(default_factory=dict)
     """(a), (b) or (c) by the name of the conversation."""
     reasons: dict[str, str] = field(default_factory=dict)

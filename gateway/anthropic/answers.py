@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from gateway.answering import Answers
 from gateway.anthropic.blocks import MessageEvents, new_id, stop_of, usage_of, whole_message
-from gateway.anthropic.requests import Asked, read_request
+from gateway.anthropic.requests import MessagesRequest, read_request
 from gateway.asking import begin, named, trace_ids_of, with_model
 from gateway.http.answers import EventStream, KeepAlive, StreamedAnswer, WholeAnswer, notes_of
 from gateway.http.body import read_json
@@ -66,7 +66,7 @@ async def count_tokens(request: Request) -> WholeAnswer:
     return WholeAnswer(compute)
 
 
-async def _send(events: EventStream, shape: MessageEvents, answers: Answers, asked: Asked) -> None:
+async def _send(events: EventStream, shape: MessageEvents, answers: Answers, asked: MessagesRequest) -> None:
     """Send the events of an answer as it is generated."""
     async for piece in answers:
         if answers.streams[0].prompt_tokens is not None:
@@ -78,7 +78,7 @@ async def _send(events: EventStream, shape: MessageEvents, answers: Answers, ask
             await events.send(data)
 
 
-def _stop(asked: Asked, answers: Answers, reason: str) -> dict[str, Any]:
+def _stop(asked: MessagesRequest, answers: Answers, reason: str) -> dict[str, Any]:
     """Return ``stop_reason`` and ``stop_sequence`` of the answer, which has ended for this reason."""
     tokens = answers.usages[0].get("completion_tokens", 0)
     return stop_of(reason, answers.streams[0].stop_string, cut=tokens < asked.max_tokens)

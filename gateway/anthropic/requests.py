@@ -13,7 +13,7 @@ from gateway.anthropic.blocks import Thinking, reasoning_in
 from gateway.conversation import BETWEEN, IMAGES, OMITTED_FILE, Conversation, image_text
 from gateway.http.answers import Notes, named
 from gateway.http.errors import ApiError, object_in, string_in
-from gateway.openai.requests import OWN, Wanted, read_chat, read_name
+from gateway.openai.requests import OWN, ApiRequest, read_chat, read_name
 
 # Turn the messages of Anthropic's API into a conversation. Pure.
 #
@@ -227,7 +227,7 @@ CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MessagesRequest:
     """One request of Anthropic's API.
 
     wanted      the request in the terms of this project
@@ -235,12 +235,12 @@ class Asked:
     thinking    what the answer has of the reasoning
     """
 
-    wanted: Wanted
+    wanted: ApiRequest
     max_tokens: int
     thinking: Thinking
 
 
-def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) -> Asked:
+def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) -> MessagesRequest:
     """Return the request in the body of a POST to /v1/messages. Raises ApiError, which names the option.
 
     notes   filled with what is ignored or changed
@@ -270,7 +270,7 @@ def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) ->
     chat |= _read_output(object_in(body, "output_config"), object_in(body, "output_format"))
     wanted = read_chat(chat, notes)
     wanted.names.update(NAMES)
-    return Asked(wanted, max_tokens, _shown(thinking))
+    return MessagesRequest(wanted, max_tokens, _shown(thinking))
 
 
 def _shown(thinking: dict[str, Any]) -> Thinking:

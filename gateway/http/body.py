@@ -267,7 +267,7 @@ def held_body(scope: Scope) -> HeldBody:
     return HeldBody(BodyMemory(0, 0)) if held is None else held
 
 
-class Pace:
+class BodyTimer:
     """The times in which a body must come. Pure: times are seconds of one clock.
 
     whole_s  seconds for the whole body
@@ -316,7 +316,7 @@ async def read_json(request: Request, limit: int, caller: Caller | None) -> dict
     if len(declared) > 19 or (declared.isdecimal() and int(declared) > limit):
         raise _too_large(limit)
     settings, loop = request.app.state.settings, asyncio.get_running_loop()
-    pace = Pace(settings.body_s, settings.body_pace_s, loop.time())
+    pace = BodyTimer(settings.body_s, settings.body_pace_s, loop.time())
     held = request.scope[BODY] = HeldBody(request.app.state.bodies)
     try:
         async with asyncio.timeout_at(pace.due) as deadline:
@@ -329,7 +329,7 @@ async def read_json(request: Request, limit: int, caller: Caller | None) -> dict
 
 
 async def _read(
-    request: Request, limit: int, caller: Caller | None, held: HeldBody, pace: Pace, deadline: asyncio.Timeout
+    request: Request, limit: int, caller: Caller | None, held: HeldBody, pace: BodyTimer, deadline: asyncio.Timeout
 ) -> bytearray:
     """Return the whole body."""
     loop, key_id = asyncio.get_running_loop(), None if caller is None else caller.key_id

@@ -34,7 +34,7 @@ from gateway.openai.prompts import (
     completion_logprobs,
     whole_prompt,
 )
-from gateway.openai.requests import Wanted, read_chat, read_completion, read_messages, read_model
+from gateway.openai.requests import ApiRequest, read_chat, read_completion, read_messages, read_model
 from gateway.supervisor_link import SupervisorLink
 from protocol import __version__
 from protocol.answer_formats.source import CallArguments, CallStart, Part, Reasoning, Text, Tool
@@ -111,7 +111,7 @@ def usage_of(prompts: Iterable[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     return usage
 
 
-class Shape:
+class AnswerShape:
     """The JSON of one request's answer. ``is_chat`` tells chats from completions.
 
     reasoning_key  the key of a chat's reasoning
@@ -290,8 +290,8 @@ def call_json(name: str, call_id: str | None, arguments: str) -> dict[str, Any]:
 async def send_answers(
     events: EventStream,
     streams: tuple[AsyncStream, ...],
-    shape: Shape,
-    wanted: Wanted,
+    shape: AnswerShape,
+    wanted: ApiRequest,
     echoed: Callable[[int], Awaitable[EchoedPrompt]] | None = None,
 ) -> None:
     """Send the pieces of the answers as they come, and the end of each answer with its last piece.
@@ -322,7 +322,7 @@ class _Sending:
     """
 
     def __init__(
-        self, events: EventStream, streams: tuple[AsyncStream, ...], shape: Shape, with_logprobs: bool
+        self, events: EventStream, streams: tuple[AsyncStream, ...], shape: AnswerShape, with_logprobs: bool
     ) -> None:
         self._events, self._streams, self._shape = events, streams, shape
         self.with_logprobs = with_logprobs
@@ -441,12 +441,12 @@ async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
 
 
 def _answer(
-    request: Request, caller: Caller, wanted: Wanted, prompts: Sequence[Prompt], *, is_chat: bool
+    request: Request, caller: Caller, wanted: ApiRequest, prompts: Sequence[Prompt], *, is_chat: bool
 ) -> StreamedAnswer | WholeAnswer:
     settings: GatewaySettings = request.app.state.settings
     link: SupervisorLink = request.app.state.link
     keep_alive: KeepAlive = request.app.state.keep_alive
-    shape = Shape(
+    shape = AnswerShape(
         wanted.model, is_chat=is_chat, include_usage=wanted.include_usage, reasoning_key=settings.reasoning_key
     )
     trace_ids = trace_ids_of(request, shape.id)

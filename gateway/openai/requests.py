@@ -312,7 +312,7 @@ KNOWN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ApiRequest:
     """One request of OpenAI's API, in the terms of this project.
 
     model          name of the model, as the sender has written it; empty for the default model
@@ -340,7 +340,7 @@ class Wanted:
     vllm_top: int | None = None
 
 
-def read_chat(body: dict[str, Any], notes: Notes) -> Wanted:
+def read_chat(body: dict[str, Any], notes: Notes) -> ApiRequest:
     """Return the request in the body of a POST to /v1/chat/completions. Raises ApiError, which names the option.
 
     notes  filled with what is ignored or changed
@@ -377,7 +377,7 @@ def read_chat(body: dict[str, Any], notes: Notes) -> Wanted:
     return replace(_read_rest(given, options, names, notes), tools=offered.tools)
 
 
-def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list[int]], Wanted]:
+def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list[int]], ApiRequest]:
     """Return the prompts, and the request without them, in the body of a POST to /v1/completions. Raises ApiError.
 
     notes  filled with what is ignored or changed
@@ -413,7 +413,7 @@ def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list
     return prompts, wanted
 
 
-def _check_prompts(prompts: Sequence[str | list[int]], wanted: Wanted, called: str) -> None:
+def _check_prompts(prompts: Sequence[str | list[int]], wanted: ApiRequest, called: str) -> None:
     """Raise ApiError for prompts with too many log-probabilities for one answer."""
     top = wanted.options.get("prompt_logprobs")
     size = sum(map(len, prompts))
@@ -454,7 +454,7 @@ def read_model(given: Any) -> str:
     return given
 
 
-def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str], notes: Notes) -> Wanted:
+def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str], notes: Notes) -> ApiRequest:
     model = read_model(given.pop("model", None))
     n = given.pop("n", 1)
     if type(n) is not int or not 1 <= n <= MOST_ANSWERS:
@@ -485,7 +485,9 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, 
                 )
         options[name] = value
     options.setdefault("cut_to_context", True)
-    return Wanted(model, cast(RequestOptions, options), names, n, stream, include_usage, notes=notes, vllm_top=vllm_top)
+    return ApiRequest(
+        model, cast(RequestOptions, options), names, n, stream, include_usage, notes=notes, vllm_top=vllm_top
+    )
 
 
 def _read_stream_options(given: dict[str, Any], notes: Notes) -> bool:

@@ -38,7 +38,7 @@ from protocol import __version__
 from protocol.attribute_docs import attribute_docs
 from protocol.results import result_of
 from protocol.values import Within, hints_of, required_of
-from protocol.verbs import ANY, VERBS, Right, Scope, Verb
+from protocol.verbs import ANY, VERBS, ModelScope, Right, Verb
 
 # What the OpenAPI document says about the requests of Anthropic's API. Pure.
 
@@ -576,7 +576,7 @@ def _who(verb: Verb, *, of_all: bool) -> Iterator[str]:
     """Yield the sentences that say which keys may use an endpoint. ``of_all``: whether a request names no model."""
     rights = " or ".join(f"`{right}`" for right in Right if right in verb.rights)
     if verb.rights != ANY:
-        yield f"For keys{' for all models' if of_all and verb.scope is Scope.ALL else ''} with the right {rights}."
+        yield f"For keys{' for all models' if of_all and verb.scope is ModelScope.ALL else ''} with the right {rights}."
     if verb.off:
         yield "Off with `auth: none`."
 

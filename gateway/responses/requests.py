@@ -14,7 +14,7 @@ from gateway.http.answers import Notes, named
 from gateway.http.body import BodyMemory
 from gateway.http.errors import ApiError, object_in, string_in
 from gateway.openai.foreign_options import ABOUT_THE_ACCOUNT, SYNONYMS, TRANSLATED, settle
-from gateway.openai.requests import NAME, OWN, Wanted, read_chat, read_name
+from gateway.openai.requests import NAME, OWN, ApiRequest, read_chat, read_name
 from protocol.process.worker_spec import GatewaySettings
 
 # Turn the tools of OpenAI's Responses API, and the choice among them, into those of its chat API. Pure.
@@ -395,7 +395,7 @@ NAMES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponsesRequest:
     """One request of the Responses API.
 
     wanted      the request in the terms of this project
@@ -404,7 +404,7 @@ class Asked:
     seals       whether the reasoning is wanted in an encrypted form, too
     """
 
-    wanted: Wanted
+    wanted: ApiRequest
     echoed: dict[str, Any]
     namespaces: dict[str, tuple[str, str]]
     seals: bool
@@ -412,7 +412,7 @@ class Asked:
 
 def read_request(
     body: dict[str, Any], notes: Notes, unseal: Callable[[str], str | None] = lambda _: None, *, stores: bool = False
-) -> Asked:
+) -> ResponsesRequest:
     """Return the request in the body of a POST to /v1/responses. Raises ApiError, which names the option.
 
     body    with ``StoredItems.input_of`` the request in the place of its input
@@ -448,7 +448,7 @@ def read_request(
     if wanted.n != 1:
         raise ApiError(400, "n is not offered: one response has one answer", code="unsupported", param="n")
     wanted.names.update(NAMES)
-    return Asked(wanted, _echoed(body) | {"store": stores}, offered.namespaces, seals)
+    return ResponsesRequest(wanted, _echoed(body) | {"store": stores}, offered.namespaces, seals)
 
 
 def _read_include(body: dict[str, Any], notes: Notes) -> bool:

@@ -36,7 +36,7 @@ has characters (256). A model that was led away from a hundred continuations wil
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BanVerdict:
     """The consequences of the newest token for the answer.
 
     tokens   how many of the held tokens, from the oldest on, are final now
@@ -102,7 +102,7 @@ class BannedStrings:
         """Return the ids that must not be drawn next."""
         return frozenset(self._blocked.get(self.position, ()))
 
-    def push(self, token_id: int, text: str) -> Verdict:
+    def push(self, token_id: int, text: str) -> BanVerdict:
         """Judge a token and the text that it completes; "" while a character is incomplete."""
         looked_for = self.position >= self._minimum
         self._ids.append(token_id)
@@ -114,7 +114,7 @@ class BannedStrings:
             return self._deliver(len(self._ids), self._passed - self._start, FinishReason.STOP)
         return self._release()
 
-    def finish(self, text: str = "") -> Verdict:
+    def finish(self, text: str = "") -> BanVerdict:
         """End the answer behind the newest token, at an end token (which is not pushed) or at the limit of its length.
 
         text  the text that the detokenizer still held
@@ -132,7 +132,7 @@ class BannedStrings:
             return self._deliver(len(self._ids), self._passed - self._start, FinishReason.STOP)
         return self._deliver(len(self._ids), self._end - self._start)
 
-    def give_up(self) -> Verdict:
+    def give_up(self) -> BanVerdict:
         """End the answer with what it has, because no token is left that may be drawn next."""
         return self._deliver(len(self._ids), self._end - self._start, FinishReason.BANNED)
 
@@ -169,14 +169,14 @@ class BannedStrings:
         safe, self._hit = self._matcher.push(fold(text))
         self._safe += len(safe)
 
-    def _release(self) -> Verdict:
+    def _release(self) -> BanVerdict:
         """Deliver the text up to the last place where the answer can be cut and no banned string may have begun."""
         tokens, end = self._final, self._start
         while self._boundaries and self._boundaries[0][1] <= self._safe:
             tokens, end = self._boundaries.popleft()
         return self._deliver(tokens - self._final, end - self._start) if tokens > self._final else _NOTHING
 
-    def _deliver(self, count: int, characters: int, ended: str | None = None) -> Verdict:
+    def _deliver(self, count: int, characters: int, ended: str | None = None) -> BanVerdict:
         text = "".join(self._texts if count == len(self._ids) else self._texts[:count])[:characters]
         del self._ids[:count], self._texts[:count]
         self._final += count
@@ -186,9 +186,9 @@ class BannedStrings:
             self._in_a_row = 0
         for position in [p for p in self._blocked if p < self._final]:
             del self._blocked[position]
-        return Verdict(count, text, None, ended)
+        return BanVerdict(count, text, None, ended)
 
-    def _go_back(self) -> Verdict:
+    def _go_back(self) -> BanVerdict:
         """Block the token in which a banned string begins, at ``_safe``, and drop that token and all later ones.
 
         If the string begins in delivered text (which had another continuation before), block the first token behind
@@ -217,10 +217,10 @@ class BannedStrings:
         if blocked is None or self._in_a_row > MOST_IN_A_ROW or self._left < 0:
             return self.give_up()
         self._blocked.setdefault(position, set()).add(blocked)
-        return Verdict(back_to=position)
+        return BanVerdict(back_to=position)
 
 
-_NOTHING = Verdict()
+_NOTHING = BanVerdict()
 
 
 def fold(text: str) -> str:

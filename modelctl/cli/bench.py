@@ -59,7 +59,7 @@ class MeasuredAnswer:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """The result of one model with a number of streams. Times are in milliseconds. A value is None if it could not be
     measured.
 
@@ -102,14 +102,14 @@ class Row:
         ]
 
 
-def row(model: str, streams: int, runs: Sequence[Sequence[MeasuredAnswer]]) -> Row:
+def row(model: str, streams: int, runs: Sequence[Sequence[MeasuredAnswer]]) -> BenchRow:
     """Return the row of runs with ``streams`` requests each. Failed answers count with the tokens that they brought."""
     answers = [answer for run in runs for answer in run]
     firsts = [answer.deltas[0][0] for answer in answers if answer.deltas]
     gaps = [later[0] - earlier[0] for answer in answers for earlier, later in itertools.pairwise(answer.deltas)]
     rates = [rate for run in runs if (rate := _rate(run)) is not None]
     bad = [answer for answer in answers if answer.error is not None]
-    return Row(
+    return BenchRow(
         model,
         streams,
         statistics.median(rates) if rates else None,
@@ -307,7 +307,7 @@ def _panel(panel: Panel, across: str, up: str) -> Iterator[str]:
 # The results of ``bench`` as files: figures in the schema of ``benchmarks/results``, and a plot.
 
 
-def report(devices: Iterable[str], rows: Sequence[Row], *, remote: bool = False) -> dict[str, Any]:
+def report(devices: Iterable[str], rows: Sequence[BenchRow], *, remote: bool = False) -> dict[str, Any]:
     """Return {machine, commit, command, date, results: [{name, value, unit, target, meets}]}.
 
     devices  names of the devices that compute the models
@@ -322,7 +322,7 @@ def report(devices: Iterable[str], rows: Sequence[Row], *, remote: bool = False)
     }
 
 
-def plot(rows: Sequence[Row]) -> str | None:
+def plot(rows: Sequence[BenchRow]) -> str | None:
     """Return tokens per second over streams as an SVG file, with a panel for each model. None if nothing was measured.
 
     The dashed line is the speed of one stream, the other line that of all streams together.
@@ -476,7 +476,7 @@ class _Report:
     def __init__(self, out: Path | None, drawn: Path | None, as_json: bool) -> None:
         self._out, self._drawn, self._as_json = out, drawn, as_json
         self._live = LiveLines(for_people=not as_json)
-        self.rows: list[Row] = []
+        self.rows: list[BenchRow] = []
         self.errors: list[str] = []
         self.devices: dict[str, None] = {}
         """The devices that compute the models, each once."""

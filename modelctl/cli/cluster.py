@@ -48,7 +48,7 @@ def cluster(watch: bool, as_json: bool, runtime_dir: Path) -> None:
     with connect(runtime_dir, admin=True) as client:
         show(
             lambda: described(client.status()),
-            lambda found: text_of(found, terminal_width()),
+            lambda found: cluster_text(found, terminal_width()),
             as_json=as_json, again=watch,
         )  # fmt: skip
 
@@ -85,7 +85,7 @@ def _listed(workers: Sequence[Values]) -> list[dict[str, Any]]:
     return [{key: worker[key] for key in ("name", "model", "state")} for worker in workers]
 
 
-def text_of(found: Values | None, width: int | None) -> str:
+def cluster_text(found: Values | None, width: int | None) -> str:
     """Return the cluster as text: how the supervisor reaches it, a table of its machines, and what is wrong.
 
     found  the result of ``described``

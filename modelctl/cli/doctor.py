@@ -252,7 +252,7 @@ def shared_memory_of(free: int | None) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WrittenDirectory:
     """A directory that something is written to.
 
     existing  the directory, or the nearest one above it that exists
@@ -266,7 +266,7 @@ class Place:
     free: int | None
 
 
-def disk_of(place: Place) -> Finding:
+def disk_of(place: WrittenDirectory) -> Finding:
     """Judge a directory."""
     if not place.writable:
         return bad(
@@ -287,7 +287,7 @@ def numa_of(nodes: int) -> Finding:
     return ok("NUMA", f"{max(nodes, 1)} node{'s' if nodes > 1 else ''}{kept}")
 
 
-def _places(runtime_dir: Path, logs: Path) -> Iterator[Place]:
+def _places(runtime_dir: Path, logs: Path) -> Iterator[WrittenDirectory]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path("~/.triton").expanduser())
@@ -298,7 +298,7 @@ def _places(runtime_dir: Path, logs: Path) -> Iterator[Place]:
         ("cache of Triton's kernels", triton),
     ):
         existing = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
-        yield Place(what, path, existing, os.access(existing, os.W_OK | os.X_OK), _free(str(existing)))
+        yield WrittenDirectory(what, path, existing, os.access(existing, os.W_OK | os.X_OK), _free(str(existing)))
 
 
 def _free(path: str) -> int | None:
@@ -533,10 +533,10 @@ def _examine(file: Path | None, runtime_dir: Path) -> "tuple[Examined | None, li
 
 
 def _print(finding: Finding) -> None:
-    click.echo(text_of(finding, terminal_width()))
+    click.echo(finding_text(finding, terminal_width()))
 
 
-def text_of(finding: Finding, width: int | None) -> str:
+def finding_text(finding: Finding, width: int | None) -> str:
     """Return a finding as a line, and its remedy below.
 
     width  columns of the terminal, to which both are wrapped; None: they are not

@@ -270,7 +270,7 @@ def set_(name: str, config: Path | None, store: "KeyStore", as_json: bool, **giv
     if changes.get("models") is not None:
         _check_models(given["models"] or "", _examined(config), store)
     entry = store.change(name, changes)
-    click.echo(json.dumps(entry, indent=2) if as_json else text_of([entry], terminal_width()))
+    click.echo(json.dumps(entry, indent=2) if as_json else keys_text([entry], terminal_width()))
 
 
 @keys.command(name="list", cls=Command, examples={"modelctl keys list": "List the keys and their rights"})
@@ -280,10 +280,10 @@ def set_(name: str, config: Path | None, store: "KeyStore", as_json: bool, **giv
 @as_json
 def list_(config: Path | None, store: "KeyStore", watch: bool, as_json: bool) -> None:
     """List the keys that are admitted."""
-    show(store.entries, lambda entries: text_of(entries, terminal_width()), as_json=as_json, again=watch)
+    show(store.entries, lambda entries: keys_text(entries, terminal_width()), as_json=as_json, again=watch)
 
 
-def text_of(entries: Sequence[dict[str, Any]], width: int | None) -> str:
+def keys_text(entries: Sequence[dict[str, Any]], width: int | None) -> str:
     """Return the table of the keys.
 
     width  columns of the terminal; None: all columns

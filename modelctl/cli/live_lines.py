@@ -30,7 +30,7 @@ SAMPLE_S: Final = 0.2
 """Seconds between two samples."""
 
 
-class Pace:
+class Rate:
     """The pace of one thing, which has phases one after the other.
 
     All times are seconds of a monotonic clock. A phase's progress is {done, total, unit}, of which ``unit`` may be
@@ -125,7 +125,7 @@ class LiveLines:
     def __init__(self, *, for_people: bool = True) -> None:
         self._drawn: list[str] = []
         self._phases = PhaseLines()
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, Rate] = {}
         self._live = sys.stderr.isatty()
         self._silent = not (for_people or self._live)
 
@@ -153,7 +153,7 @@ class LiveLines:
 
     def _line(self, label: str, shown: Shown, now: float, width: int) -> str:
         line = completed(shown.line)
-        tail = self._paces.setdefault(label, Pace()).text(shown.phase, shown.progress, now) if shown.lasts else ""
+        tail = self._paces.setdefault(label, Rate()).text(shown.phase, shown.progress, now) if shown.lasts else ""
         return with_bar(line, shown.progress, tail, width)
 
     def _draw(self, lines: list[str], width: int) -> None:

@@ -17,7 +17,7 @@ from modelctl.cli.root import Command, CommandFailure, say
 from modelctl.cli.waiting import (
     POLL_S,
     ModelStatus,
-    RolloutReport,
+    TurnoverReport,
     coming_generation,
     goes_on,
     ordering,
@@ -26,7 +26,7 @@ from modelctl.cli.waiting import (
     settled_up,
     wait_for,
     wait_for_gateway,
-    wait_for_rollouts,
+    wait_for_turnovers,
     why_not_ready,
 )
 from protocol.client.sync_client import Client
@@ -131,7 +131,7 @@ def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, 
         replies = [client.call("restart", model=name) for name in names]
         in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
         if in_turns and not no_wait:
-            wait_for_rollouts(client, in_turns, for_people=not as_json)
+            wait_for_turnovers(client, in_turns, for_people=not as_json)
         wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
         see_up(client, wanted, no_wait, as_json)
 
@@ -167,7 +167,7 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
 def give_order(client: Client, verb: str, names: Sequence[str], **params: Any) -> dict[str, dict[str, Any]]:
     """Give an order for each model. Return the replies by worker.
 
-    Only the supervisor knows which workers an order concerns, for example during a rollout with an old and a new
+    Only the supervisor knows which workers an order concerns, for example during a turnover with an old and a new
     worker.
     """
     replies = [client.call(verb, model=name, **params) for name in names]
@@ -344,8 +344,8 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
                 return exit_codes.CONFIG
             if no_wait:
                 return exit_codes.OK
-            rollouts = wait_for_rollouts(client, numbers, for_people=not as_json)
-            done = rollouts[0] if len(rollouts) == 1 else _joined(rollouts, dict(zip(numbers, names, strict=True)))
+            turnovers = wait_for_turnovers(client, numbers, for_people=not as_json)
+            done = turnovers[0] if len(turnovers) == 1 else _joined(turnovers, dict(zip(numbers, names, strict=True)))
             of_gateway = [key for key in done["settings"] if key.startswith("gateway.")]
             unready = wait_for_gateway(client) if of_gateway else None
     if as_json:
@@ -370,15 +370,15 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
     return exit_codes.OK
 
 
-def _joined(rollouts: list[RolloutReport], names: Mapping[int, str]) -> RolloutReport:
+def _joined(turnovers: list[TurnoverReport], names: Mapping[int, str]) -> TurnoverReport:
     """Return the reports of the orders for several models as one, with what each order says of its own model.
 
     names  number of an order → its model
     """
     own = [
-        entry for rollout in rollouts for entry in rollout["models"] if entry["model"] == names[rollout["number"]]
+        entry for turnover in turnovers for entry in turnover["models"] if entry["model"] == names[turnover["number"]]
     ]  # fmt: skip
-    return {"settings": [key for rollout in rollouts for key in rollout["settings"]], "models": own}
+    return {"settings": [key for turnover in turnovers for key in turnover["settings"]], "models": own}
 
 
 def _prepare(client: Client, *, quiet: bool) -> "Sequence[Problem]":

@@ -155,7 +155,7 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
 
     show(
         read,
-        lambda box: "\n".join([text_of(latest, box, names, terminal_width(), asleep.lines()), *groups_of]),
+        lambda box: "\n".join([plan_text(latest, box, names, terminal_width(), asleep.lines()), *groups_of]),
         as_data=lambda box: {
             **_as_data(latest, box), "host_memory": asleep.as_data(), "names": names, "groups": groups,
         },
@@ -232,7 +232,7 @@ def _held_by_us(runtime_dir: Path) -> dict[int, int]:
     return held
 
 
-def text_of(
+def plan_text(
     outcomes: "Sequence[Outcome]",
     box: "Sequence[Gpu]",
     names: Mapping[str, Mapping[str, Any]],

@@ -84,7 +84,7 @@ def trouble_of(line: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Job:
+class Conversion:
     """A conversion, new or begun before.
 
     bits, head_bits  bits per weight of the layers and of the head
@@ -344,7 +344,7 @@ def quantize(
 
     source = _source(model, config)
     out = (out or source.with_name(f"{source.name}-{bits}bpw")).absolute()
-    job = Job(source, out, bits, int(head_bits), measurement and measurement.absolute())
+    job = Conversion(source, out, bits, int(head_bits), measurement and measurement.absolute())
     facts = _look(job)
     if (out.exists() and (not out.is_dir() or any(out.iterdir()))) or out == source:
         raise CommandFailure(exit_codes.CONFIG, "exists", f"{out} exists already: name another directory with --out")
@@ -366,7 +366,7 @@ def quantize(
     return exit_codes.OK
 
 
-def _convert(job: Job, gpu: "Gpu", needed: int, lines: LiveLines, *, quiet: bool) -> None:
+def _convert(job: Conversion, gpu: "Gpu", needed: int, lines: LiveLines, *, quiet: bool) -> None:
     """Run the job to its end. Raises CommandFailure, also after Ctrl-C. ``needed``: bytes on the disk."""
     from modelctl.cli.serve import compile_for
 
@@ -383,14 +383,14 @@ def _convert(job: Job, gpu: "Gpu", needed: int, lines: LiveLines, *, quiet: bool
         job.finish()
 
 
-def _test(job: Job, name: str, keys: dict[str, Any], lines: LiveLines) -> dict[str, Any]:
+def _test(job: Conversion, name: str, keys: dict[str, Any], lines: LiveLines) -> dict[str, Any]:
     try:
         return try_out(name, keys, lines)
     except CommandFailure as e:
         raise CommandFailure(exit_codes.FAILED, "trial", f"{job.out} is written, but {e}") from None
 
 
-def _tell(job: Job, name: str, keys: dict[str, Any], tested: dict[str, Any] | None, as_json: bool) -> None:
+def _tell(job: Conversion, name: str, keys: dict[str, Any], tested: dict[str, Any] | None, as_json: bool) -> None:
     """Print what was written, and its entry for models.yaml."""
     import yaml
 
@@ -425,7 +425,7 @@ def _source(model: str, config: Path | None) -> Path:
     return path
 
 
-def _look(job: Job) -> Mapping[str, Any]:
+def _look(job: Conversion) -> Mapping[str, Any]:
     """Return the facts about the source, read in a process of its own. Raises CommandFailure if it is no source."""
     command = [*CONVERSION, "look", str(job.source), str(job.bits), str(job.head_bits)]
     late = f"{job.source} was not read within {LOOK_S:g} s: its disk hangs, see `dmesg`"

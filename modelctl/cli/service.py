@@ -39,7 +39,7 @@ _MARGIN_S: Final = 10.0
 _FINAL_CODES: Final = (exit_codes.USAGE, exit_codes.TEMPFAIL, exit_codes.CONFIG)
 
 
-class Scope(StrEnum):
+class ServiceScope(StrEnum):
     SYSTEM = "system"
     """Started with the machine, for a user that the unit names."""
     USER = "user"
@@ -56,7 +56,7 @@ class Unit:
     stop     the section supervisor.stop of models.yaml
     """
 
-    scope: Scope
+    scope: ServiceScope
     command: Sequence[str]
     config: Path
     stop: StopConfig
@@ -70,7 +70,7 @@ class Unit:
     def text(self) -> str:
         """Return the unit file."""
         command = " ".join(map(quoted, self.command))
-        system = self.scope is Scope.SYSTEM
+        system = self.scope is ServiceScope.SYSTEM
         return "\n".join(
             [
                 MARK,
@@ -198,18 +198,18 @@ class NoPlace(CommandFailure):
         super().__init__(exit_codes.CONFIG, "not_usable", message)
 
 
-def path_of(scope: Scope) -> Path:
+def path_of(scope: ServiceScope) -> Path:
     """Return the path of the unit. Raises NoPlace for a user without a home directory."""
-    if scope is Scope.SYSTEM:
+    if scope is ServiceScope.SYSTEM:
         return SYSTEM_UNITS / NAME
     if (directory := user_directory()) is None:
         raise NoPlace("this user has no home directory for a unit: set $HOME, or install with --system")
     return directory / "systemd" / "user" / NAME
 
 
-def systemctl(scope: Scope, *arguments: str) -> subprocess.CompletedProcess[str]:
+def systemctl(scope: ServiceScope, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run systemctl with the manager of the scope. Raises NoPlace if there is no systemctl."""
-    command = ["systemctl", *(["--user"] if scope is Scope.USER else []), *arguments]
+    command = ["systemctl", *(["--user"] if scope is ServiceScope.USER else []), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True)
     except OSError as e:
@@ -250,7 +250,7 @@ def obstacles(unit: Unit, *, force: bool) -> list[str]:
     force  a unit of somebody else may be replaced
     """
     found = [*_of_manager(unit.scope), *([] if force else _of_file(path_of(unit.scope)))]
-    if unit.scope is Scope.SYSTEM:
+    if unit.scope is ServiceScope.SYSTEM:
         for path in {Path(unit.command[0]), unit.config, unit.config.resolve()}:
             found += [
                 f"{path} is below {hidden}, of which the service sees another one (PrivateTmp): move it elsewhere"
@@ -265,10 +265,10 @@ def is_ours(path: Path) -> bool:
     return path.read_text(errors="replace").startswith(MARK)
 
 
-def _of_manager(scope: Scope) -> list[str]:
+def _of_manager(scope: ServiceScope) -> list[str]:
     if shutil.which("systemctl") is None or not Path("/run/systemd/system").is_dir():
         return ["this machine was not started by systemd: let its own service manager run `modelctl serve`"]
-    if scope is Scope.SYSTEM:
+    if scope is ServiceScope.SYSTEM:
         return [] if os.geteuid() == 0 else ["only root may install a unit of the system: use sudo, or give --user"]
     if not Path(os.environ.get("XDG_RUNTIME_DIR", "/nowhere"), "systemd", "private").exists():
         return [
@@ -293,10 +293,10 @@ def _of_check(unit: Unit) -> list[str]:
     This finds everything that this user cannot read or run.
     """
     command = [*unit.command, "check", str(unit.config)]
-    who = os.environ.get("USER", "this user") if unit.scope is Scope.USER else unit.run_as
+    who = os.environ.get("USER", "this user") if unit.scope is ServiceScope.USER else unit.run_as
     environment = {"PATH": os.defpath, "LANG": os.environ.get("LANG", "C.UTF-8")}
     try:
-        if unit.scope is Scope.SYSTEM:
+        if unit.scope is ServiceScope.SYSTEM:
             entry = pwd.getpwnam(unit.run_as)
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_CHECK_S, cwd="/",
@@ -372,7 +372,7 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
     starts nothing. It says what to type next.
     """
     chosen = _chosen(scope)
-    if run_as is not None and chosen is Scope.USER:
+    if run_as is not None and chosen is ServiceScope.USER:
         raise click.UsageError("--run-as is for --system: a service of your own runs as you")
     unit = _unit(file, chosen, run_as)
     path = path_of(chosen)
@@ -425,7 +425,7 @@ def uninstall(scope: str | None, dry_run: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps({"scope": str(chosen), "path": str(path), "removed": not dry_run}, indent=2))
     elif dry_run:
-        click.echo(f"would run: systemctl {'--user ' if chosen is Scope.USER else ''}disable --now {_SERVICE}")
+        click.echo(f"would run: systemctl {'--user ' if chosen is ServiceScope.USER else ''}disable --now {_SERVICE}")
         click.echo(f"would remove: {path}")
     else:
         click.echo(f"{path}: removed")
@@ -440,7 +440,7 @@ def status(scope: str | None, as_json: bool) -> int:
 
     Without --system and --user, it shows both.
     """
-    scopes = [Scope(scope)] if scope is not None else list(Scope)
+    scopes = [ServiceScope(scope)] if scope is not None else list(ServiceScope)
     seen = {each: _seen(each) for each in scopes}
     if as_json:
         click.echo(json.dumps({str(each): fields for each, fields in seen.items()}, indent=2))
@@ -451,17 +451,17 @@ def status(scope: str | None, as_json: bool) -> int:
     return exit_codes.OK if any(f.get("ActiveState") == "active" for f in seen.values()) else exit_codes.UNAVAILABLE
 
 
-def _chosen(scope: str | None) -> Scope:
-    return Scope(scope) if scope is not None else Scope.SYSTEM if os.geteuid() == 0 else Scope.USER
+def _chosen(scope: str | None) -> ServiceScope:
+    return ServiceScope(scope) if scope is not None else ServiceScope.SYSTEM if os.geteuid() == 0 else ServiceScope.USER
 
 
-def _unit(file: Path | None, scope: Scope, run_as: str | None) -> Unit:
+def _unit(file: Path | None, scope: ServiceScope, run_as: str | None) -> Unit:
     """Return the unit. Raises NoPlace, and CommandFailure if models.yaml cannot be used."""
     from supervisor.config.file import load_config
     from supervisor.config.yaml_source import ConfigError
 
     user = ""
-    if scope is Scope.SYSTEM:
+    if scope is ServiceScope.SYSTEM:
         user = run_as or default_user()
         os.environ["HOME"] = home_of(user)  # ~ in models.yaml is the home of the service's user
     try:
@@ -484,7 +484,7 @@ def _write(path: Path, text: str) -> None:
         raise CommandFailure(exit_codes.CONFIG, "not_usable", f"{path} cannot be written: {e.strerror}") from None
 
 
-def _ordered(scope: Scope, *arguments: str) -> None:
+def _ordered(scope: ServiceScope, *arguments: str) -> None:
     """Give systemd an order. Raises CommandFailure with what systemctl says."""
     done = systemctl(scope, *arguments)
     if done.returncode != 0:
@@ -494,7 +494,7 @@ def _ordered(scope: Scope, *arguments: str) -> None:
 
 def _next(unit: Unit) -> dict[str, str]:
     """Return command lines to type next, each with its meaning."""
-    user = unit.scope is Scope.USER
+    user = unit.scope is ServiceScope.USER
     manager, journal = ("systemctl --user", "journalctl --user") if user else ("systemctl", "journalctl")
     running = systemctl(unit.scope, "is-active", NAME).returncode == 0
     lines = {
@@ -514,7 +514,7 @@ def _next(unit: Unit) -> dict[str, str]:
     return lines
 
 
-def _seen(scope: Scope) -> dict[str, Any]:
+def _seen(scope: ServiceScope) -> dict[str, Any]:
     """Return what systemd says about the service: some of its properties. Only ``problem`` if it says nothing."""
     done = systemctl(scope, "show", NAME, "--property", ",".join(_SHOWN))
     if done.returncode != 0:
@@ -525,7 +525,7 @@ def _seen(scope: Scope) -> dict[str, Any]:
     return fields | {key: int(fields[key]) for key in numbers if fields.get(key, "").isdigit()}
 
 
-def _lines(scope: Scope, fields: dict[str, Any]) -> list[str]:
+def _lines(scope: ServiceScope, fields: dict[str, Any]) -> list[str]:
     """Return the lines for people."""
     if "problem" in fields:
         return [f"{scope}: cannot be asked: {fields['problem']}"]

@@ -58,7 +58,7 @@ REQUESTS: Final = (
 
 
 @dataclass
-class View:
+class TopView:
     """What the user sees, and where.
 
     chosen    the name of the model and the id of the request that are marked
@@ -121,7 +121,7 @@ def moved(names: Sequence[str], chosen: str | None, by: int) -> str | None:
     return names[max(0, min(len(names) - 1, at))]
 
 
-def drawn(readings: Readings, view: View, width: int, height: int, *, colours: bool) -> list[str]:
+def drawn(readings: Readings, view: TopView, width: int, height: int, *, colours: bool) -> list[str]:
     """Return the lines of the screen, at most ``height`` of at most ``width`` columns each."""
     first = [*_head(readings.status, readings.requests, width), ""]
     models = _models(readings, view, width)
@@ -142,7 +142,7 @@ Line = tuple[str, tuple[str, str, str] | None]
 """(text, (pane, name, state) of a row; None for other lines)"""
 
 
-def _painted(text: str, mark: tuple[str, str, str] | None, view: View, *, colours: bool) -> str:
+def _painted(text: str, mark: tuple[str, str, str] | None, view: TopView, *, colours: bool) -> str:
     if mark is None:
         return text
     pane, name, state = mark
@@ -208,7 +208,7 @@ def _bar(part: float, whole: float) -> str:
     return f"[{'#' * filled}{'-' * (BAR - filled)}]"
 
 
-def _models(readings: Readings, view: View, width: int) -> list[Line]:
+def _models(readings: Readings, view: TopView, width: int) -> list[Line]:
     rows = []
     for model in readings.status["models"]:
         stats = model.get("engine_stats") or {}
@@ -239,7 +239,7 @@ def _line(values: Sequence[float]) -> str:
     return "".join(BARS[round(value / top * (len(BARS) - 1))] for value in values).rjust(HISTORY)
 
 
-def _requests(readings: Readings, view: View, width: int) -> list[Line]:
+def _requests(readings: Readings, view: TopView, width: int) -> list[Line]:
     rows = []
     for each in readings.ordered(view.order):
         state = each["state"] if each["queue_position"] is None else f"queued {each['queue_position']}"
@@ -295,7 +295,7 @@ def top(interval: float, runtime_dir: Path) -> None:
 class _Top:
     def __init__(self, client: Any, interval: float, runtime_dir: Path) -> None:
         self._client, self._interval, self._runtime_dir = client, interval, runtime_dir
-        self._readings, self._view = Readings(), View()
+        self._readings, self._view = Readings(), TopView()
         self._colours = in_colour()
         self._asked: str | None = None  # the model that a second `s` stops
 

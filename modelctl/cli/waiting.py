@@ -18,7 +18,7 @@ POLL_S = 0.05
 MOST_NAMED = 5
 
 ModelStatus = dict[str, Any]
-RolloutReport = dict[str, Any]
+TurnoverReport = dict[str, Any]
 """{number, cause, running, models: [{model, change, state, how?, message?}]}"""
 
 
@@ -73,20 +73,20 @@ def wait_for(
         time.sleep(POLL_S)
 
 
-def wait_for_rollouts(client: Client, numbers: Collection[int], *, for_people: bool = True) -> list[RolloutReport]:
-    """Show the workers of rollouts (reload, rolling restart) until the rollouts are done. Return their reports.
+def wait_for_turnovers(client: Client, numbers: Collection[int], *, for_people: bool = True) -> list[TurnoverReport]:
+    """Show the workers of turnovers (reload, rolling restart) until the turnovers are done. Return their reports.
 
     Raises ConnectionLost if the supervisor ends meanwhile.
     """
     live = LiveLines(for_people=for_people)
     while True:
         status = client.status()
-        rollouts = [rollout for rollout in status["supervisor"]["turnovers"] if rollout["number"] in numbers]
-        concerned = {report["model"] for rollout in rollouts for report in rollout["models"] if "how" in report or
+        turnovers = [turnover for turnover in status["supervisor"]["turnovers"] if turnover["number"] in numbers]
+        concerned = {report["model"] for turnover in turnovers for report in turnover["models"] if "how" in report or
                      report["state"] == "running"}  # fmt: skip
         live.show({model["name"]: shown(model) for model in status["models"] if model["model"] in concerned})
-        if not any(rollout["running"] for rollout in rollouts):
-            return rollouts
+        if not any(turnover["running"] for turnover in turnovers):
+            return turnovers
         time.sleep(POLL_S)
 
 

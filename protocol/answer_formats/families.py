@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from protocol.answer_formats import gemma, harmony, json_formats, tag_formats
-from protocol.answer_formats.rules import Rules, Shape, Wanted
+from protocol.answer_formats.rules import CallGrammar, Rules, WantedTool
 from protocol.answer_formats.source import Reader
 
 
@@ -26,7 +26,7 @@ class Family:
     begins: tuple[str, ...]
     also: tuple[str, ...]
     read: Reader
-    rules: Callable[[Rules, Sequence[Wanted]], Shape]
+    rules: Callable[[Rules, Sequence[WantedTool]], CallGrammar]
     opening: str = ""
     headers: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()

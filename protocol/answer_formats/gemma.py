@@ -20,11 +20,11 @@ from protocol.answer_formats.json_formats import (
 )
 from protocol.answer_formats.json_formats import read_object as read_json
 from protocol.answer_formats.rules import (
+    CallGrammar,
     NotOffered,
     Rules,
     Section,
-    Shape,
-    Wanted,
+    WantedTool,
     escaped,
     in_order,
     items_of,
@@ -34,7 +34,7 @@ from protocol.answer_formats.rules import (
     to_json,
 )
 from protocol.answer_formats.schemas import Members, Schema, branches, resolved, types, types_of_value
-from protocol.answer_formats.source import DEEPEST, Calls, Found, Source, Steps, Tell, ignore
+from protocol.answer_formats.source import DEEPEST, Found, ReadCalls, Source, Steps, Tell, ignore
 from protocol.answer_formats.tag_values import string_expression
 
 # Read and constrain values as Gemma 4 and FunctionGemma write them: bare keys, and strings between two quote tokens.
@@ -139,7 +139,7 @@ class ValueRules:
     A schema that refers to itself becomes a rule that refers to itself.
     """
 
-    def __init__(self, rules: Rules, tool: Wanted, quote: str) -> None:
+    def __init__(self, rules: Rules, tool: WantedTool, quote: str) -> None:
         self._rules, self._tool, self._quote = rules, tool, quote
         self._known: dict[str, str] = {}
 
@@ -230,7 +230,7 @@ GEMMA_4: Final = ("<|tool_call>", "<tool_call|>", '<|"|>')
 """Before and behind a call, and on both sides of a string."""
 
 
-def read_fences(source: Source, calls: Calls, marker: str) -> Steps[Found]:
+def read_fences(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read what follows one of the beginnings of Gemma 3."""
     if marker == CODE:
         found = yield from _read_code(source, calls)
@@ -248,7 +248,7 @@ def read_fences(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     return found
 
 
-def _read_code(source: Source, calls: Calls) -> Steps[Found]:
+def _read_code(source: Source, calls: ReadCalls) -> Steps[Found]:
     """Read calls on lines of their own. Some models put them into print(...), or into a list."""
     found = yield from _read_line(source, calls)
     if found is Found.CALL:
@@ -257,7 +257,7 @@ def _read_code(source: Source, calls: Calls) -> Steps[Found]:
     return found
 
 
-def _read_line(source: Source, calls: Calls) -> Steps[Found]:
+def _read_line(source: Source, calls: ReadCalls) -> Steps[Found]:
     for opening in ("[", ",", "print(", "default_api."):
         yield from source.blanks()
         yield from source.literal(opening)
@@ -269,13 +269,13 @@ def _read_line(source: Source, calls: Calls) -> Steps[Found]:
     return found
 
 
-def rules_fences(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+def rules_fences(rules: Rules, tools: Sequence[WantedTool]) -> CallGrammar:
     """Write the grammar of Gemma 3's calls."""
     code = rules.any_of(call_rules(rules, tools))
     call = objects(rules, tools, "parameters")
     fence = literal(f"\n{_FENCE}")
     named = objects(rules, tools, "parameters", begun=True)
-    return Shape(
+    return CallGrammar(
         [
             Section(f'"\\n" {code}', more=f'"\\n" {code}', close=fence),
             Section(f'"\\n" {call} {fence}'),
@@ -287,7 +287,7 @@ def rules_fences(rules: Rules, tools: Sequence[Wanted]) -> Shape:
     )
 
 
-def read_tokens(source: Source, calls: Calls, marker: str, *, end: str, quote: str) -> Steps[Found]:
+def read_tokens(source: Source, calls: ReadCalls, marker: str, *, end: str, quote: str) -> Steps[Found]:
     """Read a call of FunctionGemma or Gemma 4."""
     yield from source.blanks()
     if not (yield from source.literal("call:")):
@@ -309,10 +309,10 @@ def read_tokens(source: Source, calls: Calls, marker: str, *, end: str, quote: s
     return Found.CALL
 
 
-def rules_tokens(rules: Rules, tools: Sequence[Wanted], *, end: str, quote: str) -> Shape:
+def rules_tokens(rules: Rules, tools: Sequence[WantedTool], *, end: str, quote: str) -> CallGrammar:
     """Write the grammar of the calls of FunctionGemma or Gemma 4."""
     for tool in tools:
         if set("<>{}\n").intersection(tool.name):
             raise NotOffered(f"tools: the name {tool.name[:64]!r} cannot be written in this model's format")
     calls = (f"{literal(f'call:{tool.name}')} {ValueRules(rules, tool, quote).arguments()}" for tool in tools)
-    return Shape([Section(f"{rules.any_of(calls)} {literal(end)}")])
+    return CallGrammar([Section(f"{rules.any_of(calls)} {literal(end)}")])

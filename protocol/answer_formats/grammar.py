@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from protocol.answer_formats.families import FAMILIES
-from protocol.answer_formats.rules import NotOffered, Rules, Wanted, escaped, literal, without
+from protocol.answer_formats.rules import NotOffered, Rules, WantedTool, escaped, literal, without
 
 __all__ = ["NotOffered", "grammar"]
 
@@ -29,7 +29,7 @@ def grammar(
     lead, head = (f"{literal(family.lead)}?" if family.lead else "", literal(family.head) if family.head else "")
     if text is not None and not tools:
         return _whole(rules, f"{lead} {head} {text}")
-    wanted = [Wanted.of(tool, required=required) for tool in tools]
+    wanted = [WantedTool.of(tool, required=required) for tool in tools]
     shape = family.rules(rules, wanted)
     sections = [section.calls(parallel=parallel) for section in shape.sections]
     if required or text is not None:

@@ -11,8 +11,8 @@ too.
 from collections.abc import Sequence
 from typing import Final
 
-from protocol.answer_formats.rules import NotOffered, Rules, Section, Shape, Wanted, escaped
-from protocol.answer_formats.source import Calls, Found, Source, Steps, ignore
+from protocol.answer_formats.rules import CallGrammar, NotOffered, Rules, Section, WantedTool, escaped
+from protocol.answer_formats.source import Found, ReadCalls, Source, Steps, ignore
 
 REASONING: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 LEAD: Final = "<|start|>assistant"
@@ -32,7 +32,7 @@ _CHANNEL: Final = "<|channel|>commentary"
 _NO_NAME: Final = "<> \n{"
 
 
-def read(source: Source, calls: Calls, marker: str) -> Steps[Found]:
+def read(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read a call: its name, the rest of its header, and its arguments."""
     if not marker:
         yield from source.blanks()
@@ -58,7 +58,7 @@ def read(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     return Found.CALL if is_known else Found.TEXT
 
 
-def rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+def rules(rules: Rules, tools: Sequence[WantedTool]) -> CallGrammar:
     """Write the grammar of calls."""
     for tool in tools:
         if not tool.name or set(_NO_NAME).intersection(tool.name):
@@ -71,7 +71,7 @@ def rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
 
     usual, receiver_first = section("", ""), section("", _CHANNEL)
     names = "|".join(escaped(tool.name) for tool in tools)
-    return Shape(
+    return CallGrammar(
         [usual, receiver_first, usual],
         opened=section(f" ?{escaped(_TO)}", _CHANNEL),
         looks=f"[ \\t\\r\\n]*{escaped(_TO)}({names})[<> \\n{{]",

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any, Final
 
 from protocol.answer_formats.rules import (
+    CallGrammar,
     NotOffered,
     Rules,
     Section,
-    Shape,
-    Wanted,
+    WantedTool,
     escaped,
     literal,
     members_rule,
@@ -23,14 +23,14 @@ from protocol.answer_formats.rules import (
     to_json,
 )
 from protocol.answer_formats.schemas import Members, Schema
-from protocol.answer_formats.source import Calls, Found, Source, Steps, ignore, read_behind
+from protocol.answer_formats.source import Found, ReadCalls, Source, Steps, ignore, read_behind
 
 NAMES: Final = ("name", "function", "tool_name")
 ARGUMENTS: Final = ("arguments", "parameters")
 """Hermes and Mistral were trained with the first one, Llama 3 with the second one. Models mix them up."""
 
 
-def read_object(source: Source, calls: Calls, *, name_first: bool = False) -> Steps[Found]:
+def read_object(source: Source, calls: ReadCalls, *, name_first: bool = False) -> Steps[Found]:
     """Read one call. Other keys, such as an id, are left out.
 
     name_first  whether the object is a call only if it begins with the name, or with {"type": "function"} and the name,
@@ -84,10 +84,10 @@ def read_object(source: Source, calls: Calls, *, name_first: bool = False) -> St
     return Found.CALL
 
 
-def behind(separator: str) -> Callable[[Source, Calls], Steps[Found]]:
+def behind(separator: str) -> Callable[[Source, ReadCalls], Steps[Found]]:
     """Return a function that reads one call with a separator in front of it."""
 
-    def read(source: Source, calls: Calls) -> Steps[Found]:
+    def read(source: Source, calls: ReadCalls) -> Steps[Found]:
         yield from source.blanks()
         if not (yield from source.literal(separator)):
             return Found.NOTHING
@@ -97,7 +97,7 @@ def behind(separator: str) -> Callable[[Source, Calls], Steps[Found]]:
     return read
 
 
-def read_list(source: Source, calls: Calls) -> Steps[Found]:
+def read_list(source: Source, calls: ReadCalls) -> Steps[Found]:
     """Read calls in a JSON list."""
     yield from source.blanks()
     if not (yield from source.literal("[")):
@@ -145,7 +145,7 @@ blanks without end does that, too."""
 
 def objects(
     rules: Rules,
-    tools: Sequence[Wanted],
+    tools: Sequence[WantedTool],
     arguments: str,
     *,
     rest: str = "",
@@ -163,7 +163,7 @@ def objects(
     return rules.any_of(f"{head}{escaped(literal(tool.name))}/ {middle} {tool.json()} {_end(rest)}" for tool in tools)
 
 
-def opened(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
+def opened(rules: Rules, tools: Sequence[WantedTool], arguments: str) -> str:
     """Add a rule for a call that begins an answer without a marker, with the blanks before it, and return its name.
 
     llguidance takes the longest lexeme. So all that text could begin with, too, is one lexeme: up to the arguments.
@@ -172,7 +172,7 @@ def opened(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
     return rules.any_of(f"/{begin}{escaped(literal(tool.name))}{middle}/ {tool.json()} {_end()}" for tool in tools)
 
 
-def opened_json(rules: Rules, tools: Sequence[Wanted], arguments: str) -> str:
+def opened_json(rules: Rules, tools: Sequence[WantedTool], arguments: str) -> str:
     """Add a rule for a call that is JSON of a schema, and return its name."""
     made = []
     for tool in tools:
@@ -186,7 +186,7 @@ def _end(rest: str = "") -> str:
     return rf"/{rest}{BLANKS}\}}/"
 
 
-def looks_opened(tools: Sequence[Wanted]) -> str:
+def looks_opened(tools: Sequence[WantedTool]) -> str:
     """Return the regular expression of how ``opened`` begins, in all ways that a parser reads."""
     names = "|".join(escaped(tool.name) for tool in tools)
     any_blanks = r"[ \t\r\n]*"
@@ -202,7 +202,7 @@ HERMES_BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
 
 
-def read_hermes(source: Source, calls: Calls, marker: str) -> Steps[Found]:
+def read_hermes(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read what follows <tool_call>."""
     yield from source.blanks()
     found = yield from read_object(source, calls)
@@ -214,9 +214,9 @@ def read_hermes(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     return found
 
 
-def hermes_rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+def hermes_rules(rules: Rules, tools: Sequence[WantedTool]) -> CallGrammar:
     """Write the grammar of calls."""
-    return Shape([Section(f'"\\n" {objects(rules, tools, "arguments")} "\\n{END}"')], between="\n")
+    return CallGrammar([Section(f'"\\n" {objects(rules, tools, "arguments")} "\\n{END}"')], between="\n")
 
 
 # Read and constrain calls that are written as in Python: NAME(key=value, ...).
@@ -231,7 +231,7 @@ _MAY_GO_ON: Final = ('""', "''")
 """These may be empty strings, or begin a longer quote."""
 
 
-def read_call(source: Source, calls: Calls, *, suffix: str = "") -> Steps[Found]:
+def read_call(source: Source, calls: ReadCalls, *, suffix: str = "") -> Steps[Found]:
     """Read one call. ``suffix``: text that may stand behind the name."""
     name = yield from source.word("()[]{}<>'\"`\n,;=")
     if name is None or not (yield from source.literal("(")) or not _NAME.fullmatch(name.strip()):
@@ -262,7 +262,7 @@ def read_call(source: Source, calls: Calls, *, suffix: str = "") -> Steps[Found]
     return Found.CALL
 
 
-def read_listed(source: Source, calls: Calls, marker: str, *, end: str) -> Steps[Found]:
+def read_listed(source: Source, calls: ReadCalls, marker: str, *, end: str) -> Steps[Found]:
     """Read calls in a list, [NAME(key=value), ...], up to its end marker."""
     yield from source.blanks()
     if not (yield from source.literal("[")):
@@ -280,7 +280,7 @@ def read_listed(source: Source, calls: Calls, marker: str, *, end: str) -> Steps
     return found
 
 
-def _read_further_call(source: Source, calls: Calls) -> Steps[Found]:
+def _read_further_call(source: Source, calls: ReadCalls) -> Steps[Found]:
     yield from source.blanks()
     if not (yield from source.literal(",")):
         return Found.NOTHING
@@ -288,10 +288,10 @@ def _read_further_call(source: Source, calls: Calls) -> Steps[Found]:
     return (yield from read_call(source, calls))
 
 
-def rules_listed(rules: Rules, tools: Sequence[Wanted], *, end: str) -> Shape:
+def rules_listed(rules: Rules, tools: Sequence[WantedTool], *, end: str) -> CallGrammar:
     """Write the grammar of calls in a list."""
     call = rules.any_of(call_rules(rules, tools))
-    return Shape([Section(f'"[" {call}', f'", " {call}', f'"]" {literal(end)}')])
+    return CallGrammar([Section(f'"[" {call}', f'", " {call}', f'"]" {literal(end)}')])
 
 
 def _argument(source: Source) -> Steps[str | None]:
@@ -331,7 +331,7 @@ def python_value(text: str, root: Schema, schema: Schema) -> str:
         return to_json(text, root, schema)
 
 
-def call_rules(rules: Rules, tools: Sequence[Wanted]) -> list[str]:
+def call_rules(rules: Rules, tools: Sequence[WantedTool]) -> list[str]:
     """Return an expression for a call of each tool. Values are JSON, which ``read_call`` reads, too."""
     made = []
     for tool in tools:
@@ -342,15 +342,15 @@ def call_rules(rules: Rules, tools: Sequence[Wanted]) -> list[str]:
     return made
 
 
-def _argument_rule(tool: Wanted, key: str, schema: Schema) -> str:
+def _argument_rule(tool: WantedTool, key: str, schema: Schema) -> str:
     return f"{literal(f'{_keyword(tool, key)}=')} {tool.json(schema)}"
 
 
-def _free_rule(tool: Wanted, schema: Schema) -> str:
+def _free_rule(tool: WantedTool, schema: Schema) -> str:
     return f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}=/ {tool.json(schema)}"
 
 
-def _keyword(tool: Wanted, key: str) -> str:
+def _keyword(tool: WantedTool, key: str) -> str:
     if not _KEY.fullmatch(key):
         raise NotOffered(f"tools: {tool.name[:64]}: the key {key[:64]!r} cannot be written in this model's format")
     return key
@@ -366,7 +366,7 @@ LLAMA3_BEGIN: Final = "<|python_tag|>"
 OPENING: Final = "{"
 
 
-def read_llama3(source: Source, calls: Calls, marker: str) -> Steps[Found]:
+def read_llama3(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read calls that are joined by semicolons."""
     yield from source.blanks()
     if marker and (yield from source.peek()) not in ("{", ""):
@@ -378,11 +378,11 @@ def read_llama3(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     return found
 
 
-def llama3_rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+def llama3_rules(rules: Rules, tools: Sequence[WantedTool]) -> CallGrammar:
     """Write the grammar of calls."""
     call = objects(rules, tools, "parameters")
     more = f"/; ?/ {call}"
-    return Shape(
+    return CallGrammar(
         [Section(call, more)],
         opened=Section(opened(rules, tools, "parameters"), more),
         opened_json=Section(opened_json(rules, tools, "parameters"), more),
@@ -402,7 +402,7 @@ MISTRAL_ARGUMENTS: Final = "[ARGS]"
 ID: Final = "[CALL_ID]"
 
 
-def read_mistral(source: Source, calls: Calls, marker: str) -> Steps[Found]:
+def read_mistral(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read one call."""
     yield from source.blanks()
     name = yield from source.word("[{\n")
@@ -426,13 +426,13 @@ def read_mistral(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     return Found.CALL
 
 
-def mistral_rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+def mistral_rules(rules: Rules, tools: Sequence[WantedTool]) -> CallGrammar:
     """Write the grammar of calls."""
     for tool in tools:
         if set("[{\n").intersection(tool.name):
             raise NotOffered(f"tools: the name {tool.name[:64]!r} cannot be written in this model's format")
     call_id = rules.rule(f'("{ID}" /[a-zA-Z0-9]{{9}}/)? "{MISTRAL_ARGUMENTS}"')
-    return Shape([Section(rules.any_of(f"{literal(tool.name)} {call_id} {tool.json()}" for tool in tools))])
+    return CallGrammar([Section(rules.any_of(f"{literal(tool.name)} {call_id} {tool.json()}" for tool in tools))])
 
 
 # Calls that are JSON objects in a list behind a marker: MARKER [{"name": NAME, "arguments": {...}}, ...] END.
@@ -476,7 +476,7 @@ COMMAND_R7B: Final = ListForm(
 )
 
 
-def read_json_list(source: Source, calls: Calls, marker: str, *, form: ListForm) -> Steps[Found]:
+def read_json_list(source: Source, calls: ReadCalls, marker: str, *, form: ListForm) -> Steps[Found]:
     """Read the list of calls. Some models leave out its brackets."""
     yield from source.blanks()
     if (yield from source.peek()) == "[":
@@ -492,13 +492,13 @@ def read_json_list(source: Source, calls: Calls, marker: str, *, form: ListForm)
     return found
 
 
-def json_list_rules(rules: Rules, tools: Sequence[Wanted], *, form: ListForm) -> Shape:
+def json_list_rules(rules: Rules, tools: Sequence[WantedTool], *, form: ListForm) -> CallGrammar:
     """Write the grammar of calls."""
     call = objects(rules, tools, form.arguments, rest=form.rest, name=form.name)
     end = literal(form.end) if form.end else ""
     if not form.brackets:
-        return Shape([Section(f'"\\n" {call}', f'"\\n" {call}', f'"\\n" {end}')])
-    return Shape([Section(rf"/ ?\[{BLANKS}/ {call}", f"/{BLANKS},{BLANKS}/ {call}", rf"/{BLANKS}\]/ {end}")])
+        return CallGrammar([Section(f'"\\n" {call}', f'"\\n" {call}', f'"\\n" {end}')])
+    return CallGrammar([Section(rf"/ ?\[{BLANKS}/ {call}", f"/{BLANKS},{BLANKS}/ {call}", rf"/{BLANKS}\]/ {end}")])
 
 
 # Calls that are a name and JSON arguments, with markers around them: CALL NAME SEPARATOR {...} CALL_END.
@@ -554,7 +554,7 @@ KIMI_K2: Final = NamedForm(
 FUNCTIONARY_V31: Final = NamedForm(("<function=", "</function>"), ">")
 
 
-def read_named(source: Source, calls: Calls, marker: str, *, form: NamedForm) -> Steps[Found]:
+def read_named(source: Source, calls: ReadCalls, marker: str, *, form: NamedForm) -> Steps[Found]:
     """Read a section of calls, or one call."""
     read_call = partial(_read_call, form=form)
     read_next = partial(read_behind, opening=form.call[0], read=read_call)
@@ -569,7 +569,7 @@ def read_named(source: Source, calls: Calls, marker: str, *, form: NamedForm) ->
     return found
 
 
-def _read_call(source: Source, calls: Calls, form: NamedForm) -> Steps[Found]:
+def _read_call(source: Source, calls: ReadCalls, form: NamedForm) -> Steps[Found]:
     """Read one call behind its marker."""
     ends = {*_NO_NAME, form.separator[0]}
     name = yield from source.word(ends)
@@ -602,7 +602,7 @@ def _read_call(source: Source, calls: Calls, form: NamedForm) -> Steps[Found]:
     return Found.CALL if is_known else Found.TEXT
 
 
-def named_rules(rules: Rules, tools: Sequence[Wanted], *, form: NamedForm) -> Shape:
+def named_rules(rules: Rules, tools: Sequence[WantedTool], *, form: NamedForm) -> CallGrammar:
     """Write the grammar of calls."""
     calls = []
     for tool in tools:
@@ -617,10 +617,10 @@ def named_rules(rules: Rules, tools: Sequence[Wanted], *, form: NamedForm) -> Sh
     end = literal(f"\n{_FENCE}{form.call[1]}" if form.fenced else form.call[1])
     call = rules.rule(f"({' | '.join(calls)}) {end}")
     if form.section is None:
-        return Shape([Section(call)])
+        return CallGrammar([Section(call)])
     between = '"\\n" ' if form.fenced else ""
     more, close = f"{between}{literal(form.call[0])} {call}", literal(form.section[1])
-    return Shape([Section(f"{literal(form.call[0])} {call}", more, close), Section(call, more, f"{close}?")])
+    return CallGrammar([Section(f"{literal(form.call[0])} {call}", more, close), Section(call, more, f"{close}?")])
 
 
 # Calls for models whose chat template knows no tools: plain JSON, {"name": NAME, "arguments": {...}}.
@@ -676,7 +676,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def read_plain(source: Source, calls: Calls, marker: str) -> Steps[Found]:
+def read_plain(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read calls at the beginning of an answer, or in a fence."""
     if marker:
         source.at -= len(marker) - marker.index("{")
@@ -690,11 +690,11 @@ def read_plain(source: Source, calls: Calls, marker: str) -> Steps[Found]:
     return found
 
 
-def plain_rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+def plain_rules(rules: Rules, tools: Sequence[WantedTool]) -> CallGrammar:
     """Write the grammar of calls."""
     more = f"/\\n/ {objects(rules, tools, 'arguments')}"
     rest = objects(rules, tools, "arguments", begun=True)
-    return Shape(
+    return CallGrammar(
         [Section(rest, more, f'"\\n{_FENCE}"')] * len(BEGINS),
         opened=Section(opened(rules, tools, "arguments"), more),
         opened_json=Section(opened_json(rules, tools, "arguments"), more),

@@ -9,9 +9,9 @@ from protocol.answer_formats.families import FAMILIES
 from protocol.answer_formats.source import (
     BLANKS,
     CallArguments,
-    Calls,
     Found,
     Part,
+    ReadCalls,
     Reasoning,
     Source,
     Steps,
@@ -19,11 +19,11 @@ from protocol.answer_formats.source import (
     Tool,
 )
 
-__all__ = ["AnswerParser", "ReasoningMarkers", "Tool"]
+__all__ = ["AnswerParser", "MarkerPair", "Tool"]
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningMarkers:
+class MarkerPair:
     """The markers before and behind the reasoning."""
 
     start: str
@@ -48,7 +48,7 @@ class AnswerParser:
         *,
         tool_format: str | None,
         tools: Sequence[Tool] = (),
-        reasoning: ReasoningMarkers | None = None,
+        reasoning: MarkerPair | None = None,
         inside_reasoning: bool = False,
     ) -> None:
         family = FAMILIES[tool_format] if tool_format is not None else None
@@ -66,7 +66,7 @@ class AnswerParser:
         self._is_apart = False  # behind a header: the texts of two messages are two paragraphs
         self._is_start = True  # of a text or of the reasoning, whose blanks are left out
         self._source = Source()
-        self._calls = Calls(self._source, tools)
+        self._calls = ReadCalls(self._source, tools)
         self._calls.parts = self._parts
         starts = {marker[0] for marker in (*self._markers_outside, *self._markers_inside) if marker}
         self._may_begin = re.compile("[" + re.escape("".join(sorted(starts))) + "]").search if starts else None

@@ -39,7 +39,7 @@ class NotOffered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedTool:
     """A tool that an answer may call.
 
     schema   the schema of its arguments, which is a map
@@ -51,7 +51,7 @@ class Wanted:
     lenient: bool
 
     @classmethod
-    def of(cls, tool: Mapping[str, Any], *, required: bool) -> "Wanted":
+    def of(cls, tool: Mapping[str, Any], *, required: bool) -> "WantedTool":
         """Return a tool as the worker describes it: name, parameters and strict. Raises NotOffered for a schema that
         cannot be read."""
         schema = {key: value for key, value in tool["parameters"].items() if key != "x-guidance"}
@@ -141,7 +141,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CallGrammar:
     """The grammar of the calls of a format.
 
     sections    for each marker with which calls may begin, what follows it. Required calls begin with the first one
@@ -286,7 +286,7 @@ _NOT_WRITTEN: Final = (
 _NOT_OF_LISTS: Final = ("prefixItems", "uniqueItems", "contains", "additionalItems", "unevaluatedItems")
 
 
-def members_of(tool: Wanted, schema: Schema | None = None) -> Members:
+def members_of(tool: WantedTool, schema: Schema | None = None) -> Members:
     """Return the members of an object; None: of the tool's arguments. Raises NotOffered."""
     whole = resolved(tool.schema, tool.schema if schema is None else schema)
     if not isinstance(whole, bool):
@@ -296,7 +296,7 @@ def members_of(tool: Wanted, schema: Schema | None = None) -> Members:
     return Members.of(tool.schema, whole)
 
 
-def items_of(tool: Wanted, key: str, schema: Mapping[str, Any]) -> tuple[Schema, int, int | None]:
+def items_of(tool: WantedTool, key: str, schema: Mapping[str, Any]) -> tuple[Schema, int, int | None]:
     """Return (the schema of the items, the least number of items, the greatest one) of a list; None for no limit.
     Raises NotOffered."""
     for name in _NOT_OF_LISTS:
@@ -307,7 +307,7 @@ def items_of(tool: Wanted, key: str, schema: Mapping[str, Any]) -> tuple[Schema,
 
 
 def members_rule(
-    rules: Rules, tool: Wanted, member: Callable[[str, Schema], str], separator: str, free: Callable[[Schema], str]
+    rules: Rules, tool: WantedTool, member: Callable[[str, Schema], str], separator: str, free: Callable[[Schema], str]
 ) -> str:
     """Add a rule for the members of the tool's arguments, in the schema's order, and return its name.
 

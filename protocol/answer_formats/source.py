@@ -289,7 +289,7 @@ class Found(Enum):
     NOTHING = "no call. Only the marker in front of it is known to be text"
 
 
-class Calls:
+class ReadCalls:
     """Collects the parts of calls. ``parts`` is where they go."""
 
     def __init__(self, source: Source, tools: Sequence[Tool]) -> None:
@@ -360,7 +360,7 @@ class Calls:
         self._is_open = self._may_go_back = False
         self.count = place
 
-    def further(self, read: Callable[[Source, "Calls"], Steps[Found]]) -> Steps[bool]:
+    def further(self, read: Callable[[Source, "ReadCalls"], Steps[Found]]) -> Steps[bool]:
         """Read a further call of a section, with what stands in front of it. Return False, and read nothing, if there
         is none. A call of an unknown tool is text."""
         source = self._source
@@ -383,11 +383,11 @@ def _escaped(text: str) -> str:
     return text
 
 
-Reader = Callable[[Source, Calls, str], Steps[Found]]
+Reader = Callable[[Source, ReadCalls, str], Steps[Found]]
 
 
 def read_behind(
-    source: Source, calls: Calls, *, opening: str, read: Callable[[Source, Calls], Steps[Found]]
+    source: Source, calls: ReadCalls, *, opening: str, read: Callable[[Source, ReadCalls], Steps[Found]]
 ) -> Steps[Found]:
     """Read white space, the text that opens a call, and the call. Return NOTHING if another text stands there."""
     yield from source.blanks()

@@ -13,11 +13,11 @@ from itertools import islice
 from typing import Any, Final
 
 from protocol.answer_formats.rules import (
+    CallGrammar,
     NotOffered,
     Rules,
     Section,
-    Shape,
-    Wanted,
+    WantedTool,
     escaped,
     in_order,
     items_of,
@@ -27,14 +27,14 @@ from protocol.answer_formats.rules import (
     to_json,
 )
 from protocol.answer_formats.schemas import Members, Schema, branches, types
-from protocol.answer_formats.source import BLANKS, DEEPEST, Calls, Found, Source, Steps, Tell, ignore, read_behind
+from protocol.answer_formats.source import BLANKS, DEEPEST, Found, ReadCalls, Source, Steps, Tell, ignore, read_behind
 from protocol.answer_formats.tag_values import Tags, read_value, value_rule
 
 # Read and constrain arguments that stand between tags: a key, then its value as plain text.
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TagForm:
     """How a format writes the arguments of a call.
 
     key    tags before and behind a key
@@ -51,7 +51,7 @@ class Form:
     line: str
 
 
-def read_arguments(source: Source, calls: Calls, name: str, form: Form) -> Steps[None]:
+def read_arguments(source: Source, calls: ReadCalls, name: str, form: TagForm) -> Steps[None]:
     """Read the arguments of a known tool, and what ends the call."""
     calls.start(name)
     calls.arguments("{")
@@ -86,7 +86,7 @@ def skip_call(source: Source, end: str) -> Steps[None]:
     yield from source.closing(end)
 
 
-def arguments_rule(rules: Rules, tool: Wanted, form: Form) -> str:
+def arguments_rule(rules: Rules, tool: WantedTool, form: TagForm) -> str:
     """Add a rule for a tool's arguments, up to the end tag, and return its name. Raises NotOffered."""
     members = members_of(tool)
     named = [
@@ -107,12 +107,12 @@ def arguments_rule(rules: Rules, tool: Wanted, form: Form) -> str:
     return rules.rule(f"{text} {other} {form.line} {literal(form.end)}")
 
 
-def _member(rules: Rules, tool: Wanted, name: str, key: str, schema: Schema, form: Form) -> str:
+def _member(rules: Rules, tool: WantedTool, name: str, key: str, schema: Schema, form: TagForm) -> str:
     value = f"{form.line} {literal(form.value)} " if form.value else ""
     return f"{form.line} {key} {value}{value_rule(rules, tool, name, schema, form.tags)}"
 
 
-def checked(tool: Wanted, text: str) -> str:
+def checked(tool: WantedTool, text: str) -> str:
     """Return a name or a key. Raises NotOffered if the format cannot write it."""
     if not text or text != text.strip() or any(c in text for c in ("<", ">", "\n", '"')) or len(text) > 200:
         raise NotOffered(
@@ -128,10 +128,10 @@ _VALUE: Final = ("<arg_value>", "</arg_value>")
 ALSO: Final = (END, *_KEY, *_VALUE)
 _LINE: Final = '"\\n"?'
 """GLM 4.7 leaves out the line breaks between tags."""
-_FORM: Final = Form(_KEY, _VALUE[0], Tags(_VALUE[1], line=False), END, _LINE)
+_FORM: Final = TagForm(_KEY, _VALUE[0], Tags(_VALUE[1], line=False), END, _LINE)
 
 
-def read_glm45(source: Source, calls: Calls, marker: str) -> Steps[Found]:
+def read_glm45(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read what follows <tool_call>."""
     yield from source.blanks()
     name = yield from source.word("<\n{")
@@ -155,10 +155,10 @@ def _stands(source: Source, tag: str) -> Steps[bool]:
     return found
 
 
-def glm45_rules(rules: Rules, tools: Sequence[Wanted]) -> Shape:
+def glm45_rules(rules: Rules, tools: Sequence[WantedTool]) -> CallGrammar:
     """Write the grammar of calls."""
     calls = (f"{literal(checked(tool, tool.name))} {arguments_rule(rules, tool, _FORM)}" for tool in tools)
-    return Shape([Section(rules.any_of(calls))], between="\n")
+    return CallGrammar([Section(rules.any_of(calls))], between="\n")
 
 
 # Read and constrain arguments whose objects and lists are tags within tags, each tag behind a mark.
@@ -202,7 +202,7 @@ def _empty(allowed: frozenset[str]) -> tuple[str, str]:
 # --- reading
 
 
-def read_nested_arguments(source: Source, calls: Calls, name: str, form: Nested) -> Steps[None]:
+def read_nested_arguments(source: Source, calls: ReadCalls, name: str, form: Nested) -> Steps[None]:
     """Read the arguments of a known tool, and what ends the call."""
     calls.start(name)
     root = calls.schema(name)
@@ -325,7 +325,7 @@ def _inner(root: Schema, schema: Schema, kind: str, key: str) -> Schema:
 # --- the grammar
 
 
-def nested_arguments_rule(rules: Rules, tool: Wanted, form: Nested) -> str:
+def nested_arguments_rule(rules: Rules, tool: WantedTool, form: Nested) -> str:
     """Add a rule for a tool's arguments, up to the end tag, and return its name. Raises NotOffered."""
     made = _ValueRules(rules, tool, form).members(tool.schema, frozenset({"object"}))
     return rules.rule(f"({made}) {literal(form.mark)} {literal(f'</{form.last}>')}")
@@ -339,7 +339,7 @@ class _ValueRules:
     A schema that refers to itself becomes a rule that refers to itself.
     """
 
-    def __init__(self, rules: Rules, tool: Wanted, form: Nested) -> None:
+    def __init__(self, rules: Rules, tool: WantedTool, form: Nested) -> None:
         self._rules, self._tool, self._form = rules, tool, form
         self._tags = Tags(form.mark, line=False, nested=True)
         self._known: dict[str, str] = {}
@@ -465,7 +465,7 @@ class Functions:
 
     section: tuple[str, str]
     function: tuple[str, str]
-    form: Form | Nested
+    form: TagForm | Nested
     alone: bool = False
     several: bool = False
 
@@ -480,8 +480,8 @@ class Functions:
         return (self.section[1], *((mark, *(tag.removeprefix(mark) for tag in self.section)) if mark else ()))
 
 
-def _form(section_end: str, key: tuple[str, str], function_end: str, *, line: bool = False) -> Form:
-    return Form(key, "", Tags("</parameter>", line=line, cut=(function_end, section_end)), function_end, '"\\n"')
+def _form(section_end: str, key: tuple[str, str], function_end: str, *, line: bool = False) -> TagForm:
+    return TagForm(key, "", Tags("</parameter>", line=line, cut=(function_end, section_end)), function_end, '"\\n"')
 
 
 QWEN3_CODER: Final = Functions(
@@ -511,7 +511,7 @@ MINIMAX_M3: Final = Functions(
 )
 
 
-def read_functions(source: Source, calls: Calls, marker: str, *, functions: Functions) -> Steps[Found]:
+def read_functions(source: Source, calls: ReadCalls, marker: str, *, functions: Functions) -> Steps[Found]:
     """Read a call, or a section of calls."""
     read_call = partial(_read_call, functions=functions)
     read_next = partial(read_behind, opening=functions.function[0], read=read_call)
@@ -525,7 +525,7 @@ def read_functions(source: Source, calls: Calls, marker: str, *, functions: Func
     return found
 
 
-def _read_call(source: Source, calls: Calls, functions: Functions) -> Steps[Found]:
+def _read_call(source: Source, calls: ReadCalls, functions: Functions) -> Steps[Found]:
     """Read one call behind the beginning of its tag."""
     name = yield from source.word({"<", ">", "\n", functions.function[1][0]})
     if name is None or not name.strip() or not (yield from source.literal(functions.function[1])):
@@ -540,13 +540,13 @@ def _read_call(source: Source, calls: Calls, functions: Functions) -> Steps[Foun
     return Found.CALL
 
 
-def _arguments_rule(rules: Rules, tool: Wanted, form: Form | Nested) -> str:
+def _arguments_rule(rules: Rules, tool: WantedTool, form: TagForm | Nested) -> str:
     if isinstance(form, Nested):
         return nested_arguments_rule(rules, tool, form)
     return arguments_rule(rules, tool, form)
 
 
-def functions_rules(rules: Rules, tools: Sequence[Wanted], *, functions: Functions) -> Shape:
+def functions_rules(rules: Rules, tools: Sequence[WantedTool], *, functions: Functions) -> CallGrammar:
     """Write the grammar of calls."""
     end = literal(functions.function[1])
     calls = rules.any_of(
@@ -555,6 +555,6 @@ def functions_rules(rules: Rules, tools: Sequence[Wanted], *, functions: Functio
     first = f"{literal(functions.function[0])} {calls}"
     close = f'"\\n" {literal(functions.section[1])}'
     if functions.several:
-        return Shape([Section(f'"\\n" {first}', f'"\\n" {first}', close)])
+        return CallGrammar([Section(f'"\\n" {first}', f'"\\n" {first}', close)])
     sections = [Section(f'"\\n" {first} {close}'), Section(f"{calls} {close}")]
-    return Shape(sections if functions.alone else sections[:1], between="\n")
+    return CallGrammar(sections if functions.alone else sections[:1], between="\n")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from protocol.answer_formats.rules import (
     Rules,
-    Wanted,
+    WantedTool,
     escaped,
     is_python,
     is_text,
@@ -27,7 +27,7 @@ from protocol.answer_formats.schemas import (
     types,
     types_of_value,
 )
-from protocol.answer_formats.source import BLANKS, Calls, Source, Steps
+from protocol.answer_formats.source import BLANKS, ReadCalls, Source, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Value:
             no part of it
     """
 
-    def __init__(self, calls: Calls, root: Schema, schema: Schema, *, inline: bool) -> None:
+    def __init__(self, calls: ReadCalls, root: Schema, schema: Schema, *, inline: bool) -> None:
         self._calls, self._root, self._schema, self._inline = calls, root, schema, inline
         self._is_text = is_text(root, schema)
         self._may_hold_tags = bool(types(root, schema) & {"array", "object"})
@@ -95,7 +95,7 @@ class _Value:
             self._calls.arguments(to_json(text, self._root, self._schema))
 
 
-def read_value(source: Source, calls: Calls, tags: Tags, root: Schema, schema: Schema) -> Steps[bool]:
+def read_value(source: Source, calls: ReadCalls, tags: Tags, root: Schema, schema: Schema) -> Steps[bool]:
     """Read a value with the tag behind it, and tell its JSON. Return False if the answer ends within the value."""
     has_line = tags.line and (yield from source.peek()) == "\n"
     end = tags.end_of_line if has_line else tags.end
@@ -159,7 +159,7 @@ _BOUNDS: Final = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusive
 _NOT_WRITTEN: Final = ("not", "if", "allOf", "anyOf", "oneOf")
 
 
-def value_rule(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: Tags) -> str:
+def value_rule(rules: Rules, tool: WantedTool, key: str, schema: Schema, tags: Tags) -> str:
     """Add a rule for a value with the tag behind it, and return its name. Raises NotOffered."""
     end = tags.end_of_line
     if "string" in types(tool.schema, schema):
@@ -170,7 +170,7 @@ def value_rule(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: Tags)
     return rules.rule(f"{start}({made})")
 
 
-def _beside_strings(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: Tags) -> Iterator[str]:
+def _beside_strings(rules: Rules, tool: WantedTool, key: str, schema: Schema, tags: Tags) -> Iterator[str]:
     """Return expressions for the values of a schema that allows strings.
 
     llguidance takes the longest lexeme at each place. A text goes on where a number has ended. So texts, numbers, words
@@ -211,7 +211,7 @@ def _beside_strings(rules: Rules, tool: Wanted, key: str, schema: Schema, tags: 
         yield rules.before(" | ".join(terminals), tags.end_of_line)
 
 
-def _listed(tool: Wanted, key: str, values: Sequence[Any], allowed: frozenset[str], tags: Tags) -> Iterator[str]:
+def _listed(tool: WantedTool, key: str, values: Sequence[Any], allowed: frozenset[str], tags: Tags) -> Iterator[str]:
     """Return expressions for the values of an enum."""
     for value in values:
         if not types_of_value(value) & allowed:
@@ -223,7 +223,7 @@ def _listed(tool: Wanted, key: str, values: Sequence[Any], allowed: frozenset[st
             yield literal(text + tags.end_of_line)
 
 
-def string_expression(tool: Wanted, key: str, schema: Mapping[str, Any], end: str) -> str:
+def string_expression(tool: WantedTool, key: str, schema: Mapping[str, Any], end: str) -> str:
     """Return the expression of a terminal for the strings of a schema, as they are written without quotes.
 
     end  regular expression of what ends a string

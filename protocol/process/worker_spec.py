@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from protocol.codec import pack_body, unpack_body
 from protocol.process.shown import DEFAULT_STYLE, LogStyle
-from protocol.values import Read, read
+from protocol.values import ReadWith, read
 
 # The progress lease: how a worker shows the supervisor that it makes progress.
 #
@@ -267,7 +267,7 @@ class WorkerSpec:
     forced: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
     tool_format: str | None = None
-    reasoning: Annotated[tuple[str, str] | Literal["off"] | None, Read(_markers)] = None
+    reasoning: Annotated[tuple[str, str] | Literal["off"] | None, ReadWith(_markers)] = None
     leases: Leases = DEFAULT_LEASES
     name: str = ""
     log: LogStyle = DEFAULT_STYLE

@@ -11,7 +11,7 @@ from protocol import __version__
 from protocol.codec import pack_body, unpack_body
 from protocol.process.worker_spec import EngineSpec, LinkKeys, WorkerSpec, pack_spec, unpack_spec
 from protocol.records import Kinds
-from protocol.values import Read, Then, Within, read, reader
+from protocol.values import ReadWith, Then, Within, read, reader
 from supervisor.config.spelling import Limit
 from supervisor.placement.gpus import MAX_GPUS
 from supervisor.workers.launcher import Elsewhere
@@ -140,8 +140,8 @@ class Gpus:
     loaded  bytes that the worker held on all GPUs together right after its load; None before, and if that is not known
     """
 
-    gpus: list[Annotated[Any, Read(read_gpu)]]
-    held: list[Annotated[Any, Read(_held)]]
+    gpus: list[Annotated[Any, ReadWith(read_gpu)]]
+    held: list[Annotated[Any, ReadWith(_held)]]
     loaded: Size | None
 
 

@@ -31,15 +31,15 @@ from supervisor.cluster.store_messages import (
     MAX_ANSWER,
     WINDOW,
     Answer,
-    Ask,
+    AskManifest,
     Chunk,
     File,
     Listing,
     Manifest,
     Preparing,
-    Problem,
-    Read,
+    ReadPart,
     Request,
+    StoreFailure,
     read_answer,
 )
 
@@ -379,7 +379,7 @@ class Fetching(threading.Thread):
             answer = self._ask(directory)
             if isinstance(answer, Listing):
                 return Manifest.read(answer.files)
-            if isinstance(answer, Problem):
+            if isinstance(answer, StoreFailure):
                 raise CopyError(answer.why)
             if isinstance(answer, Preparing):
                 self._done, self._total = answer.done, answer.total
@@ -418,7 +418,7 @@ class Fetching(threading.Thread):
         while at < file.size:
             while asked < file.size and asked - at < WINDOW * CHUNK:
                 size = min(CHUNK, file.size - asked)
-                self._send(Read(self._next(), directory, key, file.name, asked, size))
+                self._send(ReadPart(self._next(), directory, key, file.name, asked, size))
                 asked += size
             got = self._receive(AGAIN_S, first)
             if time.monotonic() - heard > SILENT_S:
@@ -428,7 +428,7 @@ class Fetching(threading.Thread):
                 asked, first = at, self._number
                 continue
             answer, data = got
-            if isinstance(answer, Problem):  # the store was started again, or the directory has changed
+            if isinstance(answer, StoreFailure):  # the store was started again, or the directory has changed
                 if self._manifest(directory).key != key:
                     raise CopyError(f"{directory} was changed while it was copied")
                 asked, first, heard = at, self._number, time.monotonic()
@@ -451,7 +451,7 @@ class Fetching(threading.Thread):
         """Return the answer to a question for a manifest. Raises CopyError."""
         began, first = time.monotonic(), self._number
         while time.monotonic() - began <= SILENT_S:
-            self._send(Ask(self._next(), directory))
+            self._send(AskManifest(self._next(), directory))
             if (got := self._receive(AGAIN_S, first)) is not None:
                 return got[0]
             self._connect()

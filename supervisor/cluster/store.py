@@ -37,14 +37,14 @@ from supervisor.cluster.store_messages import (
     REQUESTS,
     WINDOW,
     Answer,
-    Ask,
+    AskManifest,
     Chunk,
     File,
     Listing,
     Manifest,
     Preparing,
-    Problem,
-    Read,
+    ReadPart,
+    StoreFailure,
 )
 from supervisor.helper import Helper, HelperWatch
 from supervisor.logs.events import EventKind, noted
@@ -272,7 +272,7 @@ class StoreServer:
         try:
             answer, data = self._answer(request)
         except StoreProblem as e:
-            answer, data = Problem(request.number, str(e)), None
+            answer, data = StoreFailure(request.number, str(e)), None
         frames: list[Any] = [parts[0].bytes, pack(answer), *([] if data is None else [data])]
         try:
             self._router.send_multipart(frames, zmq.NOBLOCK)
@@ -280,8 +280,8 @@ class StoreServer:
             pass  # the agent is gone, or does not read; one that lives asks again
         return True
 
-    def _answer(self, request: Ask | Read) -> tuple[Answer, bytes | None]:
-        if isinstance(request, Ask):
+    def _answer(self, request: AskManifest | ReadPart) -> tuple[Answer, bytes | None]:
+        if isinstance(request, AskManifest):
             found = self._catalogue.find(request.directory)
             if isinstance(found, Listed):
                 return Listing(request.number, found.manifest.packed()), None

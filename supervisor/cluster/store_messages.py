@@ -62,7 +62,7 @@ def _file(entry: Any) -> File:
     raise ValueError("must be the name, the size and the checksum of a file")
 
 
-_FILES = list[Annotated[Any, values.Read(_file)]]
+_FILES = list[Annotated[Any, values.ReadWith(_file)]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Ask:
+class AskManifest:
     """Ask for the manifest of a directory."""
 
     number: int
@@ -112,7 +112,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadPart:
     """Ask for bytes of a file of the manifest ``key``."""
 
     number: int
@@ -151,15 +151,15 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Problem:
+class StoreFailure:
     """A request cannot be fulfilled. ``why`` is one line for people."""
 
     number: int
     why: str
 
 
-Request = Ask | Read
-Answer = Preparing | Listing | Chunk | Problem
+Request = AskManifest | ReadPart
+Answer = Preparing | Listing | Chunk | StoreFailure
 REQUESTS: Final = Kinds[Request]("a model store and an agent", *get_args(Request))
 _ANSWERS: Final = Kinds[Answer]("a model store and an agent", *get_args(Answer))
 

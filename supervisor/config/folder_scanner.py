@@ -26,7 +26,7 @@ from protocol.process.helper_link import become_helper, serve
 from protocol.process.shown import masked
 from supervisor.config import yaml_source
 from supervisor.config.file import Examined, ModelSpec, examine_config, examine_source
-from supervisor.config.folders import QUIET_S, FolderModels, FoundModel, Picture, Verdict, list_folder
+from supervisor.config.folders import QUIET_S, CheckResult, FolderModels, FoundModel, Picture, list_folder
 from supervisor.config.model_search import original_name
 from supervisor.config.models import ModelConfig
 from supervisor.config.reading import fit
@@ -83,7 +83,7 @@ class FolderScanner:
         """Return the file with these models."""
         return examine_source(deepcopy(self._source), found=self._with_aliases(models))
 
-    def _check(self, models: Sequence[FoundModel], gpus: Sequence[Gpu]) -> Iterator[tuple[FoundModel, Verdict]]:
+    def _check(self, models: Sequence[FoundModel], gpus: Sequence[Gpu]) -> Iterator[tuple[FoundModel, CheckResult]]:
         """Yield each model with the result of its check: that of `modelctl check`."""
         left = [replace(model, keys={"max_seq_len": CONTEXT}) for model in models]
         for keys in ({"max_seq_len": CONTEXT}, {}):
@@ -98,7 +98,7 @@ class FolderScanner:
             again = []
             for model in left:
                 if (why := faults.get(model.name)) is not None:
-                    yield model, Verdict(None, why)
+                    yield model, CheckResult(None, why)
                     continue
                 spec, answer = found[model.name], answers[model.name]
                 if keys and answer.faults and all(fault.key == "max_seq_len" for fault in answer.faults):
@@ -140,14 +140,14 @@ def _faults(examined: Examined, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _verdict(spec: ModelSpec, answer: Estimated, keys: Mapping[str, Any], gpus: Sequence[Gpu]) -> Verdict:
+def _verdict(spec: ModelSpec, answer: Estimated, keys: Mapping[str, Any], gpus: Sequence[Gpu]) -> CheckResult:
     if answer.faults:
         why = answer.faults[0].message.removeprefix(f"{masked(str(spec.model_dir))} ")
-        return Verdict(None, why, final=not answer.retry)
+        return CheckResult(None, why, final=not answer.retry)
     suitable = {**keys, **({"sampling": dict(answer.sampling)} if answer.sampling else {})}
     if spec.config.gpu == "auto" and (count := fewest_gpus(answer, gpus)) > 1:
         suitable["gpus"] = count
-    return Verdict(suitable)
+    return CheckResult(suitable)
 
 
 def examine_with_folders(file: Path, *, installed: bool = True) -> tuple[Examined, Picture | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.process.paths import shown, weakness
-from supervisor.config.model_search import Found, find_models, name_of
+from supervisor.config.model_search import SearchResult, find_models, name_of
 from supervisor.config.models import SECTION as DEFAULTS
 from supervisor.config.models import ModelConfig, sound_defaults
 from supervisor.config.yaml_source import KeyPath, YamlSource
@@ -123,7 +123,7 @@ Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModelDirectory:
     """A directory that has the files of a model.
 
     changed   seconds since 1970 when one of its files was changed last, by the clock of its file system
@@ -137,7 +137,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Listing:
+class FolderListing:
     """The models below a folder.
 
     folder  its path without links
@@ -151,13 +151,13 @@ class Listing:
     folder: Path
     device: int | None
     empty: bool = False
-    models: Sequence[Seen] = ()
+    models: Sequence[ModelDirectory] = ()
     gguf: Sequence[Path] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
     whole: bool = True
 
 
-def list_folder(folder: Path) -> Listing:
+def list_folder(folder: Path) -> FolderListing:
     """Look for models below a folder. Only names and times are read."""
     root = Path(os.path.realpath(folder))
     try:
@@ -166,13 +166,13 @@ def list_folder(folder: Path) -> Listing:
         with os.scandir(root) as entries:
             empty = next(entries, None) is None
     except OSError as e:
-        return Listing(root, None, unread={str(root): e.strerror or str(e)})
+        return FolderListing(root, None, unread={str(root): e.strerror or str(e)})
     unread = dict(found.unread)
     seen = [*_seen(found, root, unread)]
-    return Listing(root, device, empty, seen, found.gguf, unread, found.complete)
+    return FolderListing(root, device, empty, seen, found.gguf, unread, found.complete)
 
 
-def _seen(found: Found, root: Path, unread: dict[str, str]) -> Iterator[Seen]:
+def _seen(found: SearchResult, root: Path, unread: dict[str, str]) -> Iterator[ModelDirectory]:
     for directory in found.models:
         try:
             files = []
@@ -187,7 +187,7 @@ def _seen(found: Found, root: Path, unread: dict[str, str]) -> Iterator[Seen]:
             unread[str(directory)] = e.strerror or str(e)
             continue
         stamp = tuple(sorted((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in files))
-        yield Seen(directory, stamp, max((max(s.st_mtime, s.st_ctime) for _, s in files), default=0.0), weak)
+        yield ModelDirectory(directory, stamp, max((max(s.st_mtime, s.st_ctime) for _, s in files), default=0.0), weak)
 
 
 def _places(directory: Path, root: Path) -> Iterator[str]:
@@ -202,7 +202,7 @@ def _places(directory: Path, root: Path) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """The result of the check of a directory.
 
     keys   keys that suit the model; None if it cannot be served
@@ -252,7 +252,7 @@ class FolderModels:
     ) -> None:
         self._own, self._directories, self._quiet_s = names, directories, quiet_s
         self._served = {directory: name for name, directory in served.items()}
-        self._there: dict[Path, tuple[int, Seen]] = {}
+        self._there: dict[Path, tuple[int, ModelDirectory]] = {}
         self._quiet_since: dict[Path, float] = {}
         self._good: dict[Path, tuple[int, Mapping[str, Any]]] = {}
         self._bad: dict[Path, tuple[Stamp, str]] = {}
@@ -261,14 +261,14 @@ class FolderModels:
         self._unread: dict[str, str] = {}
         self._steady = 0.0
 
-    def look(self, listings: Sequence[Listing], wall: float, steady: float) -> None:
+    def look(self, listings: Sequence[FolderListing], wall: float, steady: float) -> None:
         """Take in what the folders have now.
 
         wall    seconds since 1970
         steady  seconds of a clock that nobody sets
         """
         self._steady = steady
-        there: dict[Path, tuple[int, Seen]] = {}
+        there: dict[Path, tuple[int, ModelDirectory]] = {}
         for index, listing in enumerate(listings):
             for seen in listing.models:
                 there.setdefault(seen.directory, (index, seen))
@@ -303,7 +303,7 @@ class FolderModels:
         due = [directory for directory in self._wanted() if directory in names and directory not in self._good]
         return [FoundModel(names[directory], directory, self._there[directory][0]) for directory in due]
 
-    def judge(self, directory: Path, verdict: Verdict) -> None:
+    def judge(self, directory: Path, verdict: CheckResult) -> None:
         """Take in the result of a check."""
         index, seen = self._there[directory]
         if verdict.keys is not None:
@@ -349,7 +349,7 @@ class FolderModels:
     def _is_quiet(self, directory: Path) -> bool:
         return self._steady - self._quiet_since.get(directory, self._steady) >= self._quiet_s
 
-    def _is_bad(self, directory: Path, seen: Seen) -> bool:
+    def _is_bad(self, directory: Path, seen: ModelDirectory) -> bool:
         return directory in self._bad and self._bad[directory][0] == seen.stamp
 
     def _names(self) -> tuple[dict[Path, str], dict[str, str]]:
@@ -369,12 +369,12 @@ class FolderModels:
             taken[name], names[directory] = f"the name of {directory}", name
         return names, clashes
 
-    def _is_away(self, listing: Listing) -> bool:
+    def _is_away(self, listing: FolderListing) -> bool:
         """Return whether a folder is only the empty mount point of the file system that it had."""
         return listing.empty and listing.device != self._devices.get(listing.folder, listing.device)
 
     @staticmethod
-    def _may_be_there(directory: Path, listings: Sequence[Listing], unread: Mapping[str, str]) -> bool:
+    def _may_be_there(directory: Path, listings: Sequence[FolderListing], unread: Mapping[str, str]) -> bool:
         """Return whether a directory that was not seen may be there all the same."""
         if any(directory.is_relative_to(place) for place in unread):
             return True

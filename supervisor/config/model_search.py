@@ -24,7 +24,7 @@ _CACHED = re.compile(r"(?:^|/)models--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     models    directories with config.json and weights, sorted
@@ -39,7 +39,7 @@ class Found:
     complete: bool
 
 
-def find_models(root: Path) -> Found:
+def find_models(root: Path) -> SearchResult:
     """Return the directories of models at and below ``root``. Raises OSError if ``root`` itself cannot be listed.
 
     A link to a model's directory counts as one. Other links are not followed. Hidden directories are left out. An entry
@@ -68,7 +68,7 @@ def find_models(root: Path) -> Found:
             pending += [place / name for name, it_is in is_directory.items() if it_is and not name.startswith(".")]
     # A link and its target are one model. The path of the target itself is better. It comes last here, so it is kept.
     once = {path.resolve(): path for path in sorted(models, key=lambda path: not path.is_symlink())}
-    return Found(sorted(once.values()), sorted(gguf), unread, complete=not pending)
+    return SearchResult(sorted(once.values()), sorted(gguf), unread, complete=not pending)
 
 
 def _is_directory(entry: "os.DirEntry[str]", unread: dict[str, str]) -> bool:

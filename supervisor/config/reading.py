@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from protocol.answer_formats.families import FORMATS
 from protocol.process.worker_spec import MAX_LEASE_S, OFF
-from protocol.values import Flaw, Read, Unfit, Wanted, Within, read
+from protocol.values import Allowed, Flaw, ReadWith, Unfit, Within, read
 from supervisor.config.spelling import Limit, parse_duration, parse_limit, parse_size, quotes_for, spelled
 from supervisor.keys.records import parse_listen
 from supervisor.workers.launcher import parse_node
@@ -164,23 +164,23 @@ def parse_sleep(value: object) -> Literal["ram", "off"]:
     return "ram"
 
 
-UserPath = Annotated[str, Read(parse_path, "path")]
-Description = Annotated[str | None, Read(parse_description, "line of text")]
-Duration = Annotated[float, Read(parse_duration, "duration")]
-Days = Annotated[int, Read(parse_days, "days")]
-Ttl = Annotated[float | None, Read(parse_ttl, "duration, or never")]
-Lease = Annotated[float, Read(parse_lease, "duration from 1s to 24h")]
-Listen = Annotated[str | None, Read(parse_listen, "tcp://ADDRESS:PORT")]
-Gpu = Annotated[Any, Read(parse_gpu, "cpu, auto, an index, a UUID, or a list of indices and UUIDs")]
-Node = Annotated[str | None, Read(parse_node, "auto, others, a name, or labels")]
-Vram = Annotated[Any, Read(parse_vram, "size, or a list of sizes")]
-HeldSize = Annotated[int, Read(parse_held, "size from 64KiB to 64GiB")]
-StoreSize = Annotated[int, Read(parse_size, "size")]
-HostMemory = Annotated[int | None, Read(parse_size, "size")]
-VramLimit = Annotated[Any, Read(parse_vram_limit, "size or share of a GPU, or a map from GPU to one of them")]
-ToolFormat = Annotated[str | None, Read(parse_tool_format, "name of a format, or off")]
-Reasoning = Annotated[Any, Read(parse_reasoning, "{start: TEXT, end: TEXT}, or off")]
-Sleep = Annotated[Any, Read(parse_sleep, "ram or off")]
+UserPath = Annotated[str, ReadWith(parse_path, "path")]
+Description = Annotated[str | None, ReadWith(parse_description, "line of text")]
+Duration = Annotated[float, ReadWith(parse_duration, "duration")]
+Days = Annotated[int, ReadWith(parse_days, "days")]
+Ttl = Annotated[float | None, ReadWith(parse_ttl, "duration, or never")]
+Lease = Annotated[float, ReadWith(parse_lease, "duration from 1s to 24h")]
+Listen = Annotated[str | None, ReadWith(parse_listen, "tcp://ADDRESS:PORT")]
+Gpu = Annotated[Any, ReadWith(parse_gpu, "cpu, auto, an index, a UUID, or a list of indices and UUIDs")]
+Node = Annotated[str | None, ReadWith(parse_node, "auto, others, a name, or labels")]
+Vram = Annotated[Any, ReadWith(parse_vram, "size, or a list of sizes")]
+HeldSize = Annotated[int, ReadWith(parse_held, "size from 64KiB to 64GiB")]
+StoreSize = Annotated[int, ReadWith(parse_size, "size")]
+HostMemory = Annotated[int | None, ReadWith(parse_size, "size")]
+VramLimit = Annotated[Any, ReadWith(parse_vram_limit, "size or share of a GPU, or a map from GPU to one of them")]
+ToolFormat = Annotated[str | None, ReadWith(parse_tool_format, "name of a format, or off")]
+Reasoning = Annotated[Any, ReadWith(parse_reasoning, "{start: TEXT, end: TEXT}, or off")]
+Sleep = Annotated[Any, ReadWith(parse_sleep, "ram or off")]
 Tokens = Annotated[int, Within(1, 1 << 24)]
 Factor = Annotated[float, Within(0, 1e6, above=True)]
 CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]
@@ -211,7 +211,7 @@ def _message(flaw: Flaw, others: list[Flaw]) -> str:
     problem = flaw.problem
     if problem is None:
         return "is missing; add it"
-    if isinstance(problem, Wanted):
+    if isinstance(problem, Allowed):
         quotes = quotes_for(flaw.value) if problem.kind is str or isinstance(problem.kind, tuple) else ""
         return f"is {spelled(flaw.value)}: must be {_wanted(problem)}{quotes}"
     if isinstance(problem, str):
@@ -220,7 +220,7 @@ def _message(flaw: Flaw, others: list[Flaw]) -> str:
     return f"unknown key; {_hint(str(flaw.path[-1]), problem, others)}"
 
 
-def _wanted(wanted: Wanted) -> str:
+def _wanted(wanted: Allowed) -> str:
     if isinstance(wanted.kind, tuple):
         return f"one of {', '.join(map(repr, wanted.kind))}"
     return f"{_NAMES[wanted.kind]}{'' if wanted.bounds is None else f' {wanted.bounds}'}"

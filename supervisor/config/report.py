@@ -23,7 +23,7 @@ from supervisor.config.server import (
 )
 from supervisor.config.spelling import duration
 from supervisor.config.yaml_source import ConfigError, KeyPath, Problem, YamlSource, read_file
-from supervisor.fleet.rollouts import Change, Reloads
+from supervisor.fleet.turnovers import Change, Reloads
 from supervisor.workers.life import AT_REST, WorkerState
 
 # Which value each key of a models.yaml has, and where it comes from: ``modelctl config``, and the verb ``config``.

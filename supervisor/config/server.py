@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from protocol.process.shown import Format, Level, LogStyle
 from protocol.process.sockets import parse_authority, written_origin
 from protocol.process.worker_spec import DEFAULT_LEASES, SHARE, Leases, ProgressPlace, ReasoningKey
-from protocol.values import Read, Within
+from protocol.values import ReadWith, Within
 from supervisor.config.models import AT_START, LATER, ModelConfig, marked
 from supervisor.config.reading import (
     Days,
@@ -102,11 +102,11 @@ def parse_stored(value: object) -> int:
     return 0 if type(value) is int and value == 0 else parse_size(value)
 
 
-GatewayListen = Annotated[Address, Read(parse_address, "ADDRESS:PORT")]
-HostName = Annotated[str, Read(parse_host, "host name")]
-Origin = Annotated[str, Read(parse_origin, "origin")]
-Size = Annotated[int, Read(parse_size, "size")]
-OptionalSize = Annotated[int | None, Read(parse_size, "size")]
+GatewayListen = Annotated[Address, ReadWith(parse_address, "ADDRESS:PORT")]
+HostName = Annotated[str, ReadWith(parse_host, "host name")]
+Origin = Annotated[str, ReadWith(parse_origin, "origin")]
+Size = Annotated[int, ReadWith(parse_size, "size")]
+OptionalSize = Annotated[int | None, ReadWith(parse_size, "size")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class GatewayConfig:
     Default: 256MiB, or four times max_body if that is more
     Example: 1GiB
     """
-    stored_items: Annotated[int | None, Read(parse_stored, "size or 0")] = None
+    stored_items: Annotated[int | None, ReadWith(parse_stored, "size or 0")] = None
     """Most bytes of items of /v1/responses that the gateway keeps in its memory, for clients that refer to earlier
     items and responses. They are kept for an hour at most, and never on disk. One key may use an eighth of them. 0
     keeps nothing. With several ``processes`` nothing is kept: a client's next request may reach another process.

@@ -44,8 +44,8 @@ class Replica:
 
     name   identifies the worker for good: "letters", or "letters:2" for the second of several workers. It is
            "letters~2" if another worker had the name "letters" when this one was made
-    label  the name that people use, "letters" or "letters:2". During a surge two workers have the same label, and
-           ``current`` says which of them the label means
+    label  the name that people use, "letters" or "letters:2". While a new worker starts beside
+           an old one, both have the same label, and ``current`` says which of them the label means
     now    monotonic seconds
     """
 
@@ -319,7 +319,7 @@ class Replica:
         }
 
 
-# The registry of all workers: those that models.yaml asks for, and their successors during a surge.
+# The registry of all workers: those that models.yaml asks for, and their successors that start beside them.
 
 
 class ReplicaRegistry:
@@ -371,7 +371,7 @@ class ReplicaRegistry:
     def add(self, label: str, spec: ModelSpec, *, replaces: Replica | None = None) -> Replica:
         """Add a worker of a known model.
 
-        replaces  the worker whose place the new one will take, after a rollout by surge; None for one more worker
+        replaces  the worker whose place the new one will take, after a turnover; None for one more worker
         """
         name = label if label not in self.replicas else f"{label}~{next(self._serial)}"
         log_path = logs.log_path(self._runtime_dir, label)

@@ -1,6 +1,6 @@
 """Starts and wakes of workers: their turn, their places in groups, the wait for GPU memory, and the process.
 
-A start (``Start``) and a wake (``Wake``) take GPU memory. ``Starts`` says whose turn it is. One that finds
+A start (``Start``) and a wake (``WakeAdmission``) take GPU memory. ``Starts`` says whose turn it is. One that finds
 no room puts idle models to sleep or unloads them, or waits until busy models are idle. ``placement.turns`` says when
 busy models have to take no new requests for that.
 """
@@ -32,7 +32,16 @@ from supervisor.placement.estimates import (
     gpu_request_of,
     question_of,
 )
-from supervisor.placement.eviction import Eviction, EvictionCandidate, NoRoom, Sizes, Turn, behind, choose, who_yields
+from supervisor.placement.eviction import (
+    BusyWait,
+    Eviction,
+    EvictionCandidate,
+    NoRoom,
+    Sizes,
+    behind,
+    choose,
+    who_yields,
+)
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.memory import WorkerMemory
 from supervisor.placement.policy import (
@@ -107,7 +116,7 @@ class Admission:
         """Workers that take no new requests, because this one waits for their places or their memory."""
         self.awaited: frozenset[Any] = frozenset()
         """GPUs on which this one waits for busy models. Later starts make no model leave there."""
-        self._turn = Turn(time.monotonic())
+        self._turn = BusyWait(time.monotonic())
         crashed = bool(replica.life.history.recent)
         self._for_requests = replica.spec.config.lazy and (crashed or starts.registry.lacks_worker(replica.model))
         """Whether a model yields to this one only while requests wait for it. Else somebody has ordered the worker up,
@@ -584,7 +593,7 @@ class Start(Admission):
 # Wake a worker that is asleep: wait for room on the GPUs that it was placed on, then tell it to take its memory.
 
 
-class Wake(Admission):
+class WakeAdmission(Admission):
     """The wake of one worker. ``Starts.begin_wake`` makes it.
 
     The worker's process has a context and addresses on its GPUs, so it wakes on these GPUs or not at all.
@@ -688,7 +697,7 @@ class Starts:
         """Begin to wake a worker that sleeps. If it stays asleep, ``Sleepers.not_woken`` is called, but never from
         within this call."""
         self._number += 1
-        self._under_way[replica.name] = Wake(self, replica, self._number)
+        self._under_way[replica.name] = WakeAdmission(self, replica, self._number)
         self.at_next_turn(self.advance)  # the worker is in the middle of its transition to WAKING
 
     def cancel(self, replica: Replica) -> bool:
@@ -725,7 +734,7 @@ class Starts:
         for replica in self.registry.replicas.values():
             self.fleet.let_yield(replica, to.get(replica.name, ""))
 
-    def fits_surge(self, old: Replica, after: ModelSpec) -> bool:
+    def fits_beside(self, old: Replica, after: ModelSpec) -> bool:
         """Return whether a successor would find room beside the old worker, as far as that is known without reading the
         model's directory. Its needs are declared, or they are those of the old worker if nothing of them has changed.
         """

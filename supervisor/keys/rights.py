@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
 from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong
-from protocol.verbs import ADMIN, ANY, INFER, SEES_ALL, VERBS, Right, Scope
+from protocol.verbs import ADMIN, ANY, INFER, SEES_ALL, VERBS, ModelScope, Right
 
 TOKEN_ID: Final = re.compile(r"[0-9a-f]{64}")
 """The form of the id of an HTTP key: SHA-256 of its token, in hex. A public key in Z85 never has this form."""
@@ -133,7 +133,7 @@ def check_models_of_call(identity: Identity, verb: str, params: Mapping[str, Any
     if identity.models is None:
         return
     model = params.get("model")
-    is_of_all = verb in VERBS and VERBS[verb].scope is Scope.ALL and model in (None, SUPERVISOR_NAME, GATEWAY_NAME)
+    is_of_all = verb in VERBS and VERBS[verb].scope is ModelScope.ALL and model in (None, SUPERVISOR_NAME, GATEWAY_NAME)
     if isinstance(model, str) and not is_of_all:
         check_model(identity, model.partition(":")[0], nearest)  # "letters:2" is a worker of the model "letters"
     elif is_of_all:

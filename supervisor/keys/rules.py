@@ -25,7 +25,7 @@ _MOST_IN_LIST: Final = 256
 """Most rights or patterns of models that are looked at."""
 
 
-class Named(Protocol):
+class HasModel(Protocol):
     """What a name means."""
 
     @property
@@ -37,7 +37,7 @@ class Names(Protocol):
 
     def __iter__(self) -> Any: ...
 
-    def find(self, name: str) -> Named: ...
+    def find(self, name: str) -> HasModel: ...
 
 
 def read_fields(given: Mapping[str, Any], now: float) -> dict[str, Any]:

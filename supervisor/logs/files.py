@@ -197,7 +197,7 @@ class ModelLogs(StyledByModel):
         worker = getattr(record, "worker", None)
         if worker is None or not self.takes(record, model_of(worker)):
             return
-        # "letters~2" replaces "letters" in a rollout, and writes to its log.
+        # "letters~2" replaces "letters" in a turnover, and writes to its log.
         path = self._path_of(worker.partition("~")[0])
         line = self.format(record).replace("\n", " ") + "\n"
         try:

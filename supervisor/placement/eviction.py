@@ -351,7 +351,7 @@ def behind(candidates: Sequence[EvictionCandidate], awaited: Collection[Any]) ->
     return [replace(c, busy=True, stays_s=inf) if c.held.keys() & {*awaited} else c for c in candidates]
 
 
-class Turn:
+class BusyWait:
     """The wait of one start for busy models.
 
     began  when the start began

@@ -36,7 +36,7 @@ Counters = memoryview
 
 
 @dataclass(frozen=True)
-class Ask:
+class UsageQuestion:
     """A question to the writer. ``about``: the parameters of ``UsageStore.read``; None for ``UsageStore.last_days``."""
 
     number: int
@@ -44,7 +44,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class UsageAnswer:
     """The writer's answer to a question. ``body``: the body of the REPLY as the client gets it."""
 
     number: int
@@ -58,8 +58,8 @@ class Trouble:
     why: str | None
 
 
-TO_WRITER: Final = Kinds[Ask]("the supervisor and the usage writer", Ask)
-FROM_WRITER: Final = Kinds[Answer | Trouble]("the usage writer and the supervisor", Answer, Trouble)
+TO_WRITER: Final = Kinds[UsageQuestion]("the supervisor and the usage writer", UsageQuestion)
+FROM_WRITER: Final = Kinds[UsageAnswer | Trouble]("the usage writer and the supervisor", UsageAnswer, Trouble)
 
 
 class CounterTable:

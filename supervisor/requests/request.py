@@ -12,13 +12,13 @@ from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.messages import Error, Kind, Message, Reply
 from protocol.process.compiled import find
 from protocol.process.shown import masked_values
-from protocol.values import Length, Read, Then, Unfit, Within, hints_of, read, reader
+from protocol.values import Length, ReadWith, Then, Unfit, Within, hints_of, read, reader
 from supervisor.config.spelling import seconds_of, spelled, spelled_name
 from supervisor.keys.rights import OWNER, TOKEN_ID, TOKEN_ID_RULE, Identity
 from supervisor.requests.counters import Counters
 from supervisor.requests.fair_queue import Account
 from supervisor.requests.request_phase import RequestPhase
-from supervisor.requests.stories import MOST_STEPS, NOT_ENDED, RequestEnd, RequestRecord, Step
+from supervisor.requests.stories import MOST_STEPS, NOT_ENDED, RequestEnd, RequestRecord, TimedStep
 
 # The fields of a request that change with every event.
 #
@@ -77,7 +77,7 @@ MAX_STAY_S = 366 * 86_400
 """One year. For a longer time a client asks for ever, with a negative number."""
 
 
-def _of(hint: Any, rule: str) -> Read:
+def _of(hint: Any, rule: str) -> ReadWith:
     """Return the reader of values of a type, which are called ``rule`` in words. None is no such value."""
     check = reader(hint)
 
@@ -87,10 +87,10 @@ def _of(hint: Any, rule: str) -> Read:
         except Unfit:
             raise ValueError(f"must be {rule}") from None
 
-    return Read(how, rule)
+    return ReadWith(how, rule)
 
 
-def _texts(most: int, longest: int) -> Read:
+def _texts(most: int, longest: int) -> ReadWith:
     hint = Annotated[tuple[Annotated[str, Length(1, longest)], ...], Length(1, most)]
     return _of(hint, f"a list of 1 to {most} strings of 1 to {longest} characters each")
 
@@ -258,13 +258,13 @@ class ToWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class LoadForRequests:
     """Effect: requests wait for a model, and one of its unloaded workers has to be loaded for them."""
 
     model: str
 
 
-Effect = ToClient | ToWorker | Wake
+Effect = ToClient | ToWorker | LoadForRequests
 Awaited = tuple[tuple[str, int], ...]
 """The models that have to make room before another one can be loaded, each with the number of its requests that run."""
 
@@ -329,7 +329,7 @@ class InFlight(RequestProgress):
     usage_place: int = 0
     prompt_tokens: int | None = None
     end: RequestEnd = NOT_ENDED
-    steps: list[Step] = field(default_factory=list, repr=False)
+    steps: list[TimedStep] = field(default_factory=list, repr=False)
     reported: int = -1
     """The queue position last reported."""
     told: str = ""
@@ -350,7 +350,7 @@ class InFlight(RequestProgress):
     def note(self, now: float, step: str, **facts: object) -> None:
         """Note a step of the request's story."""
         if len(self.steps) < MOST_STEPS:
-            self.steps.append(Step(now, step, facts))
+            self.steps.append(TimedStep(now, step, facts))
 
     def record(self, end: RequestEnd = NOT_ENDED, ended: float | None = None) -> RequestRecord:
         """Return the facts of the request: those so far, or all of them if it has ended.
@@ -401,7 +401,7 @@ class InFlight(RequestProgress):
 
 # The queue between the classes that decide and the loop that acts. Pure.
 #
-# The scheduler, the life cycle, rollouts and the keys' rights decide what has to be done, and add it here as effects.
+# The scheduler, the life cycle, turnovers and the keys' rights decide what has to be done, and add it here as effects.
 # Nothing happens at that moment. When the handler of a message, an exit or a timer has returned, the loop takes all
 # effects out. It carries them out in the order in which they were decided (``supervisor.loop``).
 
@@ -416,7 +416,7 @@ class EndConnection:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChanged:
-    """Effect: the state of a worker has changed, so a rollout may be able to go on."""
+    """Effect: the state of a worker has changed, so a turnover may be able to go on."""
 
 
 QueuedEffect = Effect | EndConnection | WorkerChanged

@@ -44,7 +44,7 @@ _WITHOUT_VALUES: Final = frozenset({ErrorCode.CONTEXT_OVERFLOW.wire_name, ErrorC
 _OPTION: Final = re.compile("[a-z_]{1,32}")
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """Something that happened to a request.
 
     at     monotonic seconds
@@ -161,7 +161,7 @@ class RequestRecord:
     accepted: float
     started: float | None
     first_token: float
-    steps: tuple[Step, ...]
+    steps: tuple[TimedStep, ...]
     notes: tuple[str, ...] = ()
     end: RequestEnd = NOT_ENDED
     ended: float | None = None
@@ -205,10 +205,10 @@ class RequestRecord:
         """
         steps = [*self.steps]
         if self.first_token:
-            steps.append(Step(self.first_token, "first_token", {}))
+            steps.append(TimedStep(self.first_token, "first_token", {}))
         steps.sort(key=lambda step: step.at)
         if self.ended is not None:
-            steps.append(Step(self.ended, "ended", {}))
+            steps.append(TimedStep(self.ended, "ended", {}))
         ignored = [f"ignored {name}" for name in self.end.left_out]
         cut = [] if self.end.max_tokens is None else [f"changed max_tokens={self.end.max_tokens}"]
         cut += [f"changed {what}" for what in self.end.forced]

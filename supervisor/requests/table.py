@@ -17,7 +17,7 @@ from supervisor.requests.counters import REQUESTS
 from supervisor.requests.credit import CreditControl
 from supervisor.requests.poison import PoisonTracker
 from supervisor.requests.queue import ModelQueue, WorkerSlot
-from supervisor.requests.request import Awaited, Effect, InFlight, ToClient, ToWorker, Wake
+from supervisor.requests.request import Awaited, Effect, InFlight, LoadForRequests, ToClient, ToWorker
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.stories import DISCONNECTED, RequestEnd, Stories
 from supervisor.requests.usage_ledger import UsageLedger
@@ -170,7 +170,7 @@ class RequestTable:
             job = JobMessage(request.channel, request.request, _carry(request), request.body)
             effects.append(ToWorker(*worker_slot.process, encode(job)))
         if queue.waiting > len(queue.parked) and queue.needs_load:
-            effects.append(Wake(queue.name))
+            effects.append(LoadForRequests(queue.name))
         return effects
 
     def withdraw(self, queue: ModelQueue, request: InFlight) -> list[Effect]:

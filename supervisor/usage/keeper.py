@@ -26,7 +26,7 @@ from supervisor.helper import Helper, HelperWatch, writer_environment
 from supervisor.keys.rights import Identity
 from supervisor.logs.events import EventKind, noted
 from supervisor.ports.sockets import Restarts
-from supervisor.requests.counters import FROM_WRITER, Ask, CounterTable, Trouble, make_table
+from supervisor.requests.counters import FROM_WRITER, CounterTable, Trouble, UsageQuestion, make_table
 from supervisor.requests.request import Asker, EffectQueue
 from supervisor.requests.usage_ledger import BelievedTime, UsageLedger
 
@@ -117,7 +117,7 @@ class UsageKeeper:
             raise WireError(ErrorCode.OVERLOADED, "the usage writer is busy: try later", retry_after_ms=1000)
         number = next(self._numbers)
         self._questions[number] = _Question(asker, time.monotonic() + ANSWER_S)
-        process.send(pack(Ask(number, question)))
+        process.send(pack(UsageQuestion(number, question)))
 
     def _take(self, record: bytes) -> None:
         message = FROM_WRITER.read(record)

@@ -34,9 +34,9 @@ from supervisor.requests.counters import (
     TO_WRITER,
     WRITTEN,
     WRITTEN_SERIAL,
-    Answer,
     CounterTable,
     Trouble,
+    UsageAnswer,
 )
 from supervisor.requests.usage_ledger import DAY_S, Retention, day_number, day_text
 
@@ -377,7 +377,7 @@ class UsageWriter:
             body = pack_body({"result": result})
         except StoreTrouble as e:
             body = pack_body({"error": WireError(ErrorCode.HELPER_FAILED, str(e)).to_wire()})
-        self._link.send(pack(Answer(asked.number, body)))
+        self._link.send(pack(UsageAnswer(asked.number, body)))
 
 
 def _steady() -> float:

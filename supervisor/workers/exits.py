@@ -19,7 +19,7 @@ from protocol.errors import ErrorCode, FrameError
 from protocol.limits import MAX_U64
 from protocol.process.shown import masked
 from protocol.process.worker_spec import EXIT_ASKED, EXIT_AWAY, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from protocol.values import Read, Unfit, Within, hints_of, read, reader
+from protocol.values import ReadWith, Unfit, Within, hints_of, read, reader
 
 MAX_MESSAGE = 300
 """The most characters of a message. Tables show messages, and clients get them."""
@@ -331,7 +331,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_PLAIN = dict[str, Annotated[Any, Read(_plain)]]
+_PLAIN = dict[str, Annotated[Any, ReadWith(_plain)]]
 
 
 def _flat(body: bytes, kind: type[Any] | None = None) -> dict[str, Any]:

@@ -332,7 +332,7 @@ class Transition:
     actions: tuple[LifecycleAction, ...]
 
 
-class Ended(NamedTuple):
+class EndTransition(NamedTuple):
     """The transition that the end of a process causes. ``what_next`` describes the next try for the log; it is empty
     if the supervisor had asked for the end."""
 
@@ -430,7 +430,7 @@ class WorkerLife:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def ended(self, report: "ExitReport", now: float, *, blames_request: bool, chance: float) -> Ended:
+    def ended(self, report: "ExitReport", now: float, *, blames_request: bool, chance: float) -> EndTransition:
         """Apply the end of a process, or a start that failed. Return what the caller has to carry out.
 
         blames_request  whether one request surely caused the end. Such ends do not count towards the restart limit: if
@@ -438,7 +438,7 @@ class WorkerLife:
         chance          a draw from [0, 1), for the pause before the next try
         """
         if report.reason == "asked":
-            return Ended(self.apply(Event.DIED, now, report.message), "")
+            return EndTransition(self.apply(Event.DIED, now, report.message), "")
         if self.state in (WorkerState.ASLEEP, WorkerState.FALLING_ASLEEP) and self.desired is Desired.ON_DEMAND:
             self.unload_cause = f"its process ended while it slept: {report.message}"
         pause, why = None, ""
@@ -455,7 +455,7 @@ class WorkerLife:
             what_next = "the next request starts it"
         self.pause_s = pause or 0.0
         event = Event.DIED if pause is not None else Event.DIED_FOR_GOOD
-        return Ended(self.apply(event, now, report.message), what_next)
+        return EndTransition(self.apply(event, now, report.message), what_next)
 
     def settle(self, now: float) -> Transition | None:
         """Go from ``stopped`` or ``asleep`` towards the desired state, once a process has ended or sleeps. Return None

@@ -32,7 +32,7 @@ COMMAND_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Living:
     """A living process.
 
     started  clock ticks from boot
@@ -83,10 +83,10 @@ def is_stopped(pid: int) -> bool:
     return stat is not None and stat.state in "Tt"
 
 
-def processes_with(variable: str) -> Iterator[Seen]:
+def processes_with(variable: str) -> Iterator[Living]:
     """Return every process that is neither dead nor a zombie.
 
-    variable  the environment variable that is read as ``Seen.mark``
+    variable  the environment variable that is read as ``Living.mark``
     """
     for name in os.listdir(_PROC):
         if not name.isdecimal():
@@ -100,7 +100,7 @@ def processes_with(variable: str) -> Iterator[Seen]:
         except OSError:
             continue  # gone meanwhile
         mark = value_of(pid, variable) or None
-        yield Seen(pid, stat.parent, stat.session, stat.started, uid, mark, command_of(pid))
+        yield Living(pid, stat.parent, stat.session, stat.started, uid, mark, command_of(pid))
 
 
 def command_of(pid: int) -> str:
@@ -147,7 +147,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class WorkersRecord:
     """The record of one supervisor's workers, as ``workers.json`` holds it."""
 
     boot: str
@@ -166,7 +166,9 @@ class Orphan:
     ours: bool
 
 
-def left_behind(record: Record, boot: str, seen: Iterable[Seen], uid: int, spare: Collection[int]) -> list[Orphan]:
+def left_behind(
+    record: WorkersRecord, boot: str, seen: Iterable[Living], uid: int, spare: Collection[int]
+) -> list[Orphan]:
     """Return the processes that are a former supervisor's workers, or that such workers have started.
 
     A process of this user is surely ours in three cases: it has a mark of the record, it is a worker by pid and start
@@ -263,27 +265,27 @@ class Orphans:
         """Write the record into a runtime directory that was made again."""
         self._write()
 
-    def _expect_the_end(self, former: Record) -> None:
+    def _expect_the_end(self, former: WorkersRecord) -> None:
         for left in self._wait_for_the_end(former, ENDING_S):
             self._log.error("pid %d was killed %.0f s ago, and is still there", left.pid, ENDING_S)
             self._marks = tuple(dict.fromkeys(self._marks + former.marks))  # for the next start
 
-    def _find(self, former: Record) -> list[Orphan]:
+    def _find(self, former: WorkersRecord) -> list[Orphan]:
         seen = list(processes_with(MARK))
         return left_behind(former, self._boot, seen, os.getuid(), lineage(os.getpid(), seen))
 
-    def _wait_for_the_end(self, former: Record, seconds: float) -> list[Orphan]:
+    def _wait_for_the_end(self, former: WorkersRecord, seconds: float) -> list[Orphan]:
         """Wait until no orphan that is surely ours is left, or the time is over. Return those that are left."""
         deadline = time.monotonic() + seconds
         while (left := [each for each in self._find(former) if each.ours]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return left
 
-    def _read(self) -> Record | None:
+    def _read(self) -> WorkersRecord | None:
         try:
             stored: dict[str, Any] = json.loads(self._path.read_bytes())
             workers = tuple(Recorded(int(w["pid"]), int(w["started"]), str(w["model"])) for w in stored["workers"])
-            return Record(str(stored["boot"]), tuple(map(str, stored["marks"])), workers)
+            return WorkersRecord(str(stored["boot"]), tuple(map(str, stored["marks"])), workers)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -305,7 +307,7 @@ class Orphans:
             self._failed = True
 
 
-def lineage(pid: int, seen: Iterable[Seen]) -> set[int]:
+def lineage(pid: int, seen: Iterable[Living]) -> set[int]:
     """Return a process and its ancestors."""
     found, parents = set[int](), {process.pid: process.parent for process in seen}
     while pid and pid not in found:

@@ -7,11 +7,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.parser import AnswerParser, MarkerPair
 from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from tests.answer_formats.answers import TOOLS
 
-THINK = ReasoningMarkers("<think>", "</think>")
+THINK = MarkerPair("<think>", "</think>")
 EVERY = bool(os.environ.get("EVERY_DIVISION"))
 """Whether every division into three pieces is tried. That takes minutes, so it is only done for some answers else."""
 DRAWN = 100
@@ -71,7 +71,7 @@ def parsed(
     *,
     inside: bool = False,
     tools: bool = True,
-    markers: ReasoningMarkers = THINK,
+    markers: MarkerPair = THINK,
 ) -> Meant:
     parser = AnswerParser(tool_format=format, tools=TOOLS if tools else (), reasoning=markers, inside_reasoning=inside)
     parts = [part for piece in pieces for part in parser.feed(piece)]
@@ -120,7 +120,7 @@ def check_divisions(
     seed: int = 1,
     every: bool = EVERY,
     tools: bool = True,
-    markers: ReasoningMarkers = THINK,
+    markers: MarkerPair = THINK,
 ) -> None:
     """Check that an answer has these parts, however it is divided. The pieces stand in the message of a failure."""
     for pieces in divisions(text, seed, every=every):

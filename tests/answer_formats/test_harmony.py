@@ -3,11 +3,11 @@
 import pytest
 
 from protocol.answer_formats.families import ALL_MARKERS, FAMILIES, reasoning_tokens
-from protocol.answer_formats.parser import ReasoningMarkers
+from protocol.answer_formats.parser import MarkerPair
 from tests.answer_formats.answers import EMPTY, RECEIVER_FIRST, SIMPLE, WRITERS
 from tests.answer_formats.splitting import check_divisions
 
-MARKERS = ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|>")
+MARKERS = MarkerPair("<|channel|>analysis<|message|>", "<|end|>")
 THOUGHT = "<|channel|>analysis<|message|>hm <x>.<|end|>"
 START = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"

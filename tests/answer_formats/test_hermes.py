@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from protocol.answer_formats.parser import AnswerParser, ReasoningMarkers
+from protocol.answer_formats.parser import AnswerParser, MarkerPair
 from protocol.answer_formats.source import CallArguments, CallEnd, CallStart, Part, Reasoning, Text, Tool
 
-THINK = ReasoningMarkers("<think>", "</think>")
+THINK = MarkerPair("<think>", "</think>")
 TOOLS = (Tool("get_weather", {}), Tool("get_time", {}))
 ARGUMENTS = '{"city": "Łódź \\"}</tool_call>", "n": [1, {"a": 2}]}'
 WEATHER = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'

@@ -407,7 +407,7 @@ class Episode:
     def _judge(self) -> None:
         log = self._serving.log()[self._log_begin :]
         for model, wound in self._happened.wounds.items():
-            # the worker was given up, and then started again by a rollout that was already running
+            # the worker was given up, and then started again by a turnover that was already running
             wound.refused = wound.refused or (wound.restarted and invariants.given_up(log, model))
         if self._plan.final:  # the supervisor has ended, so only its log tells
             for name in self._generations:

@@ -241,7 +241,7 @@ class End:
 
 
 def given_up(log: str, model: str) -> bool:
-    """Return whether a worker of the model was given up. The worker may have had a temporary name during a rollout."""
+    """Return whether a worker of the model was given up. The worker may have had a temporary name during a turnover."""
     verdicts = filter(None, map(_VERDICT.search, log.splitlines()))
     return any(v["model"] == model and v["verdict"] == "not tried again" for v in verdicts)
 
@@ -272,7 +272,7 @@ def ends_of(log: str, worker: str, window_s: float) -> list[End]:
 def tried_too_often(ends: list[End], limit: int) -> Iterable[Violation]:
     """Yield a violation for each end after which the worker should have been given up and was not.
 
-    ``ends`` are those of one worker that no rollout has exchanged meanwhile.
+    ``ends`` are those of one worker that no turnover has exchanged meanwhile.
     """
     for end in ends:
         if end.counts and end.recent >= limit and end.verdict.startswith("next try"):

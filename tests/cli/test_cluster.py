@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click import unstyle
 
-from modelctl.cli.cluster import NO_CLUSTER, described, text_of
+from modelctl.cli.cluster import NO_CLUSTER, cluster_text, described
 from modelctl.cli.tables import columns_of
 from tests.hidden_packages import Hidden
 from tests.keyed import free_port
@@ -56,7 +56,7 @@ def test_each_machine_has_its_workers() -> None:
     assert found["waiting"] == [
         {"name": "llama-8b:4", "node": "auto", "reason": "no other machine has 1 GPUs free"}
     ]  # fmt: skip
-    shown = rows(unstyle(text_of(found, None)))
+    shown = rows(unstyle(cluster_text(found, None)))
     assert shown["NODE"].split() == ["NODE", "STATE", "ADDRESS", "GPUS", "LEASED", "VERSION", "HEARD", "WORKERS"]
     assert shown["desk"].split() == [
         "desk",
@@ -85,14 +85,14 @@ def test_each_machine_has_its_workers() -> None:
     ],
 )
 def test_what_is_wrong_stands_above(fields: dict[str, Any], says: str) -> None:
-    first, second, *_ = text_of(described(status(**fields)), None).splitlines()
+    first, second, *_ = cluster_text(described(status(**fields)), None).splitlines()
     assert first == "Ray cluster auto; workers on other machines connect to tcp://10.0.0.5:5571"
     assert second.startswith(says)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_it_fits_a_terminal(width: int) -> None:
-    lines = unstyle(text_of(described(status(gone=[])), width)).splitlines()
+    lines = unstyle(cluster_text(described(status(gone=[])), width)).splitlines()
     assert max(map(columns_of, lines)) <= width
     assert any(line.startswith("big-box") for line in lines)
 

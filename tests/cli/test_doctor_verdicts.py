@@ -124,7 +124,7 @@ def test_the_machine(found: Finding, verdict: str, text: str) -> None:
     [(True, 50 * GIB, "ok"), (True, 1000, "warn"), (True, 0, "bad"), (False, 50 * GIB, "bad"), (True, None, "warn")],
 )
 def test_a_disk(writable: bool, free: int | None, verdict: str) -> None:
-    place = doctor.Place("logs", Path("/var/log/modelctl"), Path("/var/log"), writable, free)
+    place = doctor.WrittenDirectory("logs", Path("/var/log/modelctl"), Path("/var/log"), writable, free)
     found = doctor.disk_of(place)
     assert str(found.verdict) == verdict
     assert bool(found.remedy) is (verdict != "ok")

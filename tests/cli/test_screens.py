@@ -12,7 +12,7 @@ from modelctl.cli import requests as usage
 from modelctl.cli.findings import bad
 from modelctl.cli.logs import line_of
 from modelctl.cli.tables import columns_of
-from modelctl.cli.top import Readings, View, drawn
+from modelctl.cli.top import Readings, TopView, drawn
 from supervisor.config.file import examine_config
 from supervisor.placement.estimates import fit
 from tools import demo_models
@@ -78,11 +78,11 @@ def keys_of(names: tuple[str, ...], width: int | None) -> str:
         "tokens_per_minute": 1_000_000, "keep_alive_s": 3600, "created": "2026-01-31T12:00:00Z",
         "expires": "2027-01-31T12:00:00Z", "public_key": "k" * 40,
     }  # fmt: skip
-    return keys.text_of([{"name": name, **entry} for name in names], width)
+    return keys.keys_text([{"name": name, **entry} for name in names], width)
 
 
 def findings(names: tuple[str, ...], width: int | None) -> str:
-    return "\n".join(doctor.text_of(bad(name, WHY, "download the file again"), width) for name in names)
+    return "\n".join(doctor.finding_text(bad(name, WHY, "download the file again"), width) for name in names)
 
 
 def events_of(names: tuple[str, ...], width: int | None) -> str:
@@ -95,7 +95,7 @@ def top(names: tuple[str, ...], width: int | None) -> str:
     told = {"supervisor": {"version": "0.1.0", "uptime_s": 1e6}, "models": models(names), "gpus": []}
     made = [request(name, number) for number, name in enumerate(names)]
     readings.update(told, {"requests": made, "total": 3}, 1.0)
-    return "\n".join(drawn(readings, View(), width or 400, 30, colours=False))
+    return "\n".join(drawn(readings, TopView(), width or 400, 30, colours=False))
 
 
 TABLES: Mapping[str, Callable[[tuple[str, ...], int | None], str]] = {
@@ -185,7 +185,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], 
     file.write_text(yaml.safe_dump({"models": entries}))
     box = plan._made_up([24 << 30])
     outcomes = fit(plan._candidates(examine_config(file), installed=False), box, {}, None)
-    return lambda width: unstyle(plan.text_of(outcomes, box, {}, width))
+    return lambda width: unstyle(plan.plan_text(outcomes, box, {}, width))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from modelctl.cli import service as commands
-from modelctl.cli.service import MARK, Scope, Unit, quoted
+from modelctl.cli.service import MARK, ServiceScope, Unit, quoted
 from supervisor.config.server import StopConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,25 +33,25 @@ def service(directory: Path, *arguments: str, **environment: str) -> subprocess.
     )
 
 
-def shown(scope: Scope) -> Unit:
+def shown(scope: ServiceScope) -> Unit:
     """Return the unit that deploy/systemd shows."""
-    user = "modelctl" if scope is Scope.SYSTEM else ""
-    config = "/etc/modelctl/models.yaml" if scope is Scope.SYSTEM else "/home/ann/serving/models.yaml"
-    command = "/opt/modelctl/bin/modelctl" if scope is Scope.SYSTEM else "/home/ann/modelctl-env/bin/modelctl"
+    user = "modelctl" if scope is ServiceScope.SYSTEM else ""
+    config = "/etc/modelctl/models.yaml" if scope is ServiceScope.SYSTEM else "/home/ann/serving/models.yaml"
+    command = "/opt/modelctl/bin/modelctl" if scope is ServiceScope.SYSTEM else "/home/ann/modelctl-env/bin/modelctl"
     return Unit(scope, [command], Path(config), StopConfig(), user)
 
 
-@pytest.mark.parametrize("scope", list(Scope))
-def test_the_files_in_deploy_are_what_it_writes(scope: Scope) -> None:
-    name = "modelctl.service" if scope is Scope.SYSTEM else "modelctl-user.service"
+@pytest.mark.parametrize("scope", list(ServiceScope))
+def test_the_files_in_deploy_are_what_it_writes(scope: ServiceScope) -> None:
+    name = "modelctl.service" if scope is ServiceScope.SYSTEM else "modelctl-user.service"
     assert (DEPLOY / name).read_text() == shown(scope).text()
 
 
 def test_the_time_to_stop_follows_models_yaml() -> None:
-    usual = shown(Scope.SYSTEM)
+    usual = shown(ServiceScope.SYSTEM)
     assert f"\nTimeoutStopSec={usual.stop_s}\n" in usual.text()
     assert usual.stop_s > 30 + 5 + 2
-    longer = Unit(Scope.USER, usual.command, usual.config, StopConfig(drain=300.0))
+    longer = Unit(ServiceScope.USER, usual.command, usual.config, StopConfig(drain=300.0))
     assert longer.stop_s == usual.stop_s + 270
 
 
@@ -90,7 +90,7 @@ def test_install_and_uninstall_say_what_they_did_in_json(tmp_path: Path, monkeyp
     """A stand-in for systemctl takes the orders, since systemd may not run here."""
     orders: list[tuple[str, ...]] = []
 
-    def systemctl(scope: Scope, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def systemctl(scope: ServiceScope, *arguments: str) -> subprocess.CompletedProcess[str]:
         orders.append((str(scope), *arguments))
         return subprocess.CompletedProcess(arguments, 0, "", "")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from modelctl.cli.top import HISTORY, REVERSE, SORTS, Readings, View, drawn, moved
+from modelctl.cli.top import HISTORY, REVERSE, SORTS, Readings, TopView, drawn, moved
 from tests.cli.programs import MODELCTL, Terminal
 from tests.serving import Serving, engine
 
@@ -46,20 +46,20 @@ def readings(models: int = 2, requests: int = 3, seconds: int = 1) -> Readings:
 
 def test_machines_are_shown_if_there_are_others() -> None:
     made = readings()
-    heading = next(line for line in drawn(made, View(), 200, 24, colours=False) if "NAME" in line)
+    heading = next(line for line in drawn(made, TopView(), 200, 24, colours=False) if "NAME" in line)
     assert "NODE" not in heading.split()
     nodes = [{"name": "desk", "gpus": 0.0, "free": 0.0}, {"name": "big-box", "gpus": 4.0, "free": 1.0}]
     cluster = {"trouble": None, "nodes": nodes, "gone": [{"name": "old-box"}]}
     made.status["supervisor"]["cluster"] = cluster
     made.status["models"][1]["node"] = "big-box"
-    lines = drawn(made, View(), 200, 24, colours=False)
+    lines = drawn(made, TopView(), 200, 24, colours=False)
     assert "cluster: 2 machines, 3 of 4 GPUs leased; gone: old-box" in [line.strip() for line in lines]
     heading = next(line for line in lines if "NAME" in line)
     assert heading.split()[:4] == ["NAME", "STATE", "NODE", "GPU"]
     shown = [line.split()[2] for line in lines if "model-" in line]
     assert shown == ["-", "big-box"]
     cluster["trouble"] = "the package ray is not installed"
-    assert "cluster: the package ray is not installed" in drawn(made, View(), 200, 24, colours=False)[2]
+    assert "cluster: the package ray is not installed" in drawn(made, TopView(), 200, 24, colours=False)[2]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 250])
@@ -67,7 +67,7 @@ def test_machines_are_shown_if_there_are_others() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 5, 200])
 def test_the_screen_fits_every_terminal(width: int, height: int, rows: int) -> None:
     for colours in (False, True):
-        view = View(pane="requests", chosen={"models": "model-0", "requests": f"2-{rows}"})
+        view = TopView(pane="requests", chosen={"models": "model-0", "requests": f"2-{rows}"})
         lines = drawn(readings(max(1, rows // 10), rows, 3), view, width, height, colours=colours)
         shown = [ESCAPES.sub("", line) for line in lines]
         assert len(lines) == height
@@ -78,7 +78,7 @@ def test_the_screen_fits_every_terminal(width: int, height: int, rows: int) -> N
 
 
 def test_what_stands_on_the_screen() -> None:
-    lines = drawn(readings(seconds=3), View(), 120, 24, colours=False)
+    lines = drawn(readings(seconds=3), TopView(), 120, 24, colours=False)
     assert lines[0].startswith("2 of 2 workers ready, 4 running, 2 waiting, 241 tokens/s, up 2 d 7 h")
     assert lines[1] == "GPU 0 [###############-----] 60.0 GiB of 80.0 GiB"
     table = [line.split() for line in lines]
@@ -103,7 +103,7 @@ def test_what_stands_on_the_screen() -> None:
 
 
 def test_narrow_tables_lose_columns_and_no_rows() -> None:
-    lines = drawn(readings(), View(), 44, 24, colours=False)
+    lines = drawn(readings(), TopView(), 44, 24, colours=False)
     assert [line.split()[0] for line in lines if line.startswith("2-")] == ["2-1", "2-2", "2-3"]
     assert not any("PROMPT" in line for line in lines)
 

@@ -12,7 +12,7 @@ from supervisor.config.file import ModelSpec
 from supervisor.config.models import ENGINE_KEYS, ModelConfig, marked
 from supervisor.config.reading import fit
 from supervisor.config.server import FileConfig, SupervisorConfig
-from supervisor.fleet.rollouts import Change, changes
+from supervisor.fleet.turnovers import Change, changes
 from tools.docs.configuration import ENGINE_OPTIONS, Key, all_keys, example_value, keys_of
 
 KEYS = {key.path: key for key in all_keys()}

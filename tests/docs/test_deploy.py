@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from modelctl.cli.service import Scope, Unit
+from modelctl.cli.service import ServiceScope, Unit
 from supervisor.config.file import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def config_of(place: str, directory: Path) -> Config:
 
 
 def stop_s(config: Config) -> int:
-    return Unit(Scope.SYSTEM, ["modelctl"], config.file, config.supervisor.stop).stop_s
+    return Unit(ServiceScope.SYSTEM, ["modelctl"], config.file, config.supervisor.stop).stop_s
 
 
 def final_stage(instruction: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from protocol import bodies
-from protocol.bodies import APPEARS, Place
+from protocol.bodies import APPEARS, Where
 from protocol.codec import pack_body, split_events, unpack_body, unpack_event
 from protocol.errors import ErrorCode
 from protocol.messages import Call, Cancel, Error, EventFlag, Events, Generate, GoAway, Message, Ping, Pong, Reply
@@ -39,7 +39,7 @@ class Recorder(RawClient):
 
     def __init__(self, *where: Any, **options: Any) -> None:
         self.found: list[str] = []
-        self.errors_at: set[tuple[ErrorCode, Place]] = set()
+        self.errors_at: set[tuple[ErrorCode, Where]] = set()
         self.kinds: set[str] = set()
         self.messages: list[Message] = []
         self.replies_to: dict[int, dict[str, Any]] = {}
@@ -57,23 +57,23 @@ class Recorder(RawClient):
             body = unpack_body(message.body)  # type: ignore[union-attr]
             self.found += differences(body, described, name)
             if isinstance(message, Error):
-                place = Place.FRAME if "refused" in body else Place.CONNECTION
-                self._note_error(body, Place.REQUEST if message.request else place)
+                place = Where.FRAME if "refused" in body else Where.CONNECTION
+                self._note_error(body, Where.REQUEST if message.request else place)
             elif isinstance(message, Reply):
                 self.replies_to[message.call] = body
                 if "error" in body:
-                    self._note_error(body["error"], Place.REPLY)
+                    self._note_error(body["error"], Where.REPLY)
 
     def _note_event(self, flags: int, fields: dict[str, Any]) -> None:
         described: type = bodies.DeltaEvent
         if flags & EventFlag.ERROR:
             described = bodies.ErrorEvent
-            self._note_error(fields["error"], Place.EVENT)
+            self._note_error(fields["error"], Where.EVENT)
         elif flags & EventFlag.FINISHED:
             described = bodies.FinishedEvent
         self.found += differences(fields, described, described.__name__)
 
-    def _note_error(self, error: dict[str, Any], place: Place) -> None:
+    def _note_error(self, error: dict[str, Any], place: Where) -> None:
         self.errors_at.add((ErrorCode(error["code"]), place))
 
     def ask(self, number: int, verb: str, **params: Any) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def test_the_status_of_a_port_over_tcp() -> None:
         while client.receive() != Pong(1):
             pass
         client.check()
-        wanted = {(ErrorCode.FORBIDDEN, Place.REQUEST), (ErrorCode.FORBIDDEN, Place.FRAME)}
+        wanted = {(ErrorCode.FORBIDDEN, Where.REQUEST), (ErrorCode.FORBIDDEN, Where.FRAME)}
         assert client.errors_at == wanted
 
 
@@ -221,7 +221,7 @@ def test_goaway() -> None:
         while not client.heard[1].ends:
             client.receive()
         assert client.heard[1].ends == ["length"]
-        assert client.errors_at == {(ErrorCode.DRAINING, Place.REQUEST)}
+        assert client.errors_at == {(ErrorCode.DRAINING, Where.REQUEST)}
         client.check()
         serving.process.wait(WITHIN)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from model_worker.engines.paged import attention as paged_attention
-from model_worker.engines.paged.launch import Shape, Step
+from model_worker.engines.paged.launch import AttentionShape, AttentionStep
 
 
 def way(name: str) -> paged_attention.AttentionPath:
@@ -25,7 +25,7 @@ def way(name: str) -> paged_attention.AttentionPath:
 class Case:
     """One call of paged attention, with tensors on the CPU. ``after``: the caches with the new tokens in them."""
 
-    shape: Shape
+    shape: AttentionShape
     lengths: torch.Tensor
     table: torch.Tensor
     q: torch.Tensor
@@ -35,7 +35,7 @@ class Case:
     expected: torch.Tensor
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Compute the attention of one sequence in float64. q [n, heads, d] are the last n positions of k and v
     [m, kv_heads, d]."""
     n, m = q.shape[0], k.shape[0]
@@ -50,7 +50,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -
     return torch.einsum("hnm,mhd->nhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
 
 
-def make(shape: Shape, before: list[int], seed: int, garbage: float = math.nan) -> Case:
+def make(shape: AttentionShape, before: list[int], seed: int, garbage: float = math.nan) -> Case:
     """Return a case whose sequences have ``before`` tokens before the new ones. Their pages are in random order.
 
     Pages and parts of pages that no sequence uses hold ``garbage``. NaN shows whether they are read. Paths that gather
@@ -100,7 +100,7 @@ def random_case(seed: int, dtype: torch.dtype, few_tokens: bool = False, garbage
     if few_tokens:
         kv_heads, group = rng.randint(1, 2), rng.choice([1, 2, 3, 7])
     head_dim = rng.choice([32, 64, 80, 96, 128, 256])
-    shape = Shape(
+    shape = AttentionShape(
         batch=batch,
         q_len=q_len,
         heads=kv_heads * group,
@@ -119,7 +119,7 @@ def random_case(seed: int, dtype: torch.dtype, few_tokens: bool = False, garbage
 
 def compare(case: Case, taken: paged_attention.AttentionPath, device: str) -> bool:
     """Assert that an attention path gives the case's answer, twice. Return False if it does not support the shape."""
-    step = Step(case.lengths.to(device), case.table.to(device))
+    step = AttentionStep(case.lengths.to(device), case.table.to(device))
     with torch.inference_mode():
         attend = taken.plan(step, case.shape)
         if attend is None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from model_worker.engines.banned import MOST_IN_A_ROW, BannedStrings, Verdict, fold
+from model_worker.engines.banned import MOST_IN_A_ROW, BannedStrings, BanVerdict, fold
 from protocol.messages import FinishReason
 
 PIECES = ["", "a", "b", "c", "ab", "bc", "A", "ca", " ", "abc", "cab"]
@@ -32,7 +32,7 @@ def generate(
     """Generate an answer. ``draw`` returns a token, -1 for an end token, or None if no token may be drawn."""
     answer = Answer()
 
-    def take(verdict: Verdict) -> bool:
+    def take(verdict: BanVerdict) -> bool:
         """Apply a verdict. Return whether the answer ends."""
         answer.text += verdict.text
         answer.delivered += verdict.tokens
@@ -94,18 +94,18 @@ def say(banned: Sequence[str], words: Sequence[Sequence[str]], *, limit: int = 9
 
 def test_without_a_hit_all_is_delivered_at_once() -> None:
     judge = BannedStrings(["xyz"], limit=9)
-    assert judge.push(1, "hello") == Verdict(1, "hello")
-    assert judge.push(2, " world") == Verdict(1, " world")
-    assert judge.finish() == Verdict()
+    assert judge.push(1, "hello") == BanVerdict(1, "hello")
+    assert judge.push(2, " world") == BanVerdict(1, " world")
+    assert judge.finish() == BanVerdict()
 
 
 def test_what_may_begin_a_banned_string_waits_with_its_whole_token() -> None:
     judge = BannedStrings(["bad word"], limit=9)
-    assert judge.push(1, "a b") == Verdict()
-    assert judge.push(2, "ad ") == Verdict()
-    assert judge.push(3, "day") == Verdict(3, "a bad day")
-    assert judge.push(4, " ba") == Verdict()
-    assert judge.finish("\ufffd") == Verdict(1, " ba\ufffd")
+    assert judge.push(1, "a b") == BanVerdict()
+    assert judge.push(2, "ad ") == BanVerdict()
+    assert judge.push(3, "day") == BanVerdict(3, "a bad day")
+    assert judge.push(4, " ba") == BanVerdict()
+    assert judge.finish("\ufffd") == BanVerdict(1, " ba\ufffd")
 
 
 def test_the_way_back_leads_to_the_token_where_the_string_began() -> None:
@@ -114,10 +114,10 @@ def test_the_way_back_leads_to_the_token_where_the_string_began() -> None:
     judge = BannedStrings(["bad word"], limit=9)
     judge.push(1, "it")
     judge.push(2, " is a")
-    assert [judge.push(3, " ba"), judge.push(4, "d w")] == [Verdict(), Verdict()]
-    assert judge.push(5, "ord!") == Verdict(back_to=2)
+    assert [judge.push(3, " ba"), judge.push(4, "d w")] == [BanVerdict(), BanVerdict()]
+    assert judge.push(5, "ord!") == BanVerdict(back_to=2)
     assert (judge.position, judge.blocked) == (2, {3})
-    assert judge.push(6, " good") == Verdict(1, " good")
+    assert judge.push(6, " good") == BanVerdict(1, " good")
     assert judge.blocked == frozenset()
 
 
@@ -128,15 +128,15 @@ def test_hits_at_the_same_place_add_up() -> None:
 
 def test_the_way_back_beyond_an_earlier_one_forgets_what_was_blocked_behind_other_tokens() -> None:
     judge = BannedStrings(["ab", "cdx", "cde"], limit=9)
-    assert judge.push(0, "c") == Verdict()
-    assert judge.push(1, "d") == Verdict()
-    assert judge.push(2, "ab") == Verdict(back_to=2)
+    assert judge.push(0, "c") == BanVerdict()
+    assert judge.push(1, "d") == BanVerdict()
+    assert judge.push(2, "ab") == BanVerdict(back_to=2)
     assert judge.blocked == {2}
-    assert judge.push(3, "x") == Verdict(back_to=0)
-    assert judge.push(4, "C") == Verdict()
-    assert judge.push(1, "d") == Verdict()
+    assert judge.push(3, "x") == BanVerdict(back_to=0)
+    assert judge.push(4, "C") == BanVerdict()
+    assert judge.push(1, "d") == BanVerdict()
     assert judge.blocked == frozenset(), "another token stands before it now"
-    assert judge.push(3, "E") == Verdict(back_to=0)
+    assert judge.push(3, "E") == BanVerdict(back_to=0)
     assert judge.blocked == {0, 4}
 
 
@@ -172,28 +172,28 @@ def test_folding_keeps_every_character_in_its_place(text: str) -> None:
 
 def test_a_character_in_several_tokens_is_gone_back_to_whole() -> None:
     judge = BannedStrings(["🐻"], limit=9)
-    assert judge.push(1, "a ") == Verdict(1, "a ")
-    assert [judge.push(2, ""), judge.push(3, "")] == [Verdict(), Verdict()]
-    assert judge.push(4, "🐻") == Verdict(back_to=1)
+    assert judge.push(1, "a ") == BanVerdict(1, "a ")
+    assert [judge.push(2, ""), judge.push(3, "")] == [BanVerdict(), BanVerdict()]
+    assert judge.push(4, "🐻") == BanVerdict(back_to=1)
     assert judge.blocked == {2}
     judge = BannedStrings(["b"], limit=9)
     judge.push(2, "")
-    assert judge.push(3, "éb") == Verdict(back_to=1), "the character before it is not at fault"
+    assert judge.push(3, "éb") == BanVerdict(back_to=1), "the character before it is not at fault"
 
 
 def test_a_character_that_is_not_banned_comes_with_its_tokens() -> None:
     judge = BannedStrings(["🐻"], limit=9)
-    assert [judge.push(2, ""), judge.push(3, "")] == [Verdict(), Verdict()]
-    assert judge.push(4, "🦊") == Verdict(3, "🦊")
+    assert [judge.push(2, ""), judge.push(3, "")] == [BanVerdict(), BanVerdict()]
+    assert judge.push(4, "🦊") == BanVerdict(3, "🦊")
     judge.push(5, "")
-    assert judge.finish("\ufffd") == Verdict(1, "\ufffd")
+    assert judge.finish("\ufffd") == BanVerdict(1, "\ufffd")
 
 
 def test_a_healed_token_without_text_is_no_part_of_a_character() -> None:
     for healed, back in ((True, 1), (False, 0)):
         judge = BannedStrings(["bad"], limit=9, healed=healed)
-        assert judge.push(7, "") == Verdict()
-        assert judge.push(8, "bad") == Verdict(back_to=back)
+        assert judge.push(7, "") == BanVerdict()
+        assert judge.push(8, "bad") == BanVerdict(back_to=back)
 
 
 def test_stop_strings_cut_the_text_first() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from model_worker.engine import PromptScoring
 from model_worker.engines.exllamav2.decode.buckets import fitting, most_captured, page_sizes, row_sizes
-from model_worker.engines.exllamav2.decode.loop import Pace
+from model_worker.engines.exllamav2.decode.loop import ChunkSizer
 from protocol.request import SamplingParams
 from tests.engines.driver import GREEDY
 from tests.engines.exllamav2_cpu.harness import PAGE, Harness
@@ -187,7 +187,7 @@ def test_a_gap_is_counted_for_the_chunk_that_was_read_in_it() -> None:
 
 
 def test_the_pace_follows_what_was_measured() -> None:
-    pace = Pace(2048, limit_s=0.030)
+    pace = ChunkSizer(2048, limit_s=0.030)
     assert pace.tokens(running=False) == 2048
     assert pace.tokens(running=True) == 256, "nothing is known yet"
     for _ in range(20):
@@ -205,7 +205,7 @@ def test_the_pace_follows_what_was_measured() -> None:
 
 
 def test_tokens_with_log_probabilities_have_a_pace_of_their_own() -> None:
-    pace = Pace(2048, limit_s=0.030)
+    pace = ChunkSizer(2048, limit_s=0.030)
     pace.measured(0.006, 0)
     pace.measured(0.006 + 256 * 5e-6, 256)
     assert pace.tokens(running=True) == 2048

@@ -13,7 +13,7 @@ import torch
 from model_worker.engines.paged import attention as paged_attention
 from model_worker.engines.paged import attention as paged_sdpa
 from model_worker.engines.paged.attention import flash_attn_with_kvcache
-from model_worker.engines.paged.launch import Shape, Step
+from model_worker.engines.paged.launch import AttentionShape, AttentionStep
 from tests.engines import paged_cases
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_random_pages_lengths_heads_windows_and_caps_on_the_gpu(
 def test_long_sequences_and_many_on_the_gpu(head_dim: int, q_len: int, before: list[int]) -> None:
     needs_gpu()
     scale = head_dim**-0.5
-    shape = Shape(len(before), q_len, 8, 2, head_dim, 256, len(before) > 1, -1, scale, 0.0, torch.float16)
+    shape = AttentionShape(len(before), q_len, 8, 2, head_dim, 256, len(before) > 1, -1, scale, 0.0, torch.float16)
     case = paged_cases.make(shape, before, 1)
     assert paged_cases.compare(case, paged_cases.way("Triton"), "cuda")
 
@@ -100,7 +100,7 @@ def test_the_check_of_this_gpu_finds_the_kernels_right(head_dim: int) -> None:
 def test_what_a_step_shares_is_computed_once_and_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def counted(step: Step, shape: Shape) -> object:
+    def counted(step: AttentionStep, shape: AttentionShape) -> object:
         made.append(shape)
         return paged_sdpa.plan(step, shape)
 
@@ -125,7 +125,7 @@ def test_what_a_step_shares_is_computed_once_and_not_kept_for_the_next(monkeypat
 
 
 def test_tensor_parallel_attention_writes_into_its_output() -> None:
-    shape = Shape(2, 1, 4, 2, 32, 16, True, -1, 0.2, 0.0, torch.float32)
+    shape = AttentionShape(2, 1, 4, 2, 32, 16, True, -1, 0.2, 0.0, torch.float32)
     case = paged_cases.make(shape, [5, 20], 3, garbage=50)
     out = torch.empty_like(case.q)
     none = None
@@ -145,7 +145,7 @@ def test_attention_that_sees_the_future_is_refused() -> None:
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong", "writes elsewhere"])
 def test_a_way_that_does_not_work_is_left_out_and_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(step: Step, shape: Shape) -> object:
+    def plan(step: AttentionStep, shape: AttentionShape) -> object:
         good = paged_sdpa.plan(step, shape)
 
         def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *new: torch.Tensor) -> torch.Tensor:
@@ -165,9 +165,9 @@ def test_a_way_that_does_not_work_is_left_out_and_named(fault: str, monkeypatch:
     reason = {"raises": "RuntimeError: no compiler", "is wrong": "differs from SDPA by 5.0e-01"}
     assert said == f"paged: {SDPA.name}; not a new way: {reason.get(fault, 'writes other pages than SDPA')}"
     assert paged_attention.describe() == said
-    shape = Shape(1, 1, 2, 1, 32, 256, False, -1, 0.2, 0.0, torch.float32)
+    shape = AttentionShape(1, 1, 2, 1, 32, 256, False, -1, 0.2, 0.0, torch.float32)
     case = paged_cases.make(shape, [5], 1, garbage=50)
-    assert paged_attention.choose(Step(case.lengths, case.table), shape)[0] == SDPA.name
+    assert paged_attention.choose(AttentionStep(case.lengths, case.table), shape)[0] == SDPA.name
 
 
 def test_the_stand_ins_are_what_exllamav2_looks_for() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from model_worker.engine import Job
-from model_worker.intake import AnswerFormat, calls_text
+from model_worker.intake import ModelTraits, calls_text
 from protocol.answer_formats.families import FAMILIES
 from protocol.chat import ChatMessage
 from protocol.errors import RequestError
@@ -107,7 +107,7 @@ def test_a_schema_that_takes_long_to_compile_is_refused(walker: Walker, format: 
 
 def test_a_shape_comes_behind_the_reasoning_and_the_header_of_harmony(walker: Walker) -> None:
     """The marker that begins the reasoning begins like the header of a text. A prompt ends in front of both."""
-    format = AnswerFormat("harmony", ("<|channel|>analysis<|message|>", "<|end|>"))
+    format = ModelTraits("harmony", ("<|channel|>analysis<|message|>", "<|end|>"))
     request = GenerateRequest(
         messages=(ChatMessage(role="user", content="x"),), json_schema='{"enum":["yes"]}', with_format=True
     )

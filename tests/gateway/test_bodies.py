@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gateway.http.body import PACE_BYTES, UNCHECKED_BYTES, BodyMemory, HeldBody, Pace, memory_of
+from gateway.http.body import PACE_BYTES, UNCHECKED_BYTES, BodyMemory, BodyTimer, HeldBody, memory_of
 from gateway.http.errors import ApiError
 from protocol.process.worker_spec import GatewaySettings
 from supervisor.config.server import GatewayConfig, gateway_problems
@@ -120,7 +120,7 @@ def test_a_body_that_stalls_is_ended_and_its_memory_is_free(
 
 
 def test_a_body_that_comes_at_its_pace_is_not_ended() -> None:
-    pace = Pace(60, 10, 0)
+    pace = BodyTimer(60, 10, 0)
     assert pace.due == 10
     assert "bytes in each 10 s" in pace.error().message
     pace.add(PACE_BYTES - 1, 9)

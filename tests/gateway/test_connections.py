@@ -14,7 +14,7 @@ import uvicorn
 
 from gateway import server as connection
 from gateway.orders import Places
-from gateway.server import HEAD_BYTES, IDLE_S, MOST_PIPELINED, AcceptingServer, Connection
+from gateway.server import HEAD_BYTES, IDLE_S, MOST_PIPELINED, AcceptingServer, HttpConnection
 from tests.serving import WITHIN, wait_until
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -284,6 +284,6 @@ def test_nothing_is_kept_of_a_connection_that_was_reset(server: Server) -> None:
 
     def kept() -> int:
         gc.collect()
-        return sum(type(one) is Connection for one in gc.get_objects())
+        return sum(type(one) is HttpConnection for one in gc.get_objects())
 
     wait_until(lambda: not kept(), what="the connections to be forgotten")

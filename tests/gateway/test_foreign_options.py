@@ -11,7 +11,7 @@ import pytest
 from gateway.http.answers import Notes
 from gateway.http.errors import ApiError
 from gateway.openai.foreign_options import IGNORED, NO_EFFECT, NOT_OFFERED, SYNONYMS, nearest
-from gateway.openai.requests import KNOWN, Wanted, read_chat, read_completion
+from gateway.openai.requests import KNOWN, ApiRequest, read_chat, read_completion
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving, engine
 
@@ -162,7 +162,7 @@ def chat(more: dict[str, Any], notes: Notes | None = None) -> dict[str, Any]:
     return dict(read_chat(CHAT | more, notes or Notes()).options)
 
 
-def completion(more: dict[str, Any], notes: Notes | None = None) -> Wanted:
+def completion(more: dict[str, Any], notes: Notes | None = None) -> ApiRequest:
     return read_completion({"model": "m", "prompt": "x"} | more, notes or Notes())[1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from model_worker.engine import ChatTemplate
-from model_worker.rendering import NINE, Form, UnfitError, adapt
+from model_worker.rendering import NINE, TemplateForm, UnfitError, adapt
 from protocol.errors import RequestError
 from tests.chat import format_of, render
 
@@ -144,7 +144,7 @@ def test_ids_of_nine_characters() -> None:
     later = rendered(of, user("more"), call("other"), result("other", "z"), call("call_1"), result("call_1", "x"))
     assert ids[0] in later
     many = [f"toolu_{i}" for i in range(2000)]
-    adapted, _ = adapt([call(*many)], None, Form(nine=True))
+    adapted, _ = adapt([call(*many)], None, TemplateForm(nine=True))
     assert len({one["id"] for one in adapted[0]["tool_calls"]}) == 2000
 
 
@@ -247,7 +247,7 @@ def test_tools_have_their_keys_in_the_usual_order() -> None:
     schema = {"type": "object"}
     odd = {"function": {"strict": True, "parameters": schema, "description": "Tell it.", "name": "weather"},
            "type": "function"}  # fmt: skip
-    _, tools = adapt([user()], [odd], Form())
+    _, tools = adapt([user()], [odd], TemplateForm())
     assert json.dumps(tools) == json.dumps(
         [{"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": schema,
                                            "strict": True}}]
@@ -281,9 +281,9 @@ def test_a_template_that_shows_tools_and_no_calls_gets_the_calls_as_texts() -> N
 
 def test_calls_that_cannot_be_shown_are_refused_by_name() -> None:
     with pytest.raises(UnfitError, match="does not show calls of tools: leave out tool_calls"):
-        adapt([user(), call("1")], None, Form(calls=False))
+        adapt([user(), call("1")], None, TemplateForm(calls=False))
     with pytest.raises(RequestError, match="shows no text beside calls"):
-        render(PLAIN, [user(), call("1", content="so")], forms=[Form(text_beside_calls=False)] * 2)
+        render(PLAIN, [user(), call("1", content="so")], forms=[TemplateForm(text_beside_calls=False)] * 2)
 
 
 # the format of calls is claimed only if it was tried
@@ -319,8 +319,8 @@ def test_a_template_that_fails_every_probe(source: str, why: str, monkeypatch: p
 
 
 def test_a_form_from_a_process_that_was_taken_over_is_checked() -> None:
-    good = Form().to_wire()
+    good = TemplateForm().to_wire()
     for bad in (None, {}, good | {"more": 1}, good | {"nine": 1}, good | {"parts": [1]}, good | {"error": None}):
         with pytest.raises(ValueError, match="no form"):
-            Form.from_wire(bad)
-    assert Form.from_wire(json.loads(json.dumps(good))) == Form()
+            TemplateForm.from_wire(bad)
+    assert TemplateForm.from_wire(json.loads(json.dumps(good))) == TemplateForm()

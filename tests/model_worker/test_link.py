@@ -39,10 +39,10 @@ def test_a_worker_says_nothing_to_another_user(runtime_dir: Path) -> None:
     """After the worker's start, the runtime directory may have been removed, and made again by another user."""
     runtime_dir.chmod(0o777)
     code = (
-        "import os, sys; from model_worker.link import SupervisorLink\n"
+        "import os, sys; from model_worker.link import WorkerLink\n"
         "from protocol.process.worker_spec import EngineSpec, WorkerSpec\n"
         "spec = WorkerSpec(EngineSpec('m', '', '/'), 1, '', f'ipc://{sys.argv[1]}/back', b'w', '', os.getppid())\n"
-        "SupervisorLink(spec).hello()"
+        "WorkerLink(spec).hello()"
     )
     with stranger(runtime_dir, ["back"]) as her:
         done = subprocess.run(

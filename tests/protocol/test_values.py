@@ -5,7 +5,19 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from protocol.values import FieldsDisagree, Flaw, Length, Read, Record, Then, Unfit, Wanted, Within, read, reader
+from protocol.values import (
+    Allowed,
+    CheckedValues,
+    FieldsDisagree,
+    Flaw,
+    Length,
+    ReadWith,
+    Then,
+    Unfit,
+    Within,
+    read,
+    reader,
+)
 
 
 def _even(value: int) -> int:
@@ -14,12 +26,12 @@ def _even(value: int) -> int:
     return value
 
 
-class Turn(Record):
+class Turn(CheckedValues):
     role: Literal["user", "tool"]
     text: Annotated[str, Length(1, 5)] | None = None
 
 
-class Asked(Record):
+class Asked(CheckedValues):
     turns: Annotated[tuple[Turn, ...], Length(1, 2)] | None = None
     ids: tuple[Annotated[int, Within(0, 9)], ...] = ()
     seed: Annotated[int, Within(0, 1 << 63, below=True)] | None = None
@@ -66,21 +78,21 @@ def test_a_record_knows_what_was_given() -> None:
 @pytest.mark.parametrize(
     ("given", "path", "value", "problem"),
     [
-        ([], (), [], Wanted(dict)),
+        ([], (), [], Allowed(dict)),
         ({"rw": 1}, ("rw",), 1, ("turns", "ids", "seed", "mode", "share", "half", "raw")),
         ({b"raw": 1}, (b"raw",), 1, ("turns", "ids", "seed", "mode", "share", "half", "raw")),
         ({"rw": 1, "raw": "x"}, ("rw",), 1, ("turns", "ids", "seed", "mode", "share", "half", "raw")),
-        ({"raw": "x"}, ("raw",), "x", Wanted(bytes)),
-        ({"raw": b"", "share": True}, ("share",), True, Wanted(float, Within(0, 1))),
-        ({"raw": b"", "share": float("nan")}, ("share",), None, Wanted(float, Within(0, 1))),
-        ({"raw": b"", "seed": 1 << 63}, ("seed",), 1 << 63, Wanted(int, Within(0, 1 << 63, below=True))),
-        ({"raw": b"", "mode": 1}, ("mode",), 1, Wanted((0, 2))),
-        ({"raw": b"", "mode": []}, ("mode",), [], Wanted((0, 2))),
+        ({"raw": "x"}, ("raw",), "x", Allowed(bytes)),
+        ({"raw": b"", "share": True}, ("share",), True, Allowed(float, Within(0, 1))),
+        ({"raw": b"", "share": float("nan")}, ("share",), None, Allowed(float, Within(0, 1))),
+        ({"raw": b"", "seed": 1 << 63}, ("seed",), 1 << 63, Allowed(int, Within(0, 1 << 63, below=True))),
+        ({"raw": b"", "mode": 1}, ("mode",), 1, Allowed((0, 2))),
+        ({"raw": b"", "mode": []}, ("mode",), [], Allowed((0, 2))),
         ({"raw": b"", "half": 3}, ("half",), 3, "must be even"),
-        ({"raw": b"", "ids": "3"}, ("ids",), "3", Wanted(list, None, Annotated[int, Within(0, 9)])),
-        ({"raw": b"", "ids": [1, 10]}, ("ids", 1), 10, Wanted(int, Within(0, 9))),
-        ({"turns": []}, ("turns",), [], Wanted(list, Length(1, 2), Turn)),
-        ({"turns": [{"role": "user", "text": ""}]}, ("turns", 0, "text"), "", Wanted(str, Length(1, 5))),
+        ({"raw": b"", "ids": "3"}, ("ids",), "3", Allowed(list, None, Annotated[int, Within(0, 9)])),
+        ({"raw": b"", "ids": [1, 10]}, ("ids", 1), 10, Allowed(int, Within(0, 9))),
+        ({"turns": []}, ("turns",), [], Allowed(list, Length(1, 2), Turn)),
+        ({"turns": [{"role": "user", "text": ""}]}, ("turns", 0, "text"), "", Allowed(str, Length(1, 5))),
         ({"turns": [{}]}, ("turns", 0, "role"), None, None),
         ({}, (), {}, "give turns or raw"),
     ],
@@ -100,8 +112,8 @@ def test_fields_that_disagree() -> None:
 def test_a_typed_dict_is_a_map() -> None:
     assert read(Params, {"model": "a", "limit": 3}) == {"model": "a", "limit": 3}
     assert flaw_of(Params, {"now": True}) == Flaw(("model",))
-    assert flaw_of(Params, {"model": "a", "now": 1}).problem == Wanted(bool)
-    assert flaw_of(Params, {"model": "a", "limit": 0}).problem == Wanted(int, Within(1, 100))
+    assert flaw_of(Params, {"model": "a", "now": 1}).problem == Allowed(bool)
+    assert flaw_of(Params, {"model": "a", "limit": 0}).problem == Allowed(int, Within(1, 100))
 
 
 def test_every_flaw_or_the_first() -> None:
@@ -118,14 +130,14 @@ def test_every_flaw_or_the_first() -> None:
 class Entry:
     name: str
     sizes: dict[str, int]
-    where: Annotated[str, Read(lambda given: given.strip())] = ""
+    where: Annotated[str, ReadWith(lambda given: given.strip())] = ""
 
 
 def test_a_dataclass() -> None:
     assert read(Entry, {"name": "a", "sizes": {"x": 1}, "where": " y "}) == Entry("a", {"x": 1}, "y")
-    assert flaw_of(Entry, {"name": "a", "sizes": {"x": 1.0}}) == Flaw(("sizes", "x"), 1.0, Wanted(int))
-    assert flaw_of(Entry, {"name": "a", "sizes": {b"x": 1}}) == Flaw(("sizes", b"x"), b"x", Wanted(str))
-    assert flaw_of(Entry, {"name": "\ud800", "sizes": {}}).problem == Wanted(str)
+    assert flaw_of(Entry, {"name": "a", "sizes": {"x": 1.0}}) == Flaw(("sizes", "x"), 1.0, Allowed(int))
+    assert flaw_of(Entry, {"name": "a", "sizes": {b"x": 1}}) == Flaw(("sizes", b"x"), b"x", Allowed(str))
+    assert flaw_of(Entry, {"name": "\ud800", "sizes": {}}).problem == Allowed(str)
 
 
 def test_types_are_read_once() -> None:

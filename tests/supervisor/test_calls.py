@@ -7,7 +7,7 @@ import pytest
 
 from protocol.chat import QUESTIONS
 from protocol.results import result_of
-from protocol.verbs import ADMIN, QUESTION_VERBS, VERBS, NoParams, Scope, Verb
+from protocol.verbs import ADMIN, QUESTION_VERBS, VERBS, ModelScope, NoParams, Verb
 from supervisor.calls import Calls
 
 METHODS = {name: method for name, method in vars(Calls).items() if not name.startswith("_") and name != "answer"}
@@ -15,7 +15,7 @@ METHODS = {name: method for name, method in vars(Calls).items() if not name.star
 
 def test_a_verb_without_rights_or_without_a_scope_cannot_be_made() -> None:
     sound: dict[str, Any] = {
-        "rights": ADMIN, "scope": Scope.ALL, "params": NoParams, "result": "NoResult", "purpose": "Do it.",
+        "rights": ADMIN, "scope": ModelScope.ALL, "params": NoParams, "result": "NoResult", "purpose": "Do it.",
     }  # fmt: skip
     Verb(**sound)
     with pytest.raises(ValueError, match="name one right"):

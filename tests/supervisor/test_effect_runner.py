@@ -10,7 +10,7 @@ from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import JobMessage, Shutdown
 from supervisor.loop import EffectRunner
-from supervisor.requests.request import EffectQueue, EndConnection, ToClient, ToWorker, Wake, WorkerChanged
+from supervisor.requests.request import EffectQueue, EndConnection, LoadForRequests, ToClient, ToWorker, WorkerChanged
 from tests.serving import ROOT
 
 REVOKED = WireError(ErrorCode.UNAUTHORIZED, "this key was revoked")
@@ -76,8 +76,10 @@ class Box:
 def test_what_an_effect_causes_comes_behind_what_was_decided_before() -> None:
     """A start unloads another model, which moves that model's requests. All these effects come after JOB."""
     box = Box()
-    box.then["wake", "m"] = lambda: box.queue.add([WorkerChanged(), ToWorker("w", 1, b"MOVED"), Wake("other")])
-    done = box.run(ToClient(1, b"ACCEPTED"), Wake("m"), ToWorker("w", 1, b"JOB"))
+    box.then["wake", "m"] = lambda: box.queue.add(
+        [WorkerChanged(), ToWorker("w", 1, b"MOVED"), LoadForRequests("other")]
+    )
+    done = box.run(ToClient(1, b"ACCEPTED"), LoadForRequests("m"), ToWorker("w", 1, b"JOB"))
     assert done == [
         (1, b"ACCEPTED"), ("wake", "m"), (b"W1", b"JOB"), "advance", (b"W1", b"MOVED"), ("wake", "other")
     ]  # fmt: skip

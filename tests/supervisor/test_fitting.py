@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.values import Read, Unfit, Within
+from protocol.values import ReadWith, Unfit, Within
 from supervisor.config.models import ModelConfig
 from supervisor.config.reading import fit
 from supervisor.config.server import FileConfig, SupervisorConfig
@@ -30,7 +30,7 @@ class Outer:
     flag: bool = False
     share: Annotated[float, Within(0, 1, above=True)] | None = None
     mode: Literal["a", "b"] | None = None
-    half: Annotated[Any, Read(_even)] = None
+    half: Annotated[Any, ReadWith(_even)] = None
     sizes: list[Annotated[int, Within(1, 9)]] | None = None
     inner: Inner = field(default_factory=lambda: Inner(size=1))
     inners: dict[str, Inner] | None = None

@@ -6,20 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.config.folders import FolderModels, FoundModel, Listing, Picture, Seen, Verdict, list_folder
+from supervisor.config.folders import (
+    CheckResult,
+    FolderListing,
+    FolderModels,
+    FoundModel,
+    ModelDirectory,
+    Picture,
+    list_folder,
+)
 
 ROOT = Path("/data/models")
 QUIET_S = 30.0
 WALL = 1_000_000.0
-FINE = Verdict({"max_seq_len": 16384})
+FINE = CheckResult({"max_seq_len": 16384})
 
 
-def seen(name: str, *, age: float = 1000.0, size: int = 1, weakness: str | None = None) -> Seen:
-    return Seen(ROOT / name, (("config.json", size, 0, 0, 0),), WALL - age, weakness)
+def seen(name: str, *, age: float = 1000.0, size: int = 1, weakness: str | None = None) -> ModelDirectory:
+    return ModelDirectory(ROOT / name, (("config.json", size, 0, 0, 0),), WALL - age, weakness)
 
 
-def listing(*models: Seen, device: int | None = 1, empty: bool = False, whole: bool = True) -> Listing:
-    return Listing(ROOT, device, empty, models, whole=whole)
+def listing(*models: ModelDirectory, device: int | None = 1, empty: bool = False, whole: bool = True) -> FolderListing:
+    return FolderListing(ROOT, device, empty, models, whole=whole)
 
 
 class Folder:
@@ -33,12 +41,12 @@ class Folder:
     ) -> None:
         self.models = FolderModels(names or {}, directories, served or {}, QUIET_S)
 
-    def look(self, *listings: Listing, after: float = 0.0) -> list[str]:
+    def look(self, *listings: FolderListing, after: float = 0.0) -> list[str]:
         """Take in listings. Return the names of the models that are to be checked."""
         self.models.look(listings, WALL + after, 50.0 + after)
         return [model.name for model in self.models.due()]
 
-    def check(self, verdict: Verdict = FINE) -> None:
+    def check(self, verdict: CheckResult = FINE) -> None:
         for model in self.models.due():
             self.models.judge(model.directory, verdict)
 
@@ -76,7 +84,7 @@ def test_the_clock_of_a_file_server_may_be_wrong(ahead: float) -> None:
     folder = Folder()
     due = folder.look(listing(seen("A", age=-ahead)))
     assert due == ([] if ahead > 0 else ["a"])
-    folder.check(Verdict(None, "it lacks a file"))
+    folder.check(CheckResult(None, "it lacks a file"))
     assert folder.look(listing(seen("A", age=-ahead - 5.0, size=2)), after=10.0) == []
     assert folder.look(listing(seen("A", age=-ahead - 5.0, size=2)), after=39.0) == []
     assert folder.look(listing(seen("A", age=-ahead - 5.0, size=2)), after=40.0) == ["a"]
@@ -95,7 +103,7 @@ def test_a_model_stays_while_its_files_change_and_goes_with_its_directory() -> N
 def test_a_directory_that_failed_its_check_is_checked_again_when_its_files_have_changed() -> None:
     folder = Folder()
     folder.look(listing(seen("A")))
-    folder.check(Verdict(None, "it lacks a file"))
+    folder.check(CheckResult(None, "it lacks a file"))
     assert folder.look(listing(seen("A")), after=100.0) == []
     assert folder.picture.refused == {"/data/models/A": "it lacks a file"}
     assert folder.look(listing(seen("A", size=2)), after=110.0) == []
@@ -107,7 +115,7 @@ def test_a_directory_that_failed_its_check_is_checked_again_when_its_files_have_
 def test_a_check_that_could_not_be_made_is_repeated() -> None:
     folder = Folder()
     folder.look(listing(seen("A")))
-    folder.check(Verdict(None, "its file system does not answer", final=False))
+    folder.check(CheckResult(None, "its file system does not answer", final=False))
     assert folder.picture.refused
     assert folder.look(listing(seen("A"))) == ["a"]
 
@@ -156,10 +164,10 @@ def test_models_stay_while_their_folder_cannot_be_read() -> None:
     folder = Folder()
     folder.look(listing(seen("A"), seen("deep/B")))
     folder.check()
-    unreadable = Listing(ROOT, None, unread={str(ROOT): "Stale file handle"})
+    unreadable = FolderListing(ROOT, None, unread={str(ROOT): "Stale file handle"})
     folder.look(unreadable)
     assert (folder.names, folder.picture.unread) == (["a", "b"], {"/data/models": "Stale file handle"})
-    folder.look(Listing(ROOT, 1, models=[seen("A")], unread={"/data/models/deep": "Permission denied"}))
+    folder.look(FolderListing(ROOT, 1, models=[seen("A")], unread={"/data/models/deep": "Permission denied"}))
     assert folder.names == ["a", "b"]
     folder.look(listing(seen("A"), whole=False))
     assert folder.names == ["a", "b"], "the search ended before it was everywhere"
@@ -176,9 +184,9 @@ def test_after_a_reload_the_served_models_are_kept_until_they_are_checked() -> N
     assert due == ["a", "b"], "also one whose files have just changed"
     assert sorted(folder.picture.kept) == ["a", "b"], "c is gone"
     folder.models.judge(ROOT / "A", FINE)
-    folder.models.judge(ROOT / "B", Verdict(None, "its file system does not answer", final=False))
+    folder.models.judge(ROOT / "B", CheckResult(None, "its file system does not answer", final=False))
     assert (folder.names, folder.picture.kept) == (["a"], ["b"])
-    folder.models.judge(ROOT / "B", Verdict(None, "no"))
+    folder.models.judge(ROOT / "B", CheckResult(None, "no"))
     assert (folder.names, folder.picture.kept, folder.picture.refused) == (["a"], [], {"/data/models/B": "no"})
 
 
@@ -223,7 +231,7 @@ def test_a_path_that_no_log_can_show_is_refused_by_a_name_that_can_be_shown(name
     ((place, why),) = folder.picture.refused.items()
     assert "rename the directory" in why
     assert place.isprintable()
-    folder.look(Listing(ROOT, 1, unread={str(ROOT / directory): "no"}))
+    folder.look(FolderListing(ROOT, 1, unread={str(ROOT / directory): "no"}))
     assert all(place.isprintable() for place in folder.picture.unread)
 
 

@@ -20,7 +20,7 @@ from protocol.records import pack
 from supervisor.cluster.agent_messages import StoreAccess
 from supervisor.cluster.copies import COPYING, Fetching
 from supervisor.cluster.store import ModelStore
-from supervisor.cluster.store_messages import CHUNK, Ask, Listing, Manifest, Problem, Read, read_answer
+from supervisor.cluster.store_messages import CHUNK, AskManifest, Listing, Manifest, ReadPart, StoreFailure, read_answer
 from tests.cut_cable import Cable
 from tests.keyed import free_port
 from tests.serving import wait_until
@@ -351,32 +351,32 @@ def test_a_key_reads_its_own_directories_only_and_only_as_long_as_it_counts(box:
 
 def stranger_asks(box: Box, asks: Stranger, unknown: Stranger, secret: Path, mine: Path) -> None:
     for directory in (str(secret), f"{mine}/../secret", "/etc", ""):
-        asks.socket.send(pack(Ask(1, directory)))
-        asks.socket.send(pack(Read(2, directory, "0" * 32, "passwd", 0, 10)))
+        asks.socket.send(pack(AskManifest(1, directory)))
+        asks.socket.send(pack(ReadPart(2, directory, "0" * 32, "passwd", 0, 10)))
     asks.socket.send(b"\xc1 rubbish")
-    asks.socket.send_multipart([pack(Ask(1, str(mine))), b"more"])
-    asks.socket.send(pack(Read(2, str(mine), "0" * 32, "../secret/config.json", 0, 10)))
+    asks.socket.send_multipart([pack(AskManifest(1, str(mine))), b"more"])
+    asks.socket.send(pack(ReadPart(2, str(mine), "0" * 32, "../secret/config.json", 0, 10)))
     answer = asks.hears(WITHIN)
-    assert isinstance(answer, Problem), answer
+    assert isinstance(answer, StoreFailure), answer
     assert "ask anew" in answer.why
 
     def listed() -> Any:
-        asks.socket.send(pack(Ask(1, str(mine))))
+        asks.socket.send(pack(AskManifest(1, str(mine))))
         answer = asks.hears(WITHIN)
         return answer if isinstance(answer, Listing) else None
 
     manifest = Manifest.read(wait_until(listed, WITHIN).files)
     for name in ("../secret/config.json", "/etc/passwd", ".git/HEAD", "nothing"):
-        asks.socket.send(pack(Read(2, str(mine), manifest.key, name, 0, 10)))
+        asks.socket.send(pack(ReadPart(2, str(mine), manifest.key, name, 0, 10)))
         answer = asks.hears(WITHIN)
-        assert isinstance(answer, Problem), answer
+        assert isinstance(answer, StoreFailure), answer
         assert "has no file" in answer.why
     box.store.revoke(asks.key)
     with Stranger(box, [str(mine)]) as late:
-        late.socket.send(pack(Ask(1, str(mine))))
+        late.socket.send(pack(AskManifest(1, str(mine))))
         assert late.hears(WITHIN) is not None, "the store has read the orders by now"
-    asks.socket.send(pack(Ask(1, str(mine))))
+    asks.socket.send(pack(AskManifest(1, str(mine))))
     assert asks.hears(1.0) is None
     with suppress(zmq.Again):  # it was refused already
-        unknown.socket.send(pack(Ask(1, str(mine))), zmq.NOBLOCK)
+        unknown.socket.send(pack(AskManifest(1, str(mine))), zmq.NOBLOCK)
     assert unknown.hears(1.0) is None

@@ -16,10 +16,10 @@ from supervisor.workers import orphans
 from supervisor.workers.orphans import (
     FILE,
     MARK,
+    Living,
     Orphans,
-    Record,
     Recorded,
-    Seen,
+    WorkersRecord,
     boot_id,
     command_of,
     left_behind,
@@ -30,15 +30,15 @@ from supervisor.workers.orphans import (
 from tests.serving import is_alive
 
 LOG = logging.getLogger("test")
-WORKER = Seen(100, 1, 100, 5_000, 1000, None, "worker")
-RECORD = Record("boot", ("our mark",), (Recorded(100, 5_000, "letters"),))
+WORKER = Living(100, 1, 100, 5_000, 1000, None, "worker")
+RECORD = WorkersRecord("boot", ("our mark",), (Recorded(100, 5_000, "letters"),))
 
 
-def found(*seen: Seen, boot: str = "boot", spare: tuple[int, ...] = ()) -> list[tuple[int, bool]]:
+def found(*seen: Living, boot: str = "boot", spare: tuple[int, ...] = ()) -> list[tuple[int, bool]]:
     return [(left.pid, left.ours) for left in left_behind(RECORD, boot, seen, 1000, spare)]
 
 
-def changed(pid: int, **fields: object) -> Seen:
+def changed(pid: int, **fields: object) -> Living:
     return dataclasses.replace(WORKER, pid=pid, **fields)  # type: ignore[arg-type]
 
 

@@ -14,14 +14,17 @@ import pytest
 from supervisor.helper import HelperWatch
 from supervisor.keys.rights import Identity
 from supervisor.ports.sockets import Restarts
-from supervisor.requests.stories import RequestEnd, RequestRecord, Step
+from supervisor.requests.stories import RequestEnd, RequestRecord, TimedStep
 from supervisor.usage.request_log import RequestLog, line_of
 from supervisor.usage.request_log_writer import RequestLogFile
 from tests.serving import wait_until
 
 
 def a_record(number: int, trace_ids: tuple[str, ...] = ("req_1",), **facts: Any) -> RequestRecord:
-    steps = (Step(10.0, "accepted", {"queue_position": 0, "ready": True}), Step(11.0, "placed", {"worker": "m:2"}))
+    steps = (
+        TimedStep(10.0, "accepted", {"queue_position": 0, "ready": True}),
+        TimedStep(11.0, "placed", {"worker": "m:2"}),
+    )
     key = Identity("ann", "x" * 40)
     end = RequestEnd("stop", computed=True, cached_tokens=4, completion_tokens=7)
     record = RequestRecord(

@@ -24,7 +24,7 @@ from protocol.messages import (
 )
 from supervisor.requests.credit import MOST_UNREAD, SendBufferLimits
 from supervisor.requests.queue import QueueLimits
-from supervisor.requests.request import PROBATION, Effect, ToClient, ToWorker, Wake, read_route
+from supervisor.requests.request import PROBATION, Effect, LoadForRequests, ToClient, ToWorker, read_route
 from supervisor.requests.scheduler import Scheduler
 
 DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
@@ -519,9 +519,9 @@ def test_a_sleeping_model_is_woken_for_what_waits() -> None:
         scheduler.add_worker("m", worker, DOWN)
     assert scheduler.rest("m:1", 0.0) == []
     wake = scheduler.submit(1, Generate(1, "m", {}, b""), 0.0)
-    assert wake[-1] == Wake("m")
+    assert wake[-1] == LoadForRequests("m")
     scheduler.accept_new("m:1")  # the worker is being started
-    assert Wake("m") not in scheduler.submit(1, Generate(2, "m", {}, b""), 0.0)
+    assert LoadForRequests("m") not in scheduler.submit(1, Generate(2, "m", {}, b""), 0.0)
     progress = {"phase": "loading", "done": 1, "total": 2}
     assert scheduler.report_loading("m", progress) == [], "nobody has asked for reports"
     scheduler.rest("m:2", 0.0)
@@ -529,5 +529,5 @@ def test_a_sleeping_model_is_woken_for_what_waits() -> None:
     # the model is unloaded while a request is on its way
     scheduler.pause("m:1", 2.0)
     late = scheduler.submit(1, Generate(3, "m", {}, b""), 2.0)
-    assert Wake("m") not in late, "first the old process has to be gone"
-    assert scheduler.rest("m:1", 3.0) == [Wake("m")]
+    assert LoadForRequests("m") not in late, "first the old process has to be gone"
+    assert scheduler.rest("m:1", 3.0) == [LoadForRequests("m")]

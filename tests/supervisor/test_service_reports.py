@@ -7,7 +7,7 @@ from supervisor.service import (
     LOOK_S,
     Environment,
     ServiceReports,
-    View,
+    ServiceView,
     WorkerView,
     status_text,
     take_environment,
@@ -19,13 +19,13 @@ EXTEND = f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1e6:.0f}"
 
 def view(
     *states: str, gateway: str | None = "", listen: str = "", reloading: bool = False, stopping: bool = False
-) -> View:
+) -> ServiceView:
     """Return a view of workers a, b, ... in these states. A worker whose state begins with "lazy " is not awaited."""
     workers = [
         WorkerView("abcdef"[i], WorkerState(state.removeprefix("lazy ")), not state.startswith("lazy "))
         for i, state in enumerate(states)
     ]
-    return View(workers, gateway, listen, reloading, stopping)
+    return ServiceView(workers, gateway, listen, reloading, stopping)
 
 
 def ready_reports(watchdog_s: float | None = None) -> ServiceReports:
@@ -122,7 +122,7 @@ def test_the_status_names_each_worker_in_one_line_of_bounded_length() -> None:
         "2 of 4 workers ready; ready: a, d; unloaded: b; failed: c"
     )
     assert status_text(view("ready", gateway="two\nlines")) == "1 of 1 workers ready; no gateway: two lines; ready: a"
-    many = View([WorkerView("é" * 60, WorkerState.READY, True)] * 40)
+    many = ServiceView([WorkerView("é" * 60, WorkerState.READY, True)] * 40)
     assert len(status_text(many).encode()) <= 500
     assert status_text(many).endswith("...")
 

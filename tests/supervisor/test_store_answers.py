@@ -19,13 +19,13 @@ from supervisor.cluster.store import StoreProblem, scan
 from supervisor.cluster.store_messages import (
     CHUNK,
     REQUESTS,
-    Ask,
+    AskManifest,
     Chunk,
     File,
     Listing,
     Manifest,
-    Problem,
-    Read,
+    ReadPart,
+    StoreFailure,
 )
 from tests.supervisor.test_model_store import Box, write_model
 
@@ -42,7 +42,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 class LyingStore:
     """A store that answers with what it is told to, or not (None). A context manager."""
 
-    def __init__(self, box: Box, answers: Callable[[Ask | Read], list[bytes] | None]) -> None:
+    def __init__(self, box: Box, answers: Callable[[AskManifest | ReadPart], list[bytes] | None]) -> None:
         self._box, self._answers = box, answers
         public, secret = zmq.curve_keypair()
         self._router = box.context.socket(zmq.ROUTER)
@@ -91,8 +91,8 @@ def test_wrong_bytes_are_refused(box: Box, data: bytes) -> None:
     files = [["a.bin", 5, sum_of(b"right")], ["b.bin", 5, sum_of(b"right")]]
     key = Manifest.read(files).key
 
-    def answers(request: Ask | Read) -> list[bytes]:
-        if isinstance(request, Ask):
+    def answers(request: AskManifest | ReadPart) -> list[bytes]:
+        if isinstance(request, AskManifest):
             return [pack(Listing(request.number, files))]
         return [
             pack(Chunk(request.number, key, request.name, request.offset)),
@@ -115,8 +115,8 @@ def test_chunks_that_were_lost_are_asked_for_again(box: Box) -> None:
     key = Manifest.read(files).key
     asked: list[int] = []
 
-    def answers(request: Ask | Read) -> list[bytes] | None:
-        if isinstance(request, Ask):
+    def answers(request: AskManifest | ReadPart) -> list[bytes] | None:
+        if isinstance(request, AskManifest):
             return [pack(Listing(request.number, files))]
         asked.append(request.offset)
         if request.offset == CHUNK and asked.count(CHUNK) == 1:
@@ -168,9 +168,9 @@ def test_manifests_that_cannot_be(files: Any) -> None:
     "frames",
     [
         [b"\xc1"],
-        [pack_body({"kind": "Ask", "number": 1, "directory": "x"})],
+        [pack_body({"kind": "AskManifest", "number": 1, "directory": "x"})],
         [pack(Chunk(0, "k", "n", 0))],
-        [pack(Problem(0, "x")), b"y"],
+        [pack(StoreFailure(0, "x")), b"y"],
     ],
 )
 def test_answers_that_cannot_be(box: Box, frames: list[bytes]) -> None:

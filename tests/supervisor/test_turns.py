@@ -12,7 +12,7 @@ from protocol.messages import Generate
 from protocol.verbs import Right
 from supervisor.keys.rights import OWNER, Identity
 from supervisor.placement import eviction as turns
-from supervisor.placement.eviction import EvictionCandidate, NoRoom, Turn, behind, choose, stays_s, who_yields
+from supervisor.placement.eviction import BusyWait, EvictionCandidate, NoRoom, behind, choose, stays_s, who_yields
 from supervisor.placement.gpus import Gpu
 from supervisor.placement.memory import WorkerMemory
 from supervisor.placement.policy import Holding
@@ -61,16 +61,16 @@ def test_a_model_stays_for_seconds_and_for_twice_its_load() -> None:
 
 def test_the_wait_ends_when_nobody_waits_or_nobody_finishes() -> None:
     a = [busy("a", 10)]
-    turn = Turn(100.0)
+    turn = BusyWait(100.0)
     assert turn.look(100.0, {0: 10}, a) == ()
     assert turn.look(100.0 + turns.YIELD_AFTER_S, {0: 10}, a) == ("a",)
     assert turn.look(100.0 + turns.DRAIN_WAIT_S - 1, {0: 10}, a) == ("a",)
     assert turn.look(110.0 + turns.DRAIN_WAIT_S, {0: 10}, a) is None
-    unwanted = Turn(100.0)
+    unwanted = BusyWait(100.0)
     assert unwanted.look(100.0, {0: 10}, a, wanted=False) == ()
     assert unwanted.look(159.0, {0: 10}, a, wanted=False) == (), "no model yields for a request that is gone"
     assert unwanted.look(161.0, {0: 10}, a, wanted=False) is None
-    patient = Turn(100.0)
+    patient = BusyWait(100.0)
     for now in range(100, 1000, 50):
         assert patient.look(now, {0: 10}, [busy("a", 10, stays_s=1.0)]) == (), "it waits for one that has to yield"
 
@@ -104,7 +104,7 @@ class Model:
     """When each request that waits has come."""
     running: list[float] = field(default_factory=list)
     """When each request that runs will end."""
-    start: tuple[int, Turn] | None = None
+    start: tuple[int, BusyWait] | None = None
     awaited: set[int] = field(default_factory=set)
     yielding: tuple[str, ...] = ()
     ready_at: float | None = None
@@ -180,7 +180,7 @@ class Box:
                     model.waiting = []
                 if model.waiting and model.ready_at is None and model.start is None:
                     self.number += 1
-                    model.start = self.number, Turn(self.now)
+                    model.start = self.number, BusyWait(self.now)
                 if model.start is not None:
                     self.look(model)
             for gpu, size in enumerate(self.sizes):

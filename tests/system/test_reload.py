@@ -22,7 +22,7 @@ def turnover(serving: Serving, number: int) -> dict[str, Any]:
 
 
 def turned_over(serving: Serving, number: int, within: float = 30.0) -> dict[str, dict[str, Any]]:
-    """Wait until the rollout is over, and return its outcome for each model."""
+    """Wait until the turnover is over, and return its outcome for each model."""
 
     def done() -> dict[str, dict[str, Any]] | None:
         report = turnover(serving, number)
@@ -36,7 +36,7 @@ def reload(serving: Serving, **params: Any) -> dict[str, dict[str, Any]]:
 
 
 class Load:
-    """Requests that begin one after the other while a rollout goes on."""
+    """Requests that begin one after the other while a turnover goes on."""
 
     def __init__(self, client: RawClient, model: str, tokens: int) -> None:
         self._client, self._model, self._tokens = client, model, tokens

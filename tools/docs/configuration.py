@@ -12,7 +12,7 @@ import yaml
 from model_worker.engines.embedded.check import EmbeddedOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from protocol.attribute_docs import attribute_docs
-from protocol.values import Read, Within
+from protocol.values import ReadWith, Within
 from supervisor.config.models import ENGINE_KEYS, LoraConfig, ModelConfig, VariantConfig
 from supervisor.config.reading import parse_days, parse_lease
 from supervisor.config.server import (
@@ -219,7 +219,7 @@ def type_name(hint: Any) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if hasattr(hint, "__metadata__"):
         inner, rule = parts
-        if isinstance(rule, Read):
+        if isinstance(rule, ReadWith):
             return rule.name
         assert isinstance(rule, Within)
         most = f"{rule.most:.15g}"
@@ -272,11 +272,11 @@ def _default(field: "Field[Any]", hint: Any, message: str | None) -> str:
 def _shown(value: Any, hint: Any) -> str:
     """Return a default as it would be written in the file."""
     rule = getattr(hint, "__metadata__", (None,))[0]
-    if isinstance(rule, Read) and rule.how in (parse_duration, parse_lease):
+    if isinstance(rule, ReadWith) and rule.how in (parse_duration, parse_lease):
         return _duration(value)
-    if isinstance(rule, Read) and rule.how is parse_days:
+    if isinstance(rule, ReadWith) and rule.how is parse_days:
         return f"{value}d"
-    if isinstance(rule, Read) and rule.name.startswith("size") and value and value % MIB == 0:
+    if isinstance(rule, ReadWith) and rule.name.startswith("size") and value and value % MIB == 0:
         return f"{value // MIB}MiB" if value % (1024 * MIB) else f"{value // (1024 * MIB)}GiB"
     return yaml.safe_dump(value).removesuffix("\n...\n").strip()
 

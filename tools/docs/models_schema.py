@@ -17,7 +17,7 @@ from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
-from protocol.values import Read, Within, json_schemas
+from protocol.values import ReadWith, Within, json_schemas
 from supervisor.config.models import ENGINE_KEYS, NO_DEFAULTS, ModelConfig, VariantConfig
 from supervisor.config.reading import LEAST_HELD, MIN_LEASE_S, MOST_HELD, MOST_MARKER
 from supervisor.config.server import Address, FileConfig
@@ -166,7 +166,7 @@ def _of(hint: Any) -> Schema:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner, rule = parts
-        if isinstance(rule, Read):
+        if isinstance(rule, ReadWith):
             return _or_variable(_READ[rule.name])
         assert isinstance(rule, Within)
         bounds = {"exclusiveMinimum" if rule.above else "minimum": rule.least, "maximum": rule.most}

@@ -2,7 +2,7 @@
 
 from protocol import limits
 from protocol.attribute_docs import attribute_docs
-from protocol.bodies import APPEARS, Place
+from protocol.bodies import APPEARS, Where
 from protocol.chat import DEEPEST
 from protocol.errors import ErrorCode
 from protocol.messages import CLIENT_TO_SUPERVISOR, SUPERVISOR_TO_CLIENT
@@ -17,13 +17,13 @@ MIB = 1 << 20
 
 def errors() -> str:
     """Return the table of the places where each error can appear. ``error_table`` explains the errors themselves."""
-    places = attribute_docs(Place)
+    places = attribute_docs(Where)
     rows = [(f"[`{code.wire_name}`](#{code.wire_name})", "; ".join(APPEARS[code])) for code in ErrorCode]
     parts = [
         GENERATED.format(source="protocol/bodies.py"),
         table(("name", "where"), rows),
         "The places:",
-        table(("where", "what it means"), [(str(place), places[place.name]) for place in Place]),
+        table(("where", "what it means"), [(str(place), places[place.name]) for place in Where]),
     ]
     return "\n\n".join(parts) + "\n"
 

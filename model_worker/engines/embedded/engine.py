@@ -27,7 +27,7 @@ from model_worker.engine import (
     PromptLogprobs,
 )
 from model_worker.engines.admission import check_job, left_to_draw
-from model_worker.engines.banned import BannedStrings, Healer, Healing, Verdict
+from model_worker.engines.banned import BannedStrings, BanVerdict, Healer, Healing
 from model_worker.engines.constraints import OFFERED as CONSTRAINTS
 from model_worker.engines.constraints import WAIT_S, AnyConstraint, Constraints, Mask
 from model_worker.engines.embedded.check import OFFERED, check, read_options
@@ -190,7 +190,7 @@ class EmbeddedAnswer:
 
     def _judged(self, judge: BannedStrings, token: int, now: float) -> NewTokens | Finished | None:
         reason: str | None = None
-        verdicts: list[Verdict] = []
+        verdicts: list[BanVerdict] = []
         if token in self.end_ids and judge.position >= (self._healing is not None):
             reason = "stop"
         else:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from model_worker.engine import DrawnToken, Failed, Finished, Job, NewTokens, PromptLogprobs
-from model_worker.engines.banned import BannedStrings, Healing, Verdict
+from model_worker.engines.banned import BannedStrings, BanVerdict, Healing
 from model_worker.engines.exllamav2.decode.graphs import finish
 from model_worker.engines.exllamav2.options import SCORED_LOGITS
 from model_worker.engines.prompt_scores import PromptPieces, score
@@ -199,14 +199,14 @@ class GuardedAnswer(ExLlamaV2Answer):
                 elif verdict.ended is None and ended == "stop":
                     self._kept.append(token)
                     self._logprobs += logprobs[number : number + 1]
-                    verdict = Verdict(verdict.tokens + 1, verdict.text, None, ended)
+                    verdict = BanVerdict(verdict.tokens + 1, verdict.text, None, ended)
                 else:
-                    verdict = Verdict(verdict.tokens, verdict.text, None, verdict.ended or ended)
+                    verdict = BanVerdict(verdict.tokens, verdict.text, None, verdict.ended or ended)
                 final += self._release(verdict)
                 return self._event(final, text + verdict.text, verdict.ended, now)
         return self._event(final, text, None, now)
 
-    def _release(self, verdict: Verdict) -> list[tuple[int, DrawnToken | None]]:
+    def _release(self, verdict: BanVerdict) -> list[tuple[int, DrawnToken | None]]:
         """Return the tokens that a verdict makes final, except a healed one."""
         begin, end = self._delivered, self._delivered + verdict.tokens
         self._delivered = end
@@ -215,7 +215,7 @@ class GuardedAnswer(ExLlamaV2Answer):
         released = list(zip(self._kept[begin:end], logprobs or [None] * verdict.tokens, strict=True))
         return released[1:] if self._healing is not None and begin == 0 else released
 
-    def _go_back(self, kept: int) -> Verdict:
+    def _go_back(self, kept: int) -> BanVerdict:
         """Draw again behind the first ``kept`` tokens. Return the verdict that ends the answer if that is
         impossible."""
         handle = self.handle
@@ -238,7 +238,7 @@ class GuardedAnswer(ExLlamaV2Answer):
         self.text = self._new_stream((*self._prefix_ids, *self._kept[:complete]))
         for token in self._kept[complete:]:
             self.text.push(token)  # the beginning of a character, whose end is drawn again
-        return Verdict()
+        return BanVerdict()
 
     def _event(
         self, final: list[tuple[int, DrawnToken | None]], text: str, ended: str | None, now: float

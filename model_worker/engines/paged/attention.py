@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from model_worker.engines.paged import launch as paged_triton
-from model_worker.engines.paged.launch import Attend, Shape, Step
+from model_worker.engines.paged.launch import Attend, AttentionShape, AttentionStep
 
 # Attention over pages with ``scaled_dot_product_attention`` alone. It works on every device and is the reference.
 #
@@ -36,7 +36,7 @@ class Slots:
     positions  int64 [b, q_len], positions of the queries in their sequences
     """
 
-    def __init__(self, step: Step, shape: Shape) -> None:
+    def __init__(self, step: AttentionStep, shape: AttentionShape) -> None:
         table, q_len, page_size = step.table, shape.q_len, shape.page_size
         self.positions = step.ends(shape).long()[:, None] - q_len + torch.arange(q_len, device=table.device)
         self.pages = table.long()
@@ -48,7 +48,7 @@ class Slots:
         v_cache.flatten(0, 1)[self.slots] = v.flatten(0, 1)
 
 
-def plan(step: Step, shape: Shape) -> Attend:
+def plan(step: AttentionStep, shape: AttentionShape) -> Attend:
     """Return the attention of this shape for this step."""
     where = Slots(step, shape)
     keys = torch.arange(step.table.shape[1] * shape.page_size, device=step.table.device)
@@ -74,7 +74,7 @@ def plan(step: Step, shape: Shape) -> Attend:
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: AttentionShape
 ) -> torch.Tensor:
     """Compute attention. ``keys`` and ``values`` are [b, keys, kv_heads, head_dim]."""
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -130,7 +130,7 @@ def reads_gathered() -> bool:
     return any(a.name == "seqused_k" for a in arguments)
 
 
-def _fits(shape: Shape, device: torch.device) -> bool:
+def _fits(shape: AttentionShape, device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -141,7 +141,7 @@ def _fits(shape: Shape, device: torch.device) -> bool:
     )
 
 
-def plan_in_place(step: Step, shape: Shape) -> Attend | None:
+def plan_in_place(step: AttentionStep, shape: AttentionShape) -> Attend | None:
     """Return ``varlen_attn`` over the pages for this step; None if it cannot compute this shape."""
     attention = varlen()
     if attention is None or shape.page_size % 256 or not _fits(shape, step.table.device):
@@ -178,7 +178,7 @@ def plan_in_place(step: Step, shape: Shape) -> Attend | None:
     return attend
 
 
-def plan_gathered(step: Step, shape: Shape) -> Attend | None:
+def plan_gathered(step: AttentionStep, shape: AttentionShape) -> Attend | None:
     """Return flash attention over gathered pages, or over a view of consecutive ones; None if it cannot compute this
     shape."""
     if not reads_gathered() or not _fits(shape, step.table.device):
@@ -237,7 +237,7 @@ class AttentionPath:
     """One way of computing attention. ``plan`` returns None for a shape that the way cannot compute."""
 
     name: str
-    plan: Callable[[Step, Shape], Attend | None]
+    plan: Callable[[AttentionStep, AttentionShape], Attend | None]
 
 
 WAYS = (
@@ -248,12 +248,12 @@ WAYS = (
 )
 
 _installed = False
-_steps: dict[torch.device, Step] = {}  # the latest step of each device
+_steps: dict[torch.device, AttentionStep] = {}  # the latest step of each device
 _left_out: dict[torch.device, dict[str, str]] = {}  # by name of a way: why it is not used
 _found: dict[torch.device, tuple[str, str]] = {}  # names of the checked ways for decoding and for prompts
 
 
-def choose(step: Step, shape: Shape) -> tuple[str, Attend]:
+def choose(step: AttentionStep, shape: AttentionShape) -> tuple[str, Attend]:
     """Return the name of the way for this shape on this device, and its attention for this step."""
     left_out = _left_out.get(step.table.device, {})
     for way in WAYS:
@@ -284,7 +284,7 @@ def flash_attn_with_kvcache(
     device = q.device
     step = _steps.get(device)
     if step is None or not step.is_of(cache_seqlens, block_table):
-        step = _steps[device] = Step(cache_seqlens, block_table)
+        step = _steps[device] = AttentionStep(cache_seqlens, block_table)
     key = (q.shape, k_cache.shape, k is None, causal, softmax_scale, window_size, softcap)
     attend = step.calls.get(key)
     if attend is None:
@@ -292,7 +292,7 @@ def flash_attn_with_kvcache(
             raise NotImplementedError("paged attention without a causal mask")
         batch, q_len, heads, head_dim = q.shape
         window = window_size[0]
-        shape = Shape(
+        shape = AttentionShape(
             batch=batch,
             q_len=q_len,
             heads=heads,
@@ -313,7 +313,7 @@ def flash_attn_with_kvcache(
     return attend(q, k_cache, v_cache, k, v)
 
 
-def forget_step(device: int) -> Step | None:
+def forget_step(device: int) -> AttentionStep | None:
     """Forget the latest step of a GPU, so that the next call plans anew. Return the step, which owns its tensors.
 
     A step is recognised by its tensors, not by their contents. A capture has to record the plan's kernel, and its
@@ -391,7 +391,7 @@ def check(
     A way that cannot be compiled, or gives another result, is not used from then on. The returned text is that of
     ``describe``, and names such a way. The first call compiles kernels for decoding and prompts, which takes seconds.
     """
-    shape = Shape(3, 1, heads, kv_heads, head_dim, 256, True, window, head_dim**-0.5, softcap, dtype)
+    shape = AttentionShape(3, 1, heads, kv_heads, head_dim, 256, True, window, head_dim**-0.5, softcap, dtype)
     names = []
     with torch.inference_mode():
         for q_len, batch, appends in ((1, 3, True), (1, 1, False), (5, 2, True), (300, 1, False)):
@@ -400,7 +400,7 @@ def check(
     return describe(device)
 
 
-def _check(device: torch.device, shape: Shape) -> str:
+def _check(device: torch.device, shape: AttentionShape) -> str:
     """Return the name of the first way with the same result as SDPA."""
     generator = torch.Generator(device).manual_seed(shape.q_len)
     options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
@@ -420,12 +420,12 @@ def _check(device: torch.device, shape: Shape) -> str:
         for _ in range(2)
     ]
     plain = [c.clone() for c in caches]
-    expected = plan(Step(lengths, table), shape)(q, plain[0], plain[1], new[0], new[1])
+    expected = plan(AttentionStep(lengths, table), shape)(q, plain[0], plain[1], new[0], new[1])
     left_out = _left_out.setdefault(device, {})
     while True:
         name, reason = "", ""
         mine = [c.clone() for c in caches]
-        step = Step(lengths, table)
+        step = AttentionStep(lengths, table)
         for way in WAYS:
             if way.name in left_out:
                 continue

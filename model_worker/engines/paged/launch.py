@@ -26,7 +26,7 @@ Attend = Callable[
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """One kind of attention call: causal, over the last tokens of sequences whose keys and values are in pages.
 
     q                 [batch, q_len, heads, head_dim], contiguous; the result has the same shape
@@ -56,7 +56,7 @@ class Shape:
         return self.heads // self.kv_heads
 
 
-class Step:
+class AttentionStep:
     """The tables of one step on one device, and the attention made for the step.
 
     lengths  int32 [b], tokens in the pages before the step appends
@@ -78,7 +78,7 @@ class Step:
             torch.equal(self._content[0], lengths) and torch.equal(self._content[1], table)
         )
 
-    def ends(self, shape: Shape) -> torch.Tensor:
+    def ends(self, shape: AttentionShape) -> torch.Tensor:
         """Return int32 [b]: the tokens in the pages after the step has appended."""
         return self.lengths + shape.q_len if shape.appends else self.lengths
 
@@ -132,7 +132,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def _fitting(blocks: Blocks, shape: Shape, device: torch.device) -> Blocks:
+def _fitting(blocks: Blocks, shape: AttentionShape, device: torch.device) -> Blocks:
     """Reduce the stages, then the keys, until keys and values of all stages fit together with the queries."""
     dim, size = _power(shape.head_dim), shape.dtype.itemsize
     m, n, stages = blocks.m, min(blocks.n, shape.page_size), blocks.stages
@@ -149,16 +149,16 @@ def _fitting(blocks: Blocks, shape: Shape, device: torch.device) -> Blocks:
     return Blocks(m, n, blocks.warps, stages)
 
 
-def split_blocks(shape: Shape, device: torch.device) -> Blocks:
+def split_blocks(shape: AttentionShape, device: torch.device) -> Blocks:
     rows = min(_power(shape.q_len * shape.group), 64)
     return _fitting(Blocks(rows, 64, 4, 5), shape, device)
 
 
-def prompt_blocks(shape: Shape, device: torch.device) -> Blocks:
+def prompt_blocks(shape: AttentionShape, device: torch.device) -> Blocks:
     return _fitting(Blocks(64, 64 if shape.head_dim > 64 else 128, 4, 5), shape, device)
 
 
-def split_parts(shape: Shape, device: torch.device, tiles: int) -> tuple[int, int]:
+def split_parts(shape: AttentionShape, device: torch.device, tiles: int) -> tuple[int, int]:
     """Return the number of work items per key head to aim at, and the fewest keys that are worth an item.
 
     The number gives each multiprocessor two programs, and each sequence two items, which evens out their lengths.
@@ -198,7 +198,7 @@ class _Launch:
     def __init__(
         self,
         kernel: Any,
-        shape: Shape,
+        shape: AttentionShape,
         grid: tuple[int, int, int],
         shared: tuple[torch.Tensor, ...],
         scalars: tuple[float, ...],
@@ -229,7 +229,7 @@ class _Launch:
             self._fast = compiled[self._grid]
 
 
-def plan(step: Step, shape: Shape) -> Attend | None:
+def plan(step: AttentionStep, shape: AttentionShape) -> Attend | None:
     """Return the attention of this shape for this step; None if the kernels cannot compute it."""
     found, device = kernels(), step.table.device
     if found is None or shape.head_dim > 256 or shape.page_size % 16 or shape.page_size & (shape.page_size - 1):
@@ -254,7 +254,7 @@ def plan(step: Step, shape: Shape) -> Attend | None:
     return on_its_device
 
 
-def _plan_split(found: Any, step: Step, shape: Shape) -> Attend:
+def _plan_split(found: Any, step: AttentionStep, shape: AttentionShape) -> Attend:
     device, batch = step.table.device, shape.batch
     blocks = split_blocks(shape, device)
     tiles = -(-shape.q_len * shape.group // blocks.m)
@@ -304,7 +304,7 @@ def _plan_split(found: Any, step: Step, shape: Shape) -> Attend:
     return attend
 
 
-def _plan_prompt(found: Any, step: Step, shape: Shape) -> Attend:
+def _plan_prompt(found: Any, step: AttentionStep, shape: AttentionShape) -> Attend:
     device = step.table.device
     blocks = prompt_blocks(shape, device)
     tiles = -(-shape.q_len * shape.group // blocks.m)

@@ -8,7 +8,7 @@ from unittest import mock
 
 from model_worker.engine import DrawnToken, EngineEvent, Job
 from model_worker.engines.exllamav2 import engine as exllamav2_engine
-from model_worker.engines.exllamav2.decode.loop import DecodeLoop, Pace
+from model_worker.engines.exllamav2.decode.loop import ChunkSizer, DecodeLoop
 from model_worker.engines.exllamav2.engine import ExLlamaV2Engine
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import EngineSpec
@@ -111,7 +111,7 @@ class Harness:
         if not self.queues_ahead or loaded.draft_tokens:
             return None, "package"
         self.steps = QueuedSteps(generator, generator.max_batch_size, drawable)
-        self.pace = Pace(loaded.chunk_size, limit_s=1e9)
+        self.pace = ChunkSizer(loaded.chunk_size, limit_s=1e9)
         return DecodeLoop(generator, self.steps, generator.iterate_gen, self.pace), "queued ahead"
 
     def submit(self, ids: Sequence[int], size: int = 30, sampling: SamplingParams = GREEDY, **fields: Any) -> Outcome:

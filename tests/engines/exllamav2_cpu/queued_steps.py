@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_worker.engines.exllamav2.decode.graphs import Row
+from model_worker.engines.exllamav2.decode.graphs import StepRow
 from model_worker.engines.exllamav2.decode.loop import NOT_A_TOKEN, Array, Computed
 from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw, RowTables
 from model_worker.engines.exllamav2.gpu_draws.rule import draw, penalised
@@ -22,7 +22,7 @@ PAGE = 256
 class _Params:
     """The tables of a step, as the oracle asks for them."""
 
-    def __init__(self, step: Sequence[Row], pages: int) -> None:
+    def __init__(self, step: Sequence[StepRow], pages: int) -> None:
         self.cache_seqlens = torch.tensor([row.length for row in step], dtype=torch.int32)
         self.block_index = torch.full((len(step), pages), -1, dtype=torch.int32)
         for number, row in enumerate(step):
@@ -86,11 +86,11 @@ class QueuedSteps:
         self._line.append(_Queued(compute))
 
     def queue(
-        self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
+        self, rows: Sequence[StepRow], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
     ) -> _Queued:
         self.queued_ahead += bool(self._line)
         tables = [np.array(row.pages) for row in rows]
-        step = [Row(tuple(r.tokens), r.length, table, r.source) for r, table in zip(rows, tables, strict=True)]
+        step = [StepRow(tuple(r.tokens), r.length, table, r.source) for r, table in zip(rows, tables, strict=True)]
         draws = self._tables.step(jobs, places, [row.length for row in rows])
         tops = [job.top if job is not None else None for job in jobs]
         wanted = list(logits)

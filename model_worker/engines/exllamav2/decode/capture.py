@@ -17,8 +17,14 @@ from model_worker.engines.exllamav2.decode.buckets import (
     page_sizes,
     row_sizes,
 )
-from model_worker.engines.exllamav2.decode.graphs import PINNED_SETS, DecodeGraphs, HostEmbedding, NotReadableError, Row
-from model_worker.engines.exllamav2.decode.loop import Computed, DecodeLoop, Pace
+from model_worker.engines.exllamav2.decode.graphs import (
+    PINNED_SETS,
+    DecodeGraphs,
+    HostEmbedding,
+    NotReadableError,
+    StepRow,
+)
+from model_worker.engines.exllamav2.decode.loop import ChunkSizer, Computed, DecodeLoop
 from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowTables
 from model_worker.engines.exllamav2.load import Loaded
 from protocol.process.worker_spec import PAGE_TOKENS
@@ -66,7 +72,7 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def queue(
-        self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
+        self, rows: Sequence[StepRow], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
     ) -> _Queued:
         graphs = self._graphs
         graphs.set_streams()
@@ -167,12 +173,12 @@ class PromptPasses:
         return None
 
 
-def _row(piece: list[int], start: int, table: Any, graphs: DecodeGraphs) -> Row:
+def _row(piece: list[int], start: int, table: Any, graphs: DecodeGraphs) -> StepRow:
     own = -(-(start + len(piece)) // PAGE_TOKENS)
     # The sequence's next page may hold tokens of others that are in use again: it must not be written.
     spare = -(-(start + graphs.queries) // PAGE_TOKENS) - own
     pages = np.concatenate((table[:own], np.full(spare, graphs.spare, dtype=np.int32)))
-    return Row(piece + [0] * (graphs.queries - len(piece)), start, pages)
+    return StepRow(piece + [0] * (graphs.queries - len(piece)), start, pages)
 
 
 # Let the package's generator use captured steps and passes, unchanged.
@@ -229,11 +235,11 @@ def _part(params: Any, begin: int, tokens: int) -> Any:
     return type(params)(1, params.block_index.cpu(), lengths, int(lengths[0]), params.page_size, q_len=tokens)
 
 
-def _rows(input_ids: torch.Tensor, params: Any) -> list[Row]:
+def _rows(input_ids: torch.Tensor, params: Any) -> list[StepRow]:
     lengths, tables = params.cache_seqlens.tolist(), params.block_index.numpy()
     queries = input_ids.shape[1]
     return [
-        Row(tokens, length, table[: -(-(length + queries) // PAGE_TOKENS)])
+        StepRow(tokens, length, table[: -(-(length + queries) // PAGE_TOKENS)])
         for tokens, length, table in zip(input_ids.tolist(), lengths, tables, strict=True)
     ]
 
@@ -368,7 +374,7 @@ def make_loop(
         )  # fmt: skip
     loop = None
     if steps is not None:
-        loop = DecodeLoop(generator, steps, generator.iterate_gen, Pace(loaded.chunk_size, loaded.max_gap_s))
+        loop = DecodeLoop(generator, steps, generator.iterate_gen, ChunkSizer(loaded.chunk_size, loaded.max_gap_s))
     text = "each step is one captured CUDA graph"
     if loop is not None:
         text += ", queued before the last one is read"

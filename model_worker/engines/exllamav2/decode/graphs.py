@@ -47,7 +47,7 @@ _ALIGNED = 4
 
 
 @dataclass
-class Row:
+class StepRow:
     """One sequence of a step.
 
     tokens  the tokens whose logits are computed, in order; not read where ``source`` is not -1
@@ -105,7 +105,7 @@ class StepInputs:
     def table(self, device: int, rows: int, width: int) -> torch.Tensor:
         return self.device[device][self._table : self._table + rows * width].view(rows, width)
 
-    def write(self, step: Sequence[Row], draws: Sequence[RowDraw | None], rows: int, width: int) -> None:
+    def write(self, step: Sequence[StepRow], draws: Sequence[RowDraw | None], rows: int, width: int) -> None:
         """Queue the copies of a step's inputs on the current streams. ``rows`` and ``width`` are those of the graph.
 
         draws  what each row draws; None, and rows without an element: nothing
@@ -347,7 +347,7 @@ class DecodeGraphs:
         return fitting(self.rows, rows) is not None and fitting(self.widths, pages) is not None
 
     @torch.inference_mode()
-    def replay(self, step: Sequence[Row], draws: Sequence[RowDraw | None] = ()) -> torch.Tensor:
+    def replay(self, step: Sequence[StepRow], draws: Sequence[RowDraw | None] = ()) -> torch.Tensor:
         """Queue a step that ``fits``, and what its rows draw.
 
         Return its logits fp16 [rows, queries, padded vocabulary], on the last GPU. The next step overwrites them.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from model_worker.engine import DrawnToken
-from model_worker.engines.exllamav2.decode.graphs import Row
+from model_worker.engines.exllamav2.decode.graphs import StepRow
 from model_worker.engines.exllamav2.gpu_draws.batched import draws_ahead, draws_on_gpu
 from protocol.process.worker_spec import PAGE_TOKENS
 
@@ -38,7 +38,7 @@ _SLOWER, _FASTER = 0.5, 0.1
 next must be smaller."""
 
 
-class Pace:
+class ChunkSizer:
     """Chooses the size of a chunk so that the gap between two steps stays below a limit.
 
     A gap is taken as the duration of a step without prompts, plus a duration for each prompt token. Both are measured
@@ -96,7 +96,7 @@ class Steps(Protocol):
         ...
 
     def queue(
-        self, rows: Sequence[Row], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
+        self, rows: Sequence[StepRow], jobs: Sequence[Any | None], places: Sequence[int], logits: Sequence[int]
     ) -> Any:
         """Queue a step and return what ``read`` takes.
 
@@ -161,7 +161,7 @@ class DecodeLoop:
         generator: Any,
         steps: Steps,
         package: Callable[[list[Any]], None],
-        pace: Pace,
+        pace: ChunkSizer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._generator, self._steps, self._package, self._pace, self._clock = generator, steps, package, pace, clock
@@ -262,7 +262,7 @@ class DecodeLoop:
 
     def _queue(self, spans: list[_Span], before: _Flight | None) -> _Flight:
         sources = {job: first for job, first, _ in before.spans} if before is not None else {}
-        step: list[Row] = []
+        step: list[StepRow] = []
         jobs: list[Any | None] = []
         places: list[int] = []
         by_host: list[_Span] = []
@@ -282,7 +282,7 @@ class DecodeLoop:
                 assert page.ref_count == 1
                 page.can_revert = False  # what it held before is overwritten by this step
                 pages = _page_numbers(job, sequence)[: length // PAGE_TOKENS + 1]
-                step.append(Row((token,), length, pages, source))
+                step.append(StepRow((token,), length, pages, source))
         wanted = [row for _, first, last in by_host for row in range(first, last)]
         read, scored = self._read_since, self._scored_since
         self._read_since, self._scored_since = 0, False

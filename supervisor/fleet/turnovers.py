@@ -1,13 +1,11 @@
 """Replace workers while requests go on: reload of models.yaml or of one model, and rolling restart.
 
 One worker is replaced at a time. So a model with several replicas is never without one, and a GPU never holds more than
-one worker too many. ``changes`` compares two configurations. ``Rollouts`` carries out the resulting steps one by one.
+one worker too many. ``changes`` compares two configurations. ``Turnovers`` carries out the resulting steps one by one.
 Each step has one of these kinds. Clients see the names on the left:
 
-  beside    surge: start a successor, warm it up and give it the name; then the old worker finishes its requests and
-            ends
-  exchange  recreate: the old worker finishes its requests and ends while others wait in the queue; then start the
-            successor
+  beside    start a successor, warm it up and give it the name; then the old worker finishes its requests and ends
+  exchange  the old worker finishes its requests and ends while others wait in the queue; then start the successor
   add       start a worker where there was none
   retire    let a worker finish its requests and end it
   keep      the worker already has the wanted configuration and stays
@@ -38,22 +36,22 @@ from supervisor.workers.launcher import local_pid
 from supervisor.workers.life import AT_REST, ON_DEMAND, Desired, WorkerState
 
 KEPT = 16
-"""Rollouts whose outcome can still be asked for."""
+"""Turnovers whose outcome can still be asked for."""
 MOST_NAMED = 8
 """Unchanged models that the log names. A folder may have hundreds of models."""
 TRIES = 3
-"""Processes of a worker that may die before the worker is ready, until the rollout counts the worker as failed. The
-supervisor goes on restarting the worker. But the next rollout may bring a models.yaml that repairs the worker. That
-rollout must not wait for a worker that crashes for ever."""
+"""Processes of a worker that may die before the worker is ready, until the turnover counts the worker as failed. The
+supervisor goes on restarting the worker. But the next turnover may bring a models.yaml that repairs the worker. That
+turnover must not wait for a worker that crashes for ever."""
 _UP = (WorkerState.READY, WorkerState.DRAINING)
 
 
 class How(StrEnum):
-    """How a rollout replaces workers. AUTO: surge where the old and the new worker both fit, else recreate."""
+    """How a turnover replaces workers. AUTO: BESIDE where the old and the new worker both fit, else EXCHANGE."""
 
     AUTO = "auto"
-    SURGE = "beside"
-    RECREATE = "exchange"
+    BESIDE = "beside"
+    EXCHANGE = "exchange"
 
 
 class Change(StrEnum):
@@ -91,8 +89,8 @@ def changes(
 
 
 @dataclass
-class RolloutStep:
-    """One worker's part of a rollout.
+class TurnoverStep:
+    """One worker's part of a turnover.
 
     label   the worker's name for people
     spec    the specification of the worker's next process; None to remove the worker
@@ -117,11 +115,11 @@ class Plan(NamedTuple):
     """The changes and steps that an order results in."""
 
     found: Mapping[str, Change]
-    steps: Sequence[RolloutStep]
+    steps: Sequence[TurnoverStep]
 
 
 @dataclass
-class Rollout:
+class Turnover:
     """One order to replace workers.
 
     settings  keys of the section ``supervisor`` that the order has changed, and those of the section ``gateway``, as
@@ -136,7 +134,7 @@ class Rollout:
     plan: Callable[[], Plan]
     settings: Sequence[str] = ()
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    steps: deque[RolloutStep] | None = None
+    steps: deque[TurnoverStep] | None = None
     running: bool = True
 
     def describe(self) -> dict[str, Any]:
@@ -150,16 +148,16 @@ class Rollout:
         }
 
 
-class Rollouts:
+class Turnovers:
     """The queue of orders. They are carried out one by one. Call ``advance`` whenever a worker's state has changed."""
 
     def __init__(self, fleet: Fleet, log: logging.Logger) -> None:
         self._fleet = fleet
         self._registry = fleet.registry
         self._log = log
-        self._queue: deque[Rollout] = deque()
-        self._recent: deque[Rollout] = deque()
-        self._step: RolloutStep | None = None
+        self._queue: deque[Turnover] = deque()
+        self._recent: deque[Turnover] = deque()
+        self._step: TurnoverStep | None = None
         self._last = 0
 
     @property
@@ -168,26 +166,26 @@ class Rollouts:
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the last orders, the newest last."""
-        return [rollout.describe() for rollout in self._recent]
+        return [turnover.describe() for turnover in self._recent]
 
     def order(self, cause: str, how: How, plan: Callable[[], Plan], settings: Sequence[str] = ()) -> int:
         """Queue an order: carry out ``plan`` when the earlier orders are done. Returns the order's number.
 
-        settings  see ``Rollout``
+        settings  see ``Turnover``
         """
         self._last += 1
-        rollout = Rollout(self._last, cause, how, plan, settings)
-        self._queue.append(rollout)
-        self._recent.append(rollout)
+        turnover = Turnover(self._last, cause, how, plan, settings)
+        self._queue.append(turnover)
+        self._recent.append(turnover)
         while len(self._recent) > KEPT and not self._recent[0].running:
             self._recent.popleft()
-        return rollout.number
+        return turnover.number
 
     def abandon(self) -> None:
         """Mark every unfinished order as failed, because the supervisor is about to stop everything."""
-        for rollout in self._queue:
-            rollout.running = False
-            for report in rollout.models.values():
+        for turnover in self._queue:
+            turnover.running = False
+            for report in turnover.models.values():
                 if report["state"] in ("waiting", "running"):
                     report.update(state="failed", message="the supervisor is shutting down")
         self._queue.clear()
@@ -196,47 +194,47 @@ class Rollouts:
     def advance(self) -> None:
         """Carry out as many steps as is possible now."""
         while self._queue:
-            rollout = self._queue[0]
-            if rollout.steps is None:
-                rollout.steps = self._planned(rollout)
+            turnover = self._queue[0]
+            if turnover.steps is None:
+                turnover.steps = self._planned(turnover)
             if self._step is None:
-                if not rollout.steps:
+                if not turnover.steps:
                     self._queue.popleft()
-                    rollout.running = False
+                    turnover.running = False
                     continue
-                self._step = rollout.steps.popleft()
-                rollout.models[self._step.model]["state"] = "running"
-                self._begin(self._step, rollout)
-            if not self._is_over(self._step, rollout.cause):
+                self._step = turnover.steps.popleft()
+                turnover.models[self._step.model]["state"] = "running"
+                self._begin(self._step, turnover)
+            if not self._is_over(self._step, turnover.cause):
                 return
             step, self._step = self._step, None
-            self._note(rollout, step)
+            self._note(turnover, step)
 
-    def _planned(self, rollout: Rollout) -> deque[RolloutStep]:
-        found, steps = rollout.plan()
+    def _planned(self, turnover: Turnover) -> deque[TurnoverStep]:
+        found, steps = turnover.plan()
         busy = {step.model for step in steps}
         for model, change in found.items():
-            rollout.models[model] = {"change": str(change), "state": "waiting" if model in busy else "done"}
+            turnover.models[model] = {"change": str(change), "state": "waiting" if model in busy else "done"}
         same = [model for model, change in found.items() if change is Change.UNCHANGED]
         short = len(same) > MOST_NAMED
         parts = [f"{m} {c}" for m, c in found.items() if not (short and c is Change.UNCHANGED)]
         what = ", ".join([*parts, *([f"{len(same)} models unchanged"] if short else [])])
-        self._log.info("%s: %s", rollout.cause, what, extra=noted(EventKind.RELOAD))
+        self._log.info("%s: %s", turnover.cause, what, extra=noted(EventKind.RELOAD))
         return deque(steps)
 
-    def _note(self, rollout: Rollout, step: RolloutStep) -> None:
-        report, others = rollout.models[step.model], rollout.steps or deque[RolloutStep]()
+    def _note(self, turnover: Turnover, step: TurnoverStep) -> None:
+        report, others = turnover.models[step.model], turnover.steps or deque[TurnoverStep]()
         report["how"] = step.kind
         if step.failure is not None:
             report.update(state="failed", message=step.failure)
             extra = noted(EventKind.RELOAD, step.label)
-            self._log.error("%s: %s: %s", rollout.cause, step.label, step.failure, extra=extra)
-            rollout.steps = deque(other for other in others if other.model != step.model)
+            self._log.error("%s: %s: %s", turnover.cause, step.label, step.failure, extra=extra)
+            turnover.steps = deque(other for other in others if other.model != step.model)
         elif not any(other.model == step.model for other in others):
             report["state"] = "done"
 
-    def _begin(self, step: RolloutStep, rollout: Rollout) -> None:
-        fleet, registry, cause = self._fleet, self._registry, rollout.cause
+    def _begin(self, step: TurnoverStep, turnover: Turnover) -> None:
+        fleet, registry, cause = self._fleet, self._registry, turnover.cause
         old = step.old = registry.shown(step.label)
         step.generation = old.generation if old else 0
         if step.spec is None:
@@ -257,7 +255,7 @@ class Rollouts:
         elif old.desired is not Desired.UP:  # the worker is down, or goes down because somebody ordered it
             step.kind, step.start = "add", False
             fleet.respec(old, step.spec)  # used when somebody starts it
-        elif old.state in _UP and self._may_surge(old, step, rollout.how):
+        elif old.state in _UP and self._fits_beside(old, step, turnover.how):
             step.kind = "beside"
             step.new = registry.add(step.label, step.spec, replaces=old)
             fleet.start(step.new.name, cause)
@@ -266,11 +264,11 @@ class Rollouts:
             fleet.respec(old, step.spec)
             fleet.restart(old.name, cause)
 
-    def _may_surge(self, old: Replica, step: RolloutStep, how: How) -> bool:
+    def _fits_beside(self, old: Replica, step: TurnoverStep, how: How) -> bool:
         assert step.spec is not None
-        return how is How.SURGE or (how is How.AUTO and self._fleet.starts.fits_surge(old, step.spec))
+        return how is How.BESIDE or (how is How.AUTO and self._fleet.starts.fits_beside(old, step.spec))
 
-    def _is_over(self, step: RolloutStep, cause: str) -> bool:
+    def _is_over(self, step: TurnoverStep, cause: str) -> bool:
         """Return whether the step is over."""
         match step.kind:
             case "retire":
@@ -292,7 +290,7 @@ class Rollouts:
             return self._is_gone(step.new)
         return step.handed_over and self._is_gone(step.old)
 
-    def _check_successor(self, step: RolloutStep, old: Replica, new: Replica, cause: str) -> None:
+    def _check_successor(self, step: TurnoverStep, old: Replica, new: Replica, cause: str) -> None:
         if new.state is WorkerState.READY:
             step.handed_over = True
             self._registry.hand_over(old, new)
@@ -310,7 +308,7 @@ class Rollouts:
                 self._fleet.respec(old, step.spec)
             self._fleet.stop(new.name, "it did not come up", now=True)
 
-    def _is_up(self, step: RolloutStep, worker: Replica) -> bool:
+    def _is_up(self, step: TurnoverStep, worker: Replica) -> bool:
         if worker.state in AT_REST and (worker.state is WorkerState.FAILED or worker.desired is not Desired.UP):
             step.failure = worker.last_exit.message if worker.last_exit else "it was stopped"
             return True
@@ -352,7 +350,7 @@ class Reloads:
     def __post_init__(self) -> None:
         self._registry = self._fleet.registry
         self._advancing = False
-        self.rollouts = Rollouts(self._fleet, self._log)
+        self.turnovers = Turnovers(self._fleet, self._log)
         self.refused: str | None = None
         """Why the last order to read models.yaml has changed nothing, for people. None if it was carried out."""
 
@@ -383,7 +381,7 @@ class Reloads:
         return [*keys, *((name,) for name in differing(before, config, FIXED_SECTIONS))]
 
     def preview(self, config: Config) -> tuple[list[str], dict[str, Change]]:
-        """Return what a reload would change now: the settings as ``Rollout`` has them, and the change of each model."""
+        """Return what a reload would change now: the settings as in ``Turnover``, and the change of each model."""
         return settings_changed(self._registry.config, config), changes(self._specs(), self._found(config).models)
 
     def _refusal(self, cause: str, message: str) -> WireError:
@@ -417,7 +415,7 @@ class Reloads:
         self._registry.adopt(config)
         self._scheduler.set_policies(config.supervisor.hold_limits, config.supervisor.poison_policy)
         forced = () if only is None else (only,)
-        number = self.rollouts.order(cause, how, partial(self._plan, config, forced), settings)
+        number = self.turnovers.order(cause, how, partial(self._plan, config, forced), settings)
         self.advance_soon()
         return number
 
@@ -427,26 +425,26 @@ class Reloads:
 
         def plan() -> Plan:  # made later: an order before this one may change or remove these workers
             there = [replica for label in labels if (replica := self._registry.shown(label)) is not None]
-            steps = [RolloutStep(r.model, r.label, r.desired_spec, forced=True) for r in there]
+            steps = [TurnoverStep(r.model, r.label, r.desired_spec, forced=True) for r in there]
             return Plan(dict.fromkeys(models, Change.WORKERS), steps)
 
-        number = self.rollouts.order(cause, How.RECREATE, plan)
+        number = self.turnovers.order(cause, How.EXCHANGE, plan)
         self.advance_soon()
         return number
 
     def advance_soon(self) -> None:
-        """Let the rollouts go on in the next turn of the loop. In this turn a worker may be in a transition."""
-        if self.rollouts.busy and not self._advancing:
+        """Let the turnovers go on in the next turn of the loop. In this turn a worker may be in a transition."""
+        if self.turnovers.busy and not self._advancing:
             self._advancing = True
             self._timers.at(time.monotonic(), self._advance)
 
     def _advance(self) -> None:
         self._advancing = False
-        self.rollouts.advance()
+        self.turnovers.advance()
 
     def _plan(self, config: Config, forced: Sequence[str]) -> Plan:
         found = changes(self._specs(), config.models, forced)
-        steps: list[RolloutStep] = []
+        steps: list[TurnoverStep] = []
         for model, change in found.items():
             steps += self._steps(model, change, config.models.get(model), forced=model in forced)
         return Plan(found, steps)
@@ -458,14 +456,14 @@ class Reloads:
             specs.setdefault(replica.model, []).append(replica.desired_spec)
         return specs
 
-    def _steps(self, model: str, change: Change, spec: ModelSpec | None, *, forced: bool) -> list[RolloutStep]:
+    def _steps(self, model: str, change: Change, spec: ModelSpec | None, *, forced: bool) -> list[TurnoverStep]:
         workers = self._registry.of_model(model)
         there = [replica.label for replica in workers]
         if spec is None:
-            return [RolloutStep(model, label, None) for label in there]
+            return [TurnoverStep(model, label, None) for label in there]
         if change is Change.ADDED:
             self._scheduler.add_model(model, spec.queue_limits)
-            return [RolloutStep(model, label, spec, start=spec.autostart) for label in spec.workers]
+            return [TurnoverStep(model, label, spec, start=spec.autostart) for label in spec.workers]
         self._scheduler.set_limits(model, spec.queue_limits)
         if change is Change.WORKERS:
             missing = [label for label in spec.workers if label not in there]
@@ -474,8 +472,8 @@ class Reloads:
                 if replica.label not in spec.workers and missing:
                     self._registry.relabel(replica, missing.pop(0))
             wanted = any(replica.desired is Desired.UP for replica in workers)
-            stay = [RolloutStep(model, label, spec, start=wanted, forced=forced) for label in spec.workers]
-            gone = [RolloutStep(model, replica.label, None) for replica in workers if replica.label not in spec.workers]
+            stay = [TurnoverStep(model, label, spec, start=wanted, forced=forced) for label in spec.workers]
+            gone = [TurnoverStep(model, each.label, None) for each in workers if each.label not in spec.workers]
             return stay + gone
         for replica in workers:
             self._fleet.adopt_settings(replica, spec)

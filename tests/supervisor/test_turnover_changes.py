@@ -5,7 +5,7 @@ from typing import Any
 
 from supervisor.config.file import ModelSpec
 from supervisor.config.models import ModelConfig
-from supervisor.fleet.rollouts import Change, changes
+from supervisor.fleet.turnovers import Change, changes
 
 
 def model(name: str = "a", **keys: Any) -> ModelSpec:
