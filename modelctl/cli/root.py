@@ -383,9 +383,9 @@ class _LazyGroup(CommandGroup):
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    from supervisor.workers.environment import loss
-
     if wanted:
+        from supervisor.workers.environment import loss  # click calls this function for every command
+
         click.echo(f"modelctl, version {__version__}\n{loss() or 'compiled modules are in use'}")
         context.exit()
 

@@ -9,7 +9,6 @@ from typing import Any, Final
 from unicodedata import category, east_asian_width
 
 from modelctl.cli.root import painted, title
-from protocol.process.worker_spec import PAGE_TOKENS
 from supervisor.config.spelling import duration, size
 
 # Measure, shorten and wrap text in columns of a terminal. Pure.
@@ -448,6 +447,8 @@ def _steps(stats: Values) -> str:
 
 
 def _pages(stats: Values) -> str:
+    from protocol.process.worker_spec import PAGE_TOKENS  # a tenth of the time of `ps`, which shows no pages
+
     used, total = stats["pages_used"], stats["pages_total"]
     cached = f", {stats['pages_cached']} kept for prompts that begin alike" if "pages_cached" in stats else ""
     share = f" ({percent(used / total)})" if total else ""

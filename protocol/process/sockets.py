@@ -13,13 +13,15 @@ import re
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 import zmq.backend
 
 from protocol.process.compiled import find
-from protocol.process.worker_spec import LinkKeys
+
+if TYPE_CHECKING:
+    from protocol.process.worker_spec import LinkKeys
 
 DONT_WAIT: Final = int(zmq.NOBLOCK)
 _MORE_FOLLOWS: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -96,7 +98,7 @@ def end_when_silent(socket: "zmq.Socket[Any]", lease_s: float) -> None:
     socket.setsockopt(zmq.TCP_MAXRT, round(1000 * (lease_s + MARGIN_S)))  # TCP_USER_TIMEOUT: also with bytes on the way
 
 
-def prove_keys(socket: "zmq.Socket[Any]", endpoint: str, keys: LinkKeys) -> None:
+def prove_keys(socket: "zmq.Socket[Any]", endpoint: str, keys: "LinkKeys") -> None:
     """Have a socket prove its keys to the endpoint, and demand the endpoint's. Call this before ``connect``."""
     socket.curve_serverkey = keys.server.encode()
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()

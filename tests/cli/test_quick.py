@@ -17,3 +17,12 @@ def test_orders_and_queries_import_little(command: str) -> None:
     )
     assert done.returncode == 69
     assert not set(done.stdout.split()) & SLOW
+
+
+def test_ps_loads_nothing_of_the_workers() -> None:
+    done = modelctl(
+        "ps", "--runtime-dir", "/tmp/none", prelude="import sys, atexit\natexit.register(lambda: print(*sys.modules))"
+    )
+    assert not {
+        name for name in done.stdout.split() if name.startswith(("protocol.process.worker_spec", "supervisor.workers."))
+    }
