@@ -23,11 +23,10 @@ from xml.sax.saxutils import escape
 import click
 
 from modelctl.cli import exit_codes, options
-from modelctl.cli.live_lines import LiveLines, Progress, Shown
 from modelctl.cli.options import as_json, connect, is_remote, supervisor_options, way_to
 from modelctl.cli.root import Command, CommandFailure
 from modelctl.cli.tables import Column, table, terminal_width
-from modelctl.cli.waiting import shown
+from modelctl.cli.waiting import LiveLines, Progress, Shown, shown
 from protocol import __version__
 from protocol.client.async_client import AsyncClient
 from protocol.errors import ErrorCode, WireError

@@ -11,8 +11,7 @@ import click
 from click.core import ParameterSource
 
 from modelctl.cli import exit_codes, options
-from modelctl.cli.config_file import SCHEMA, find_config
-from modelctl.cli.options import CONFIG_DEFAULT, as_json, config_file, runtime_dir_option
+from modelctl.cli.options import CONFIG_DEFAULT, SCHEMA, as_json, config_file, find_config, runtime_dir_option
 from modelctl.cli.root import ADD_TEMPLATE, Command, CommandFailure, say
 from modelctl.cli.tables import clean, name_lines, table, terminal_width
 from protocol.names import nearest

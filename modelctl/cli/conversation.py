@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from modelctl.cli import exit_codes
-from modelctl.cli.live_lines import bar
 from modelctl.cli.options import way_to
 from modelctl.cli.root import say
+from modelctl.cli.waiting import bar
 from protocol.client.answers import Delta, Progress
 from protocol.client.async_client import AsyncClient, AsyncStream
 from protocol.errors import ErrorCode, WireError

@@ -3,327 +3,51 @@
 import errno
 import json
 import os
-import platform
-import resource
+import secrets
 import socket
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import psutil
 
-from modelctl.cli import doctor_cluster, exit_codes
-from modelctl.cli.config_file import find_config
-from modelctl.cli.detach import child_environment
-from modelctl.cli.findings import Finding, Verdict, answer_of, bad, looking_at, ok, warn, within
-from modelctl.cli.options import as_json, config_file, connect, runtime_dir_option
+from modelctl.cli import exit_codes
+from modelctl.cli.findings import (
+    Facts,
+    Finding,
+    Verdict,
+    answer_of,
+    bad,
+    driver_of,
+    engine_of,
+    gpu_of,
+    look,
+    looking_at,
+    names_of,
+    ok,
+    read_engine,
+    read_nvml,
+    warn,
+    within,
+)
+from modelctl.cli.options import as_json, config_file, connect, find_config, runtime_dir_option
 from modelctl.cli.root import Command, completed, painted
-from modelctl.cli.tables import clean, terminal_width, wrapped
+from modelctl.cli.tables import clean, counted, terminal_width, wrapped
+from protocol import __version__
 from protocol.errors import ConnectionLost, WireError
+from protocol.process.birth import helper_environment
 from protocol.process.paths import NotPrivate, check_place, check_private
-from protocol.process.worker_spec import install_command
-from supervisor.config.spelling import size
+from supervisor.cluster.copies import directories_of
 from supervisor.logs.logs import log_dir
-from supervisor.ports.descriptors import COMFORTABLE, needed
-from supervisor.workers.environment import ENGINE_PROBE, directory_of, loss
+from supervisor.workers.environment import directory_of
+from supervisor.workers.launcher import is_name
 
 if TYPE_CHECKING:
     from supervisor.config.file import Config, Examined
-
-
-# The driver, the GPUs, PyTorch and ExLlamaV2: read by programs of their own, judged by pure functions.
-
-
-NVML_S: Final = 20.0
-"""Seconds for the driver to answer. Without persistence mode it needs some to open."""
-ENGINE_S: Final = 120.0
-"""Seconds for the import of PyTorch, from a cold disk too."""
-_NVML: Final = Path(__file__).with_name("nvml_facts.py")
-OWN: Final = "modelctl: worker"
-"""How the command line of a worker begins."""
-Facts = Mapping[str, Any]
-
-
-def read_nvml() -> Facts:
-    """Return what ``nvml_facts`` prints, or {absent} with the reason why it does not."""
-    where = directory_of("pynvml")
-    if where is None:
-        return {"absent": "the package nvidia-ml-py is not installed"}
-    return _answer([sys.executable, "-I", "-S", str(_NVML), where], NVML_S)
-
-
-def read_engine() -> Facts:
-    """Return what the probe of the engine prints, or {absent} with the reason why it does not."""
-    return _answer(ENGINE_PROBE, ENGINE_S)
-
-
-def _answer(command: Sequence[str], seconds: float) -> Facts:
-    late = f"no answer within {seconds:g} s: the driver or a disk hangs, see `dmesg`"
-    return answer_of(command, seconds, late, stdin=subprocess.DEVNULL, env=child_environment())
-
-
-def driver_of(nvml: Facts, *, wanted: bool) -> list[Finding]:
-    """Judge the driver.
-
-    wanted  whether a model is to run on a GPU
-    """
-    if why := nvml.get("absent"):
-        if not wanted:
-            return [ok("driver", f"no NVIDIA GPU can be used ({why}); no model needs one")]
-        return [bad("driver", f"no NVIDIA GPU can be used: {why}", "install NVIDIA's driver, and see `nvidia-smi`")]
-    return [ok("driver", f"{nvml['driver']}, for CUDA up to {_cuda(nvml['cuda'])}")]
-
-
-def gpu_of(gpu: Facts, names: Mapping[int, str]) -> list[Finding]:
-    """Judge one GPU.
-
-    names  command line of each process on it
-    """
-    what = f"GPU {gpu['index']}"
-    text = f"{gpu['name']}, {size(gpu['free'])} of {size(gpu['total'])} free" if gpu["total"] else str(gpu["name"])
-    found = [ok(what, text)]
-    if gpu["mig"]:
-        found.append(bad(what, "MIG divides it, and modelctl takes whole GPUs", "run `nvidia-smi -mig 0` as root"))
-    capability = gpu["capability"]
-    if capability and tuple(capability) < (7, 0):
-        found.append(
-            warn(what, f"compute capability {capability[0]}.{capability[1]} is old", "use a GPU from Volta on")
-        )
-    if gpu["width"] and gpu["widest"] and gpu["width"] < gpu["widest"]:
-        found.append(
-            warn(
-                what, f"its PCIe link has {gpu['width']} of {gpu['widest']} lanes: models load more slowly",
-                "look again under load; then see how the card sits in its slot, and which slots share lanes",
-            )
-        )  # fmt: skip
-    if not gpu["persistent"]:
-        found.append(
-            warn(what, "persistence mode is off: each start waits for the driver", "run `nvidia-smi -pm 1` as root")
-        )
-    for pid, held in gpu["processes"]:
-        name = names.get(pid, "")
-        if not name.startswith(OWN):
-            amount = "memory" if held is None else size(held)
-            says = f"{amount} held by pid {pid} ({name or 'of another container or user'})"
-            found.append(warn(what, says, "models get what is left; end it if nobody needs it"))
-    return found
-
-
-def names_of(gpus: Sequence[Facts]) -> dict[int, str]:
-    """Return the command line of each process on the GPUs, shortened. It may hold secrets behind options, so only its
-    first two words are taken."""
-    found = {}
-    for pid in {pid for gpu in gpus for pid, _ in gpu["processes"]}:
-        try:
-            process = psutil.Process(pid)
-            found[pid] = " ".join(" ".join(process.cmdline()[:2]).split(" ")[:3]) or process.name()
-        except psutil.Error:
-            continue
-    return found
-
-
-def engine_of(engine: Facts, nvml: Facts, engines: frozenset[str]) -> Iterator[Finding]:
-    """Judge PyTorch and ExLlamaV2.
-
-    engines  of the models in models.yaml. What no model needs may be missing
-    """
-    if why := engine.get("absent"):
-        yield bad("torch", why, "run `python -c 'import torch'` to see more")
-        return
-    uses_gpu, extra = "exllamav2" in engines, "exllamav2" if "exllamav2" in engines else "embedded"
-    if engine["torch"] is None:
-        yield (
-            bad("torch", "is not installed", f"run {install_command(extra)}") if engines
-            else ok("torch", "is not installed; no model needs it")
-        )  # fmt: skip
-        return
-    built = "the CPU" if engine["cuda"] is None else f"CUDA {engine['cuda']}"
-    yield ok("torch", f"{engine['torch']}, built for {built}")
-    if "absent" not in nvml and engine["why_no_gpu"] and uses_gpu:
-        yield bad("torch", f"can use no GPU: {engine['why_no_gpu']}", _cuda_remedy(engine, nvml))
-    if not uses_gpu:
-        return
-    if engine["exllamav2"] is None:
-        yield bad("exllamav2", "is not installed", f"run {install_command('exllamav2')}")
-        return
-    if engine["compiled"]:
-        yield ok("exllamav2", f"{engine['exllamav2']}, its CUDA code is compiled")
-    elif engine["nvcc"] is None:
-        remedy = "install the CUDA toolkit of torch's version, or set CUDA_HOME to where it is"
-        yield bad("exllamav2", f"{engine['exllamav2']}: its CUDA code must be compiled, and nvcc is missing", remedy)
-    else:
-        says = f"{engine['exllamav2']}: the next start compiles {engine['sources']} files of CUDA code, for minutes"
-        yield warn("exllamav2", says, "`modelctl serve` does it, and shows the steps")
-    flash = engine["flash_attn"]
-    used = "our Triton kernels are used" if flash is None else f"flash-attn {flash} is installed"
-    if engine["triton"] is None and flash is None:
-        yield bad("attention", "neither Triton nor flash-attn is installed", f"run {install_command('exllamav2')}")
-    else:
-        yield ok("attention", used + (f" (Triton {engine['triton']})" if engine["triton"] else ""))
-
-
-def _cuda_remedy(engine: Facts, nvml: Facts) -> str:
-    """Return what to do if torch cannot use a GPU that the driver has."""
-    if engine["cuda"] is None:
-        return "install a build of torch for CUDA: see pytorch.org"
-    if _number(engine["cuda"]) > (nvml["cuda"] or 0):
-        return f"the driver knows CUDA up to {_cuda(nvml['cuda'])}: install a newer driver, or an older build of torch"
-    return "see CUDA_VISIBLE_DEVICES, and whether this user may open /dev/nvidia*"
-
-
-def _cuda(number: int | None) -> str:
-    """Return the text of NVML's 13000: "13.0"."""
-    return "?" if number is None else f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _number(text: str) -> int:
-    major, _, minor = text.partition(".")
-    return 1000 * int(major) + 10 * int(minor.partition(".")[0] or 0)
-
-
-# Memory, descriptors, disks and shared memory: read here, judged by functions that take the facts as arguments.
-
-
-GIB: Final = 1 << 30
-SCARCE_SHM: Final = 256 << 20
-"""Shared memory that PyTorch may want between its processes. Docker gives a container 64 MiB."""
-SCARCE_DISK: Final = GIB
-SCARCE_MEMORY: Final = 4 * GIB
-SUPPORTED: Final = ((3, 11), (3, 13))
-
-
-def look(runtime_dir: Path, logs: Path, workers: int) -> Iterator[Finding]:
-    """Yield what is found about the machine.
-
-    workers  workers of models.yaml; 0 if there is no such file
-    """
-    yield python_of(platform.python_version_tuple()[:2])
-    if (message := loss()) is not None:
-        yield warn("compiled modules", *_halves(message))
-    else:
-        yield ok("compiled modules", "in use")
-    yield descriptors_of(resource.getrlimit(resource.RLIMIT_NOFILE)[1], needed(workers, 3))
-    yield memory_of(psutil.virtual_memory().available, _room_of_cgroup())
-    yield shared_memory_of(_free("/dev/shm"))
-    for place in _places(runtime_dir, logs):
-        yield disk_of(place)
-    yield numa_of(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
-
-
-def python_of(version: tuple[str, ...]) -> Finding:
-    """Judge the version of Python, as ("3", "12")."""
-    text, number = ".".join(version), tuple(map(int, version))
-    if SUPPORTED[0] <= number <= SUPPORTED[1]:
-        return ok("Python", text)
-    return warn("Python", f"{text} is not tested", "use Python 3.11, 3.12 or 3.13")
-
-
-def descriptors_of(hard: int, fewest: int) -> Finding:
-    """Judge the hard limit of descriptors. ``fewest``: with which a supervisor can work."""
-    remedy = f"raise it to {COMFORTABLE} or more: ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker"
-    if hard < fewest:
-        return bad("descriptors", f"{hard} are allowed, and {fewest} are needed", remedy)
-    if hard < COMFORTABLE:
-        return warn("descriptors", f"{hard} are allowed, which limits the number of clients", remedy)
-    return ok("descriptors", f"{hard} are allowed")
-
-
-def memory_of(available: int, room: int | None) -> Finding:
-    """Judge the memory. ``room``: bytes that this cgroup may still take; None without a limit."""
-    least = available if room is None else min(available, room)
-    says = f"{size(available)} free" + ("" if room is None else f", {size(room)} of them for this container or service")
-    if least < SCARCE_MEMORY:
-        return warn("memory", says, "a model is read through memory, and each worker takes 1 to 2 GiB: free some")
-    return ok("memory", says)
-
-
-def shared_memory_of(free: int | None) -> Finding:
-    """Judge /dev/shm. None: there is none."""
-    if free is None:
-        return warn("/dev/shm", "there is none", "mount a tmpfs there: docker run --shm-size 1g")
-    if free < SCARCE_SHM:
-        return warn("/dev/shm", f"{size(free)} free", "give it more: docker run --shm-size 1g, or an emptyDir of 1 GiB")
-    return ok("/dev/shm", f"{size(free)} free")
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenDirectory:
-    """A directory that something is written to.
-
-    existing  the directory, or the nearest one above it that exists
-    free      bytes; None if that cannot be read
-    """
-
-    what: str
-    path: Path
-    existing: Path
-    writable: bool
-    free: int | None
-
-
-def disk_of(place: WrittenDirectory) -> Finding:
-    """Judge a directory."""
-    if not place.writable:
-        return bad(
-            place.what, f"{place.existing} cannot be written", f"run `ls -ld {place.existing}`, and make it yours"
-        )
-    if place.free is None:
-        return warn(place.what, f"{place.path}: its free space cannot be read", "see `df`")
-    if place.free == 0:
-        return bad(place.what, f"{place.path} is on a disk that is full", "free space: see `df`")
-    if place.free < SCARCE_DISK:
-        return warn(place.what, f"{place.path} has {size(place.free)} left", "free space: see `df`")
-    return ok(place.what, f"{place.path}, {size(place.free)} free")
-
-
-def numa_of(nodes: int) -> Finding:
-    """Tell the number of NUMA nodes. Workers are kept to the processors of their GPU's node by themselves."""
-    kept = ": each worker is kept to that of its GPU" if nodes > 1 else ""
-    return ok("NUMA", f"{max(nodes, 1)} node{'s' if nodes > 1 else ''}{kept}")
-
-
-def _places(runtime_dir: Path, logs: Path) -> Iterator[WrittenDirectory]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path("~/.triton").expanduser())
-    for what, path in (
-        ("runtime directory", runtime_dir),
-        ("logs", logs),
-        ("cache of compiled CUDA code", extensions),
-        ("cache of Triton's kernels", triton),
-    ):
-        existing = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
-        yield WrittenDirectory(what, path, existing, os.access(existing, os.W_OK | os.X_OK), _free(str(existing)))
-
-
-def _free(path: str) -> int | None:
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
-
-
-def _room_of_cgroup() -> int | None:
-    """Return the bytes that the cgroup of this process may still take (version 2); None without a limit."""
-    try:
-        (group,) = (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        directory = Path("/sys/fs/cgroup") / group.lstrip("/")
-        limit = (directory / "memory.max").read_text().strip()
-        return None if limit == "max" else max(0, int(limit) - int((directory / "memory.current").read_text()))
-    except (OSError, ValueError):
-        return None
-
-
-def _halves(message: str) -> tuple[str, str]:
-    """Return what a message says, and its remedy behind the last semicolon."""
-    says, _, remedy = message.rpartition("; ")
-    return says, remedy
 
 
 # models.yaml, the directories of models, ports, files of keys, and the supervisor that runs.
@@ -448,6 +172,255 @@ def generation_of(
         yield warn("test generation", f"{ready[0]} ended its answer at once", "ask it something: `modelctl run`")
 
 
+# The Ray cluster: what is set here, and what a program of its own (``ray_facts``) has seen on the other machines.
+
+
+CLUSTER_S: Final = 150.0
+"""Seconds for the cluster and all its machines."""
+OLDEST_RAY, TOO_NEW_RAY = (2, 50), (3, 0)
+CLOCK_S: Final = 1.0
+"""Seconds by which clocks may differ."""
+ZMTP: Final = "ff"
+"""The first byte of ZeroMQ's greeting, in hex."""
+TOKEN_REMEDY: Final = "start all machines of the cluster with RAY_AUTH_MODE=token and the same token"
+
+
+def ray_of(version: str | None) -> Finding:
+    """Judge the package ray. None: it is not installed."""
+    if version is None:
+        return bad("Ray", "the package ray is not installed", "run pip install 'modelctl[ray]'")
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if not OLDEST_RAY <= numbers < TOO_NEW_RAY:
+        return warn("Ray", f"{version} is not tested", "use Ray 2.50 or later, and below 3")
+    return ok("Ray", version)
+
+
+def installed_ray() -> str | None:
+    """Return the version of the package ray, without importing it; None if it is not installed."""
+    from importlib.metadata import version
+
+    return version("ray") if directory_of("ray") else None
+
+
+def token_of(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Judge how this shell authenticates to Ray, and the file of its token."""
+    mode = environment.get("RAY_AUTH_MODE")
+    if mode is not None and mode != "token":
+        yield bad("Ray's token", f"RAY_AUTH_MODE is {mode!r}: such a cluster is refused", TOKEN_REMEDY)
+        return
+    if mode is None:
+        says = "RAY_AUTH_MODE is not set in this shell, and older versions of Ray then use no token"
+        yield warn("Ray's token", says, "export RAY_AUTH_MODE=token, also where the supervisor is started")
+    if environment.get("RAY_AUTH_TOKEN"):
+        yield ok("Ray's token", "in the variable RAY_AUTH_TOKEN")
+        return
+    file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path("~/.ray/auth_token").expanduser())
+    try:
+        check_private(file, file.stat())
+    except FileNotFoundError:
+        remedy = "copy it from the first machine, or make it with `ray get-auth-token --generate`"
+        yield bad("Ray's token", f"there is no file {file}", remedy)
+    except NotPrivate as e:
+        says, _, remedy = str(e).rpartition("; ")
+        yield bad("Ray's token", says, remedy)
+    except OSError as e:
+        yield bad("Ray's token", f"{file}: {e.strerror or e}", "see the path")
+    else:
+        yield ok("Ray's token", f"{file} is private")
+
+
+def split_endpoint(advertise: str) -> tuple[str, int]:
+    """Return address and port of tcp://ADDRESS:PORT."""
+    host, _, port = advertise.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+@contextmanager
+def listening(key: str, endpoint: str, running: Facts | None) -> Iterator[tuple[Finding, str | None]]:
+    """Yield the finding about an endpoint for other machines, and how what listens there begins, in hex.
+
+    If no supervisor listens there, this process does as long as the block runs. It answers with a number of its own.
+
+    key      of the section ``cluster``, and of its part in ``status``
+    running  the answer to ``status`` of the supervisor here; None if none runs
+    """
+    cluster = ((running or {}).get("supervisor") or {}).get("cluster") or {}
+    if cluster.get(key) == endpoint:
+        yield ok(key, f"the supervisor listens at {endpoint}"), ZMTP
+        return
+    host, port = split_endpoint(endpoint)
+    try:
+        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as e:
+        remedy = "choose another port, or an address of this machine (`ip address` lists them)"
+        yield bad(key, f"{endpoint} cannot be opened: {e.strerror or e}", remedy), None
+        return
+    mark = secrets.token_bytes(16)
+    thread = threading.Thread(target=_answer, args=(server, mark), daemon=True)
+    thread.start()
+    try:
+        yield ok(key, f"{endpoint} is free, and an address of this machine"), mark.hex()
+    finally:
+        with suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread
+        server.close()
+
+
+def _answer(server: socket.socket, mark: bytes) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with suppress(OSError), connection:
+            connection.settimeout(3.0)
+            connection.sendall(mark)
+
+
+def read_cluster(address: str, endpoints: Sequence[str], engines: Sequence[str], paths: Sequence[str]) -> Facts:
+    """Return what ``ray_facts`` prints, or {absent} with the reason why it does not.
+
+    endpoints  to which the machines try to connect
+    engines    of the models on other machines
+    paths      directories that are to be on the machines
+    """
+    request = {"address": address, "endpoints": [*map(split_endpoint, endpoints)], "engines": engines, "paths": paths}
+    ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "HOME"}
+    command = [sys.executable, "-P", "-m", "modelctl.cli.ray_facts"]
+    environment = helper_environment(**ray)
+    return answer_of(
+        command,
+        CLUSTER_S,
+        f"no answer within {CLUSTER_S:g} s",
+        input=json.dumps(request),
+        cwd="/",
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def models_away(config: "Config") -> dict[str, tuple[str, list[str]]]:
+    """Return, by name, the ``node`` of each model on another machine, and the directories that its engine reads: those
+    of the model, of the draft model and of the adapters."""
+    away = {name: spec for name, spec in config.models.items() if spec.config.node is not None}
+    return {name: (str(spec.config.node), directories_of(spec.engine_spec)) for name, spec in away.items()}
+
+
+def look_at_cluster(config: "Config", running: Facts | None) -> Iterator[Finding]:
+    """Yield what is found about the cluster of models.yaml. It takes up to CLUSTER_S."""
+    cluster = config.cluster
+    if cluster is None or cluster.advertise is None:
+        return  # the finding about models.yaml says that advertise is missing
+    yield (installed := ray_of(installed_ray()))
+    yield from token_of(os.environ)
+    away = models_away(config)
+    engines = sorted({config.models[name].config.engine for name in away})
+    store = cluster.model_store.listen
+    begins: dict[str, str | None] = {}
+    with ExitStack() as open_ports:
+        for key, endpoint in (("advertise", cluster.advertise), ("model_store", store)):
+            if endpoint is not None:
+                finding, begins[endpoint] = open_ports.enter_context(listening(key, endpoint, running))
+                yield finding
+        if installed.verdict == "bad":
+            return
+        paths = sorted({path for _, directories in away.values() for path in directories}) if store is None else []
+        facts = read_cluster(cluster.ray, [*begins], engines, paths)
+    yield from cluster_of(facts, cluster.ray, begins, away)
+
+
+def cluster_of(
+    facts: Facts, address: str, begins: Mapping[str, str | None], models: Mapping[str, tuple[str, list[str]]]
+) -> Iterator[Finding]:
+    """Judge the cluster, and each of its machines.
+
+    facts   what ``ray_facts`` has printed
+    begins  by endpoint, how what listens there begins, in hex; None if nothing does
+    models  see ``models_away``
+    """
+    if why := facts.get("absent"):
+        yield bad("cluster", str(why), "see `ray status` on the first machine, and cluster.ray in models.yaml")
+        return
+    if why := facts["open"]:
+        yield bad("cluster", f"{address} is not used: {why}", TOKEN_REMEDY)
+        return
+    others = [node for node in facts["nodes"] if not node["own"]]
+    names = [node["name"] for node in others]
+    yield ok("cluster", f"{address}, {counted(len(facts['nodes']), 'machine')}; without the token nobody gets in")
+    if not others:
+        yield warn("cluster", "it has no machine but this one", "run `ray start --address=...` on another machine")
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        says = f"{names.count(name)} machines have this name"
+        yield bad(f"machine {name}", says, "start Ray on each with a --node-name of its own")
+    for model, (node, _) in models.items():
+        if is_name(node) and node not in names:
+            says = f"its machine {node} is not in the cluster, which has {', '.join(names) or 'no other machine'}"
+            yield bad(
+                f"model {model}", says, f"start Ray there with --node-name={node}, or correct node in models.yaml"
+            )
+    for node in others:
+        needed: set[str] = set()
+        useful: set[str] = set()
+        for where, directories in models.values():
+            if where == node["name"]:
+                needed.update(directories)
+            elif not is_name(where):  # its labels are Ray's to look at
+                useful.update(directories)
+        yield from machine_of(node, begins, needed, useful)
+
+
+def machine_of(
+    node: Facts, begins: Mapping[str, str | None], needed: Collection[str], useful: Collection[str]
+) -> Iterator[Finding]:
+    """Judge a machine. Arguments as for ``cluster_of``.
+
+    needed  the directories of models that run on this machine alone
+    useful  the directories of models that may run on this machine, or on another one
+    """
+    what = f"machine {node['name']}"
+    if why := node["error"]:
+        yield bad(
+            what, f"at {node['address']}: {why}", "see `ray status`, and that its ports are open for this machine"
+        )
+        return
+    facts, gpus, version = node["facts"], node["facts"]["nvml"], node["facts"]["version"]
+    if version is None:
+        says = "modelctl is not installed there, for the Python that runs Ray"
+        yield bad(what, says, f"run pip install 'modelctl[ray]' there, in version {__version__}")
+    elif version != __version__:
+        yield bad(what, f"modelctl {version} is installed there, and {__version__} here", "install the same version")
+    for (endpoint, expected), answer in zip(begins.items(), facts["answers"], strict=True):
+        if expected is None:
+            continue  # nothing listens there, and the finding about the endpoint says so
+        if why := answer.get("error"):
+            says = f"it cannot connect to {endpoint}: {why}"
+            yield bad(what, says, "open this port between the machines, or choose another address")
+        elif not answer["begins"].startswith(expected):
+            says = f"what answers it at {endpoint} is not this machine"
+            yield bad(what, says, "choose an address that means this machine everywhere")
+    seen = len(gpus.get("gpus", ()))
+    if node["gpus"] and (absent := gpus.get("absent")):
+        says = f"Ray leases {node['gpus']:g} GPUs there, and none can be used: {absent}"
+        yield bad(what, says, "install NVIDIA's driver there, and see `nvidia-smi`")
+    elif node["gpus"] != seen and "absent" not in gpus:
+        says = f"Ray leases {node['gpus']:g} GPUs there, and the driver has {seen}"
+        yield warn(what, says, f"start Ray there with --num-gpus={seen}, if models may use all of them")
+    ahead = node["clock_s"]
+    if abs(ahead) - node["clock_error_s"] > CLOCK_S:
+        says = f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this one"
+        yield warn(what, says, "let NTP set both, such as chrony: else lines of their logs cannot be compared")
+    for why in facts["packages"]:
+        yield bad(what, f"there, {why}", "run that command there")
+    for directory in sorted({*needed, *useful} & set(facts["missing"])):
+        yield (bad if directory in needed else warn)(
+            what, f"the directory {directory} is not there", "give each model's directory the same path on all machines"
+        )
+    kinds = ", ".join(sorted({str(gpu["name"]) for gpu in gpus.get("gpus", ())}))
+    mine = f"modelctl {version}, " if version else ""
+    having = f"{node['gpus']:g} GPUs" + (f" ({kinds})" if kinds else "")
+    yield ok(what, f"{mine}Python {facts['python']}, {having}, clock {ahead:+.3f} s")
+
+
 INDENT: Final = 6
 """Columns of a verdict, with the space after it."""
 
@@ -508,7 +481,7 @@ def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
     if examined is not None:
         yield from within("gateway", lambda: port_of(seen.config, status))
     if examined is not None and examined.config.cluster is not None:
-        yield from within("cluster", lambda: doctor_cluster.look(seen.config, status), doctor_cluster.LOOK_S + 20)
+        yield from within("cluster", lambda: look_at_cluster(seen.config, status), CLUSTER_S + 20)
     yield from within("supervisor", lambda: running_of(status))
     came = {"done": 0, "total": TOKENS, "unit": "tokens"}
     yield from within(

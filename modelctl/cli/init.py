@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from modelctl.cli import exit_codes
-from modelctl.cli.config_file import NAME, SCHEMA
-from modelctl.cli.options import as_json
+from modelctl.cli.options import NAME, SCHEMA, as_json
 from modelctl.cli.root import ADD_TEMPLATE, Command, CommandFailure, say
 from protocol.process.worker_spec import missing_for, missing_for_gateway
 from supervisor.config.file import DEMO_PREFIX, demo_models

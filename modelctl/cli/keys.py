@@ -27,7 +27,7 @@ COLUMNS = (
 
 def _file(config: Path | None) -> Path:
     """Return the models.yaml whose keys are meant: a supervisor that runs shall see the change. Raises ConfigError."""
-    from modelctl.cli.config_file import find_config
+    from modelctl.cli.options import find_config
 
     return find_config(config, default_runtime_dir(), running_first=True)
 

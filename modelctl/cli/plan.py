@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from modelctl.cli import exit_codes
-from modelctl.cli.config_file import find_config
-from modelctl.cli.options import as_json, config_file, connect, runtime_dir_option, show, watch
+from modelctl.cli.options import as_json, config_file, connect, find_config, runtime_dir_option, show, watch
 from modelctl.cli.root import Command, CommandFailure
 from modelctl.cli.tables import GAP, Column, clean, name_lines, table, terminal_width, wrapped
 from supervisor.config.spelling import size

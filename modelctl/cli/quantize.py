@@ -21,14 +21,12 @@ import click
 
 from modelctl.cli import exit_codes
 from modelctl.cli import options as completion
-from modelctl.cli.config_file import find_config
-from modelctl.cli.detach import SERVE, child_environment
 from modelctl.cli.doctor import ANSWER_S, PROMPT, TOKENS
 from modelctl.cli.findings import answer_of
-from modelctl.cli.live_lines import REDRAW_S, LiveLines, Progress, Shown
-from modelctl.cli.options import Signalled, as_json, end, raised
+from modelctl.cli.options import Signalled, as_json, end, find_config, raised
 from modelctl.cli.root import Command, CommandFailure
-from modelctl.cli.waiting import settled_up, shown
+from modelctl.cli.serve import SERVE, child_environment
+from modelctl.cli.waiting import REDRAW_S, LiveLines, Progress, Shown, settled_up, shown
 from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost, WireError
 from protocol.process.birth import die_with

@@ -344,7 +344,7 @@ _COMMANDS = {
     "ps": "modelctl.cli.views:ps",
     "status": "modelctl.cli.views:status",
     "top": "modelctl.cli.top:top",
-    "cluster": "modelctl.cli.cluster:cluster",
+    "cluster": "modelctl.cli.views:cluster",
     "usage": "modelctl.cli.requests:usage",
     "metrics": "modelctl.cli.serve:metrics",
     "run": "modelctl.cli.run:run",

@@ -18,10 +18,9 @@ import click
 from modelctl.cli import exit_codes
 from modelctl.cli import options as completion
 from modelctl.cli.conversation import ChatSession, hold
-from modelctl.cli.live_lines import LiveLines
 from modelctl.cli.options import F, as_json, connect, supervisor_options
 from modelctl.cli.root import Command, take_text
-from modelctl.cli.waiting import goes_on, shown
+from modelctl.cli.waiting import LiveLines, goes_on, shown
 from protocol.client.answers import Delta, TokenLogprob
 from protocol.client.async_client import AsyncStream
 from protocol.client.sync_client import Client

@@ -9,31 +9,36 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from modelctl.cli import exit_codes
-from modelctl.cli.config_file import find_config
-from modelctl.cli.live_lines import Shown, Ticking
 from modelctl.cli.options import (
     Signalled,
     config_file,
     connect,
     end,
+    find_config,
+    listener_of,
     raised,
     runtime_dir_option,
     supervisor_options,
     way_to,
 )
 from modelctl.cli.root import Command, CommandFailure, drop_unwritten, say
-from protocol.errors import WireError
+from modelctl.cli.waiting import LiveLines, Shown, Ticking, settled_up, wait_for, why_not_ready
+from protocol.errors import ConnectionLost, WireError
+from protocol.limits import SUPERVISOR_NAME
+from protocol.process.logs import OUTSIDE
+from protocol.process.paths import ENVIRONMENT_VARIABLE
 from protocol.process.shown import FORMATS, LEVELS, LogStyle
 from protocol.process.worker_spec import install_command, not_installed
 from supervisor.config.server import Address, parse_address
+from supervisor.config.spelling import PhaseLines
 from supervisor.workers.environment import EXTENSION_BUILD
 
 if TYPE_CHECKING:
@@ -74,8 +79,6 @@ def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
 
 
 def _compile(shown: "_Line") -> None:
-    from modelctl.cli.detach import child_environment  # a third of the imports of `serve`, needed only to compile
-
     # From the main thread, because the builder ends with the thread that starts it (PR_SET_PDEATHSIG).
     with subprocess.Popen(
         [*EXTENSION_BUILD, str(os.getpid())],
@@ -189,8 +192,6 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
         except KeyboardInterrupt:
             return exit_codes.INTERRUPTED
     if detach:
-        from modelctl.cli.detach import start_detached
-
         return start_detached(
             loaded.file,
             runtime_dir,
@@ -246,10 +247,173 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
 def _screen(style: LogStyle) -> logging.Handler:
     """Return the handler that writes the log to stderr."""
     if sys.stderr.isatty() and not style.is_json:
-        from modelctl.cli.start_screen import StartScreen
-
         return StartScreen()
     return logging.StreamHandler(sys.stderr)
+
+
+# The log of ``serve`` on a terminal, with a line below it for each model that starts, which is redrawn in place.
+
+
+class StartScreen(logging.StreamHandler[TextIO]):
+    """Writes records to stderr, which has to be a terminal. ``supervisor.fleet.fleet`` calls ``show_starts``.
+
+    Make one after ``logs.never_wait``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._lines = LiveLines(for_people=False)
+        self._drawn = False
+
+    def show_starts(self, starts: Mapping[str, tuple[str, Mapping[str, Any] | None]]) -> None:
+        """Draw a line for each worker that starts: name → (phase, progress). Remove the lines of before.
+
+        Draw nothing while the terminal takes no output (Ctrl-S): the lines would take the room of the log's lines.
+        """
+        shown = {name: Shown(f"{name:<16} {phase:<9}", phase, progress) for name, (phase, progress) in starts.items()}
+        if (shown or self._drawn) and not OUTSIDE[2].is_behind:
+            self._lines.show(shown)
+            self._drawn = bool(shown)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record where the lines are. The next look draws them below it."""
+        self._lines.clear()
+        super().emit(record)
+
+
+# The option serve --detach: start a supervisor in a session of its own, and return when its models are up.
+
+
+STALLED_S = 10.0
+"""Seconds after which a new supervisor is given up that neither answers nor uses processor time. A supervisor that uses
+processor time is only slow: on a busy machine its imports alone may take longer than that."""
+SERVE = (sys.executable, "-P", "-m", "supervisor", "serve", "-q")  # -P: no module of the directory is imported
+_DIRECTORIES = (ENVIRONMENT_VARIABLE, "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
+
+
+def start_detached(config: Path, runtime_dir: Path, autostart: list[str], options: Sequence[str] = ()) -> int:
+    """Start a supervisor and wait until its models are up, or will not come up. Returns the exit code.
+
+    Raises CommandFailure, with the reason of each model that is not ready.
+
+    options  further options of ``serve``
+
+    The supervisor runs in "/". If its directory were removed, the supervisor could start no more workers, because
+    multiprocessing asks for the name of the current directory.
+    """
+    process = subprocess.Popen(
+        [*SERVE, "--no-compile", "-c", config, "--runtime-dir", runtime_dir, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        env=child_environment(),
+    )
+    try:
+        return _see_up(process, config, runtime_dir, autostart)
+    except KeyboardInterrupt:
+        if process.poll() is None:
+            message = f"interrupted; the supervisor (pid {process.pid}) goes on, `modelctl shutdown` ends it"
+            raise CommandFailure(exit_codes.INTERRUPTED, "interrupted", message) from None
+        return exit_codes.INTERRUPTED
+
+
+def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path, autostart: list[str]) -> int:
+    from modelctl.cli.views import warn_of_troubles
+    from supervisor.config.report import how_to_ask
+    from supervisor.logs.logs import log_path
+    from supervisor.workers.life import WorkerState
+
+    log = log_path(runtime_dir, SUPERVISOR_NAME)
+    stall = _Stall(process.pid)
+    phases = PhaseLines()
+    answered = False
+    while process.poll() is None:
+        try:
+            with connect(runtime_dir, admin=True) as client:
+                answer = client.status()
+                if listener_of(client) != process.pid:
+                    process.wait()  # another supervisor holds the lock; ours is about to report that and end
+                    break
+                answered = True
+                models = wait_for(client, autostart, settled_up, up=True)
+        except ConnectionLost:
+            if answered:
+                process.wait()  # somebody has shut it down, or killed it
+            elif stall.lasts(STALLED_S):
+                process.kill()
+                message = f"the supervisor does not answer; see {log}"
+                raise CommandFailure(exit_codes.SOFTWARE, "no_answer", message) from None
+            _say_later(phases, f"modelctl: supervisor pid {process.pid} starts")
+            time.sleep(0.02)
+            continue
+        say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
+        warn_of_troubles(answer)
+        loaded = [(m["model"], m["chat"], m["state"] == WorkerState.READY) for m in models or answer["models"]]
+        for line in how_to_ask(answer["supervisor"].get("gateway"), loaded, config):
+            say(line)
+        if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:
+            raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
+        return exit_codes.OK
+    return _account_for(process, log)
+
+
+def _say_later(phases: PhaseLines, phase: str) -> None:
+    """Print the phase when it has lasted for ten seconds, and then every ten seconds. Most often it is over by then."""
+    line = phases.due("", phase, time.monotonic())
+    if line not in ("", phase):
+        say(line)
+
+
+class _Stall:
+    """The time for which a process has used no processor time."""
+
+    def __init__(self, pid: int) -> None:
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._ticks = ""
+        self._since = time.monotonic()
+
+    def lasts(self, seconds: float) -> bool:
+        """Return whether the process has used no processor time for ``seconds`` seconds."""
+        now = time.monotonic()
+        # These fields are utime and stime. Count from behind the program's name, because the name may hold spaces.
+        ticks = " ".join(self._stat.read_text().rpartition(")")[2].split()[11:13])
+        if ticks != self._ticks:
+            self._ticks, self._since = ticks, now
+        return now - self._since > seconds
+
+
+def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    """Print the output of a supervisor that ended before its models were up. Return the exit code."""
+    assert process.stderr is not None
+    output = process.stderr.read().decode(errors="replace").rstrip()
+    click.echo(output or f"modelctl: the supervisor ended with code {process.returncode}; see {log}", err=True)
+    if process.returncode == 0:
+        return exit_codes.UNAVAILABLE  # somebody ordered it to shut down
+    return process.returncode if process.returncode > 0 else exit_codes.SOFTWARE
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for an interpreter that is started with -P, perhaps in another directory.
+
+    Its paths are absolute, so that the interpreter finds the modules and logs that this process finds.
+    """
+    environment = dict(os.environ)
+    for name in _DIRECTORIES:
+        if value := environment.get(name):
+            environment[name] = os.path.abspath(value)
+    given = environment.get("PYTHONPATH")
+    path = [os.path.abspath(entry) for entry in given.split(os.pathsep)] if given else []
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        here = None
+    if here is not None and sys.path[:1] in ([here], [""]):  # as with `python -m supervisor`
+        path.insert(0, here)
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+    return environment
 
 
 # The command gateway: serve OpenAI's API over HTTP for a supervisor, usually one on another machine.

@@ -15,8 +15,7 @@ from typing import Any, Final
 import click
 
 from modelctl.cli import exit_codes
-from modelctl.cli.config_file import find_config, user_directory
-from modelctl.cli.options import F, as_json, config_file
+from modelctl.cli.options import F, as_json, config_file, find_config, user_directory
 from modelctl.cli.root import Command, CommandFailure, CommandGroup, say
 from protocol.process.paths import default_runtime_dir
 from supervisor.config.server import StopConfig

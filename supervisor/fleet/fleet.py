@@ -17,13 +17,13 @@ from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import Shutdown
 from supervisor.config.file import Config, ModelSpec
+from supervisor.config.spelling import PhaseLines, percentage_of, phase_of
 from supervisor.fleet.replicas import ROOM_RETRY_S, Replica, ReplicaRegistry
 from supervisor.fleet.sleepers import Sleepers
 from supervisor.fleet.starts import Starts
 from supervisor.logs import logs
 from supervisor.logs.events import EventKind, noted
 from supervisor.logs.files import about, without_ours
-from supervisor.logs.phases import PhaseLines, percentage_of, phase_of
 from supervisor.placement.memory import loaded_text
 from supervisor.placement.vram import Vram
 from supervisor.reactor import Timers

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click import unstyle
 
-from modelctl.cli.cluster import NO_CLUSTER, cluster_text, described
 from modelctl.cli.tables import columns_of
+from modelctl.cli.views import NO_CLUSTER, cluster_text, described
 from tests.hidden_packages import Hidden
 from tests.keyed import free_port
 from tests.serving import Serving, engine, wait_until

@@ -135,8 +135,8 @@ def serve_after(away: Path, what: str) -> "subprocess.CompletedProcess[str]":
     (away / "sitecustomize.py").write_text(what)
     return modelctl(
         *("serve", "--detach", "-c", config, "--runtime-dir", away / "r"),
-        prelude="import modelctl.cli.detach\nmodelctl.cli.detach.STALLED_S = 1.0\n"
-        "import supervisor.logs.phases\nsupervisor.logs.phases.EVERY_S = 2.0",
+        prelude="import modelctl.cli.serve\nmodelctl.cli.serve.STALLED_S = 1.0\n"
+        "import supervisor.config.spelling\nsupervisor.config.spelling.PHASE_EVERY_S = 2.0",
         PYTHONPATH=f"{away}{os.pathsep}{ROOT}",
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelctl.cli import doctor_cluster
+from modelctl.cli import doctor
 from modelctl.cli.findings import Finding, Verdict
 from protocol import __version__
 from supervisor.config.file import load_config
@@ -39,9 +39,7 @@ Models = dict[str, tuple[str, list[str]]]
 
 def judged(*nodes: dict[str, Any], models: Models | None = None, **facts: Any) -> list[Finding]:
     seen = {"open": None, "nodes": [node("desk", own=True), *nodes]} | facts
-    return list(
-        doctor_cluster.cluster_of(seen, "auto", {ADVERTISE: MARK}, models or {"llama": ("big-box", [DIRECTORY])})
-    )
+    return list(doctor.cluster_of(seen, "auto", {ADVERTISE: MARK}, models or {"llama": ("big-box", [DIRECTORY])}))
 
 
 def wrong(found: list[Finding]) -> list[Finding]:
@@ -118,7 +116,7 @@ def test_directories_of_draft_model_and_adapters_are_looked_at_too(tmp_path: Pat
         "  near: {model_dir: near, gpu: 0}\n"
     )
     directories = [str(tmp_path / name) for name in ("model", "draft", "adapter")]
-    assert doctor_cluster.models_away(load_config(file)) == {"far": ("big-box", directories)}
+    assert doctor.models_away(load_config(file)) == {"far": ("big-box", directories)}
     (found,) = wrong(judged(node(missing=directories[2:]), models={"far": ("big-box", directories)}))
     assert found.says == f"the directory {tmp_path}/adapter is not there"
 
@@ -159,7 +157,7 @@ def test_a_cluster_of_one_machine() -> None:
     ("version", "verdict"), [(None, "bad"), ("2.40.1", "warn"), ("2.50.0", "ok"), ("2.60.0", "ok"), ("3.0.0", "warn")]
 )
 def test_versions_of_ray(version: str | None, verdict: str) -> None:
-    assert str(doctor_cluster.ray_of(version).verdict) == verdict
+    assert str(doctor.ray_of(version).verdict) == verdict
 
 
 def test_the_token(tmp_path: Path) -> None:
@@ -167,7 +165,7 @@ def test_the_token(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
     def found(**changes: str) -> tuple[str, str, str]:
-        last = [*doctor_cluster.token_of(environment | changes)][-1]
+        last = [*doctor.token_of(environment | changes)][-1]
         return str(last.verdict), last.says, last.remedy
 
     assert found()[:2] == ("bad", f"there is no file {file}")
@@ -179,33 +177,33 @@ def test_the_token(tmp_path: Path) -> None:
     assert found(RAY_AUTH_TOKEN="secret")[:2] == ("ok", "in the variable RAY_AUTH_TOKEN")
     assert found(RAY_AUTH_MODE="disabled")[:2] == ("bad", "RAY_AUTH_MODE is 'disabled': such a cluster is refused")
     del environment["RAY_AUTH_MODE"]
-    assert [str(each.verdict) for each in doctor_cluster.token_of(environment)] == ["warn", "ok"]
+    assert [str(each.verdict) for each in doctor.token_of(environment)] == ["warn", "ok"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_free_port_answers_as_long_as_the_doctor_looks(host: str) -> None:
     advertise = f"tcp://{host}:{free_port()}"
     for _ in range(2):  # the port is free again afterwards
-        with doctor_cluster.listening("advertise", advertise, None) as (finding, begins):
+        with doctor.listening("advertise", advertise, None) as (finding, begins):
             assert finding.verdict is Verdict.OK, finding
             assert begins is not None
             for _ in range(3):
-                with socket.create_connection(doctor_cluster.split_endpoint(advertise), 10) as connection:
+                with socket.create_connection(doctor.split_endpoint(advertise), 10) as connection:
                     assert connection.recv(16).hex() == begins
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(doctor_cluster.split_endpoint(advertise), 10)
+            socket.create_connection(doctor.split_endpoint(advertise), 10)
 
 
 def test_a_port_that_is_taken_and_an_address_of_another_machine() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         advertise = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with doctor_cluster.listening("advertise", advertise, None) as (finding, begins):
+        with doctor.listening("advertise", advertise, None) as (finding, begins):
             assert (finding.verdict, begins) == (Verdict.BAD, None)
             assert "Address already in use" in finding.says
         running = {"supervisor": {"cluster": {"advertise": advertise}}}
-        with doctor_cluster.listening("advertise", advertise, running) as (finding, begins):
-            assert (finding.verdict, begins) == (Verdict.OK, doctor_cluster.ZMTP)
-    with doctor_cluster.listening("advertise", "tcp://192.0.2.77:5571", None) as (finding, _):
+        with doctor.listening("advertise", advertise, running) as (finding, begins):
+            assert (finding.verdict, begins) == (Verdict.OK, doctor.ZMTP)
+    with doctor.listening("advertise", "tcp://192.0.2.77:5571", None) as (finding, _):
         assert finding.verdict is Verdict.BAD
         assert "Cannot assign requested address" in finding.says
 

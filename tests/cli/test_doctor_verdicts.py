@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelctl.cli import doctor
+from modelctl.cli import findings
 from modelctl.cli.findings import Finding, Verdict, ok, within
 
 GIB = 1 << 30
@@ -29,19 +29,23 @@ def verdicts(found: list[Finding]) -> list[tuple[str, str]]:
 
 def engine_of(engine: dict[str, Any], nvml: Any = NVML, engines: frozenset[str] = EXL2) -> dict[str, Finding]:
     """Return the last finding about each thing."""
-    return {each.what: each for each in doctor.engine_of(engine, nvml, engines)}
+    return {each.what: each for each in findings.engine_of(engine, nvml, engines)}
 
 
 def test_a_good_machine_has_nothing_to_do() -> None:
-    found = [*doctor.driver_of(NVML, wanted=True), *doctor.gpu_of(H200, {}), *doctor.engine_of(ENGINE, NVML, EXL2)]
+    found = [
+        *findings.driver_of(NVML, wanted=True),
+        *findings.gpu_of(H200, {}),
+        *findings.engine_of(ENGINE, NVML, EXL2),
+    ]
     assert {each.verdict for each in found} == {Verdict.OK}
     assert "580.95, for CUDA up to 13.0" in found[0].says
     assert found[1].says == "NVIDIA H200, 100.0 GiB of 140.0 GiB free"
 
 
 def test_a_driver_is_needed_only_by_models_on_gpus() -> None:
-    assert verdicts(doctor.driver_of(NO_GPU, wanted=False)) == [("driver", "ok")]
-    (missing,) = doctor.driver_of(NO_GPU, wanted=True)
+    assert verdicts(findings.driver_of(NO_GPU, wanted=False)) == [("driver", "ok")]
+    (missing,) = findings.driver_of(NO_GPU, wanted=True)
     assert (missing.verdict, "nvidia-smi" in missing.remedy) == (Verdict.BAD, True)
 
 
@@ -57,16 +61,16 @@ def test_a_driver_is_needed_only_by_models_on_gpus() -> None:
     ],
 )
 def test_what_a_gpu_may_lack(changed: dict[str, Any], verdict: str, says: str, remedy: str) -> None:
-    _, found = doctor.gpu_of(H200 | changed, {77: "python train.py"})
+    _, found = findings.gpu_of(H200 | changed, {77: "python train.py"})
     assert (str(found.verdict), found.what) == (verdict, "GPU 1")
     assert says in found.says
     assert remedy in found.remedy
 
 
 def test_our_own_workers_are_no_strangers_on_a_gpu() -> None:
-    assert len(doctor.gpu_of(H200 | {"processes": [[5, GIB]]}, {5: "modelctl: worker llama"})) == 1
+    assert len(findings.gpu_of(H200 | {"processes": [[5, GIB]]}, {5: "modelctl: worker llama"})) == 1
     silent = dict.fromkeys(("total", "free", "width", "widest", "capability"))
-    assert verdicts(doctor.gpu_of(H200 | silent, {})) == [("GPU 1", "ok")]
+    assert verdicts(findings.gpu_of(H200 | silent, {})) == [("GPU 1", "ok")]
 
 
 @pytest.mark.parametrize(
@@ -100,18 +104,18 @@ def test_packages_that_no_model_needs_may_be_missing() -> None:
 @pytest.mark.parametrize(
     ("found", "verdict", "text"),
     [
-        (doctor.python_of(("3", "12")), "ok", "3.12"),
-        (doctor.python_of(("3", "14")), "warn", "3.13"),
-        (doctor.descriptors_of(100, 200), "bad", "100 are allowed, and 200 are needed"),
-        (doctor.descriptors_of(1000, 200), "warn", "LimitNOFILE"),
-        (doctor.descriptors_of(1 << 20, 200), "ok", "1048576"),
-        (doctor.memory_of(64 * GIB, None), "ok", "64.0 GiB free"),
-        (doctor.memory_of(64 * GIB, 2 * GIB), "warn", "2.0 GiB of them for this container"),
-        (doctor.shared_memory_of(64 << 20), "warn", "--shm-size"),
-        (doctor.shared_memory_of(None), "warn", "tmpfs"),
-        (doctor.shared_memory_of(GIB), "ok", "1.0 GiB free"),
-        (doctor.numa_of(0), "ok", "1 node"),
-        (doctor.numa_of(2), "ok", "2 nodes"),
+        (findings.python_of(("3", "12")), "ok", "3.12"),
+        (findings.python_of(("3", "14")), "warn", "3.13"),
+        (findings.descriptors_of(100, 200), "bad", "100 are allowed, and 200 are needed"),
+        (findings.descriptors_of(1000, 200), "warn", "LimitNOFILE"),
+        (findings.descriptors_of(1 << 20, 200), "ok", "1048576"),
+        (findings.memory_of(64 * GIB, None), "ok", "64.0 GiB free"),
+        (findings.memory_of(64 * GIB, 2 * GIB), "warn", "2.0 GiB of them for this container"),
+        (findings.shared_memory_of(64 << 20), "warn", "--shm-size"),
+        (findings.shared_memory_of(None), "warn", "tmpfs"),
+        (findings.shared_memory_of(GIB), "ok", "1.0 GiB free"),
+        (findings.numa_of(0), "ok", "1 node"),
+        (findings.numa_of(2), "ok", "2 nodes"),
     ],
 )
 def test_the_machine(found: Finding, verdict: str, text: str) -> None:
@@ -124,8 +128,8 @@ def test_the_machine(found: Finding, verdict: str, text: str) -> None:
     [(True, 50 * GIB, "ok"), (True, 1000, "warn"), (True, 0, "bad"), (False, 50 * GIB, "bad"), (True, None, "warn")],
 )
 def test_a_disk(writable: bool, free: int | None, verdict: str) -> None:
-    place = doctor.WrittenDirectory("logs", Path("/var/log/modelctl"), Path("/var/log"), writable, free)
-    found = doctor.disk_of(place)
+    place = findings.WrittenDirectory("logs", Path("/var/log/modelctl"), Path("/var/log"), writable, free)
+    found = findings.disk_of(place)
     assert str(found.verdict) == verdict
     assert bool(found.remedy) is (verdict != "ok")
 

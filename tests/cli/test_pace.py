@@ -1,6 +1,6 @@
 """A pace has an amount, a rate of the last seconds, and the time left; a line with a bar fits the terminal."""
 
-from modelctl.cli.live_lines import Rate, with_bar
+from modelctl.cli.waiting import Rate, with_bar
 
 GIB = 1 << 30
 

@@ -15,9 +15,9 @@ import yaml
 
 from model_worker.engines.exllamav2.conversion import needs
 from model_worker.engines.model_shape import ModelShape
-from modelctl.cli.live_lines import LiveLines
 from modelctl.cli.quantize import check_disk, choose_gpu, stage_of, trouble_of, try_out
 from modelctl.cli.root import CommandFailure
+from modelctl.cli.waiting import LiveLines
 from supervisor.placement.gpus import Gpu
 from supervisor.workers.environment import CONVERSION, DEMO_DIR
 from tests.cli.programs import MODELCTL, Terminal, environment

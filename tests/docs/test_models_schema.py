@@ -10,7 +10,7 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from modelctl.cli.config_file import SCHEMA
+from modelctl.cli.options import SCHEMA
 from supervisor.config.file import examine_config
 from supervisor.config.yaml_source import ConfigError, YamlSource
 from tests.cli.programs import modelctl

@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.logs.phases import EVERY_S, PhaseLines, percentage_of, phase_of
+from supervisor.config.spelling import PHASE_EVERY_S, PhaseLines, percentage_of, phase_of
 
 
 def test_a_phase_is_told_when_it_begins_and_every_ten_seconds() -> None:
@@ -19,10 +19,10 @@ def test_a_phase_is_told_when_it_begins_and_every_ten_seconds() -> None:
 def test_another_phase_is_told_at_once_and_counts_from_its_own_beginning() -> None:
     lines = PhaseLines()
     assert lines.due("a", "a: starting", 0) == "a: starting"
-    assert lines.due("a", "a: starting", EVERY_S) == "a: starting (for 10 s)"
-    assert lines.due("a", "a: loading", EVERY_S + 1) == "a: loading"
-    assert not lines.due("a", "a: loading", EVERY_S + 9)
-    assert lines.due("a", "a: loading", 2 * EVERY_S + 1) == "a: loading (for 10 s)"
+    assert lines.due("a", "a: starting", PHASE_EVERY_S) == "a: starting (for 10 s)"
+    assert lines.due("a", "a: loading", PHASE_EVERY_S + 1) == "a: loading"
+    assert not lines.due("a", "a: loading", PHASE_EVERY_S + 9)
+    assert lines.due("a", "a: loading", 2 * PHASE_EVERY_S + 1) == "a: loading (for 10 s)"
 
 
 def test_what_nobody_waits_for_is_told_once() -> None:
@@ -34,10 +34,10 @@ def test_what_nobody_waits_for_is_told_once() -> None:
 def test_labels_are_counted_apart_and_can_be_forgotten() -> None:
     lines = PhaseLines()
     assert lines.due("a", "loading", 0) == lines.due("b", "loading", 5) == "loading"
-    assert lines.due("a", "loading", EVERY_S)
-    assert not lines.due("b", "loading", EVERY_S)
+    assert lines.due("a", "loading", PHASE_EVERY_S)
+    assert not lines.due("b", "loading", PHASE_EVERY_S)
     lines.forget("b")
-    assert lines.due("b", "loading", EVERY_S) == "loading"
+    assert lines.due("b", "loading", PHASE_EVERY_S) == "loading"
 
 
 @pytest.mark.parametrize(
