@@ -136,95 +136,69 @@ class LifecycleAction(StrEnum):
 
 
 _S, _E, _X = WorkerState, Event, LifecycleAction
+_STOPS, _DEATHS = (_E.STOP, _E.STOP_NOW), (_E.DIED, _E.DIED_FOR_GOOD)
 _START = (_X.FORGIVE, _X.ACCEPT_NEW, _X.BEGIN_START)
+_REFUSE = (_X.REFUSE_NEW, _X.END_WAITING)
+_GONE = (_X.REFUSE_NEW, _X.END_ACTIVE)
+_Row = tuple[tuple[WorkerState, ...], tuple[Event, ...], WorkerState | None, tuple[LifecycleAction, ...]]
 
-TRANSITIONS: dict[tuple[WorkerState, Event], tuple[WorkerState, tuple[LifecycleAction, ...]]] = {
-    # From the order to READY.
-    (_S.STOPPED, _E.START): (_S.STARTING, _START),
-    (_S.STARTING, _E.HELLO): (_S.LOADING, ()),
-    (_S.LOADING, _E.LOADED): (_S.READY, (_X.OPEN,)),
-    (_S.BACKOFF, _E.BACKOFF_OVER): (_S.STARTING, (_X.BEGIN_START,)),
-    (_S.BACKOFF, _E.START): (_S.STARTING, _START),  # an operator need not wait for the pause
-    (_S.FAILED, _E.START): (_S.STARTING, _START),
+ROWS: tuple[_Row, ...] = (
+    # From the order to READY. An operator need not wait for the pause of a backoff.
+    ((_S.STOPPED, _S.UNLOADED, _S.BACKOFF, _S.FAILED), (_E.START,), _S.STARTING, _START),
+    ((_S.STARTING,), (_E.HELLO,), _S.LOADING, ()),
+    ((_S.LOADING,), (_E.LOADED,), _S.READY, (_X.OPEN,)),
+    ((_S.BACKOFF,), (_E.BACKOFF_OVER,), _S.STARTING, (_X.BEGIN_START,)),
     # From READY to the end of the process.
-    (_S.READY, _E.STOP): (_S.DRAINING, (_X.REFUSE_NEW, _X.END_WAITING, _X.WATCH_DRAIN)),
-    (_S.DRAINING, _E.DRAINED): (_S.STOPPING, (_X.CLIMB,)),
-    (_S.STARTING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.LOADING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.BACKOFF, _E.STOP): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW, _X.END_WAITING)),
-    (_S.FAILED, _E.STOP): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW)),
-    (_S.READY, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.DRAINING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.STARTING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.LOADING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    ((_S.READY,), (_E.STOP,), _S.DRAINING, (*_REFUSE, _X.WATCH_DRAIN)),
+    ((_S.DRAINING,), (_E.DRAINED,), _S.STOPPING, (_X.CLIMB,)),
+    ((_S.READY, _S.DRAINING), (_E.STOP_NOW,), _S.STOPPING, (*_REFUSE, _X.CLIMB)),
+    ((_S.STARTING, _S.LOADING, _S.FALLING_ASLEEP, _S.ASLEEP, _S.WAKING), _STOPS, _S.STOPPING, (*_REFUSE, _X.CLIMB)),
     # The ladder begins again, with shorter times.
-    (_S.STOPPING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.BACKOFF, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW, _X.END_WAITING)),
-    (_S.FAILED, _E.STOP_NOW): (_S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW)),
-    (_S.DRAINING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
-    (_S.DRAINING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
-    (_S.STOPPING, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
-    (_S.STOPPING, _E.DIED_FOR_GOOD): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
+    ((_S.STOPPING,), (_E.STOP_NOW,), _S.STOPPING, (*_REFUSE, _X.CLIMB)),
+    ((_S.DRAINING, _S.STOPPING), _DEATHS, _S.STOPPED, _GONE),
+    # An order to stop a worker that has no process.
+    ((_S.BACKOFF,), _STOPS, _S.STOPPED, (_X.FORGIVE, *_REFUSE)),
+    ((_S.FAILED,), _STOPS, _S.STOPPED, (_X.FORGIVE, _X.REFUSE_NEW)),
+    ((_S.UNLOADED,), _STOPS, _S.STOPPED, _REFUSE),
     # On demand. A request that comes while the process is being stopped starts the worker again after its end.
-    (_S.STOPPED, _E.ON_DEMAND): (_S.UNLOADED, (_X.REST,)),
-    (_S.FAILED, _E.ON_DEMAND): (_S.UNLOADED, (_X.FORGIVE, _X.REST)),  # it failed for want of room: try again
-    (_S.UNLOADED, _E.START): (_S.STARTING, _START),
-    (_S.UNLOADED, _E.STOP): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
-    (_S.UNLOADED, _E.STOP_NOW): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_WAITING)),
-    (_S.READY, _E.UNLOAD): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
+    ((_S.STOPPED,), (_E.ON_DEMAND,), _S.UNLOADED, (_X.REST,)),
+    ((_S.FAILED,), (_E.ON_DEMAND,), _S.UNLOADED, (_X.FORGIVE, _X.REST)),  # it failed for want of room: try again
+    ((_S.READY, _S.ASLEEP), (_E.UNLOAD,), _S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
     # Sleep. The worker has no request when it is told to sleep. Requests that come from then on wait, and wake it.
-    (_S.READY, _E.SLEEP): (_S.FALLING_ASLEEP, (_X.HOLD_NEW, _X.PUT_TO_SLEEP)),
-    (_S.FALLING_ASLEEP, _E.SLEPT): (_S.ASLEEP, (_X.REST,)),
-    (_S.FALLING_ASLEEP, _E.CANNOT_SLEEP): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
-    (_S.ASLEEP, _E.START): (_S.WAKING, (_X.ACCEPT_NEW, _X.BEGIN_WAKE)),
-    (_S.WAKING, _E.WOKE): (_S.READY, (_X.OPEN,)),
-    (_S.WAKING, _E.NO_ROOM): (_S.ASLEEP, (_X.TURN_AWAY,)),
-    (_S.ASLEEP, _E.UNLOAD): (_S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
-    (_S.FALLING_ASLEEP, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.ASLEEP, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.WAKING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.FALLING_ASLEEP, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.ASLEEP, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
-    (_S.WAKING, _E.STOP_NOW): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING, _X.CLIMB)),
+    ((_S.READY,), (_E.SLEEP,), _S.FALLING_ASLEEP, (_X.HOLD_NEW, _X.PUT_TO_SLEEP)),
+    ((_S.FALLING_ASLEEP,), (_E.SLEPT,), _S.ASLEEP, (_X.REST,)),
+    ((_S.FALLING_ASLEEP,), (_E.CANNOT_SLEEP,), _S.STOPPING, (_X.HOLD_NEW, _X.CLIMB)),
+    ((_S.ASLEEP,), (_E.START,), _S.WAKING, (_X.ACCEPT_NEW, _X.BEGIN_WAKE)),
+    ((_S.WAKING,), (_E.WOKE,), _S.READY, (_X.OPEN,)),
+    ((_S.WAKING,), (_E.NO_ROOM,), _S.ASLEEP, (_X.TURN_AWAY,)),
     # A worker that dies asleep is not started again before a request needs it: ``WorkerLife`` desires it on demand.
-    (_S.FALLING_ASLEEP, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
-    (_S.ASLEEP, _E.DIED): (_S.STOPPED, (_X.REFUSE_NEW, _X.END_ACTIVE)),
-    (_S.WAKING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
-    (_S.FALLING_ASLEEP, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
-    (_S.ASLEEP, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
-    (_S.WAKING, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
+    ((_S.FALLING_ASLEEP, _S.ASLEEP), (_E.DIED,), _S.STOPPED, _GONE),
     # Deaths that nobody asked for. Waiting requests go on waiting, unless there will be no other try.
-    (_S.STARTING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
-    (_S.LOADING, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
-    (_S.READY, _E.DIED): (_S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
-    (_S.STARTING, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
-    (_S.LOADING, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
-    (_S.READY, _E.DIED_FOR_GOOD): (_S.FAILED, (_X.REFUSE_NEW, _X.END_ACTIVE, _X.END_WAITING)),
+    ((_S.STARTING, _S.LOADING, _S.READY, _S.WAKING), (_E.DIED,), _S.BACKOFF, (_X.END_ACTIVE, _X.ARM_BACKOFF)),
+    (
+        (_S.STARTING, _S.LOADING, _S.READY, _S.FALLING_ASLEEP, _S.ASLEEP, _S.WAKING), (_E.DIED_FOR_GOOD,),
+        _S.FAILED, (*_GONE, _X.END_WAITING),
+    ),
     # The worker is already in the state that the order asks for, or on its way there.
-    (_S.STARTING, _E.START): (_S.STARTING, ()),
-    (_S.LOADING, _E.START): (_S.LOADING, ()),
-    (_S.READY, _E.START): (_S.READY, ()),
-    (_S.WAKING, _E.START): (_S.WAKING, ()),
-    (_S.FALLING_ASLEEP, _E.SLEEP): (_S.FALLING_ASLEEP, ()),
-    (_S.ASLEEP, _E.SLEEP): (_S.ASLEEP, ()),
-    (_S.STOPPED, _E.STOP): (_S.STOPPED, ()),
-    (_S.STOPPED, _E.STOP_NOW): (_S.STOPPED, ()),
-    # START while the worker goes down: ``WorkerLife`` notes that the worker is desired up, and starts it when it is
-    # STOPPED. Requests wait for that. A later STOP changes the desired state again.
-    (_S.DRAINING, _E.START): (_S.DRAINING, (_X.ACCEPT_NEW,)),
-    (_S.STOPPING, _E.START): (_S.STOPPING, (_X.ACCEPT_NEW,)),
-    (_S.DRAINING, _E.STOP): (_S.DRAINING, (_X.REFUSE_NEW, _X.END_WAITING)),
-    (_S.STOPPING, _E.STOP): (_S.STOPPING, (_X.REFUSE_NEW, _X.END_WAITING)),
-    # A worker that falls asleep is desired up: it is woken when it sleeps.
-    (_S.FALLING_ASLEEP, _E.START): (_S.FALLING_ASLEEP, (_X.ACCEPT_NEW,)),
+    ((_S.STARTING, _S.LOADING, _S.READY, _S.WAKING), (_E.START,), None, ()),
+    ((_S.FALLING_ASLEEP, _S.ASLEEP), (_E.SLEEP,), None, ()),
+    ((_S.STOPPED,), _STOPS, None, ()),
+    # START while the worker goes down or falls asleep: ``WorkerLife`` notes that the worker is desired up, and starts
+    # or wakes it when it is STOPPED or ASLEEP. Requests wait for that. A later STOP changes the desired state again.
+    ((_S.DRAINING, _S.STOPPING, _S.FALLING_ASLEEP), (_E.START,), None, (_X.ACCEPT_NEW,)),
+    ((_S.DRAINING, _S.STOPPING), (_E.STOP,), None, _REFUSE),
     # HELLO, READY or a word about its sleep was on the way when the stop was decided.
-    (_S.STOPPING, _E.HELLO): (_S.STOPPING, ()),
-    (_S.STOPPING, _E.LOADED): (_S.STOPPING, ()),
-    (_S.STOPPING, _E.SLEPT): (_S.STOPPING, ()),
-    (_S.STOPPING, _E.CANNOT_SLEEP): (_S.STOPPING, ()),
-    (_S.STOPPING, _E.WOKE): (_S.STOPPING, ()),
+    ((_S.STOPPING,), (_E.HELLO, _E.LOADED, _E.SLEPT, _E.CANNOT_SLEEP, _E.WOKE), None, ()),
     # The drain's time ran out in the same turn of the loop in which STOP_NOW came.
-    (_S.STOPPING, _E.DRAINED): (_S.STOPPING, ()),
+    ((_S.STOPPING,), (_E.DRAINED,), None, ()),
+)  # fmt: skip
+"""States, events, the state after each of these pairs (None: the same state), and the actions that follow."""
+
+TRANSITIONS = {
+    (state, event): (after or state, actions)
+    for states, events, after, actions in ROWS
+    for state in states
+    for event in events
 }
 
 
