@@ -40,7 +40,6 @@ from supervisor.requests.scheduler import Scheduler
 from supervisor.service import SupervisorShutdown
 from supervisor.status import NAME_NO_MODEL, LogControl, SupervisorDescription
 from supervisor.usage.keeper import UsageKeeper
-from supervisor.workers.launcher import local_pid
 from supervisor.workers.life import AT_REST, Desired, WorkerState
 
 # Orders of CALL that change the list of keys. Each is carried out by a process of its own (``keys.change``).
@@ -496,10 +495,10 @@ class Calls:
 
     def _described(self, replica: Replica) -> Result:
         fleet = self._parts.fleet
-        pid = local_pid(replica.process) if replica.process else None
+        pid = replica.process.local_pid if replica.process else None
         placed = {**replica.memory.describe(), **fleet.vram.describe(replica.name, pid)}
         if replica.process is not None:
-            placed |= replica.process.describe() or {}
+            placed |= replica.process.describe()
         names = fleet.registry.config.names.describe(replica.model)
         return {**masked_values(replica.describe(self._parts.scheduler, time.monotonic())), **names, **placed}
 

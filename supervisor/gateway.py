@@ -27,7 +27,7 @@ from supervisor.config.server import Address, GatewayConfig
 from supervisor.config.yaml_source import signature_of
 from supervisor.helper import HelperWatch
 from supervisor.logs.events import EventKind, noted
-from supervisor.logs.logs import log_dir, log_path, prepare
+from supervisor.logs.files import log_dir, log_path, prepare
 from supervisor.ports.sockets import ListenAttempts, Restarts
 
 # The module of ``gateway`` that the supervisor starts. No other file of the supervisor names that package.

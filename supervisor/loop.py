@@ -42,7 +42,7 @@ from supervisor.helper import HelperWatch
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import Opening
 from supervisor.logs.events import SERVES, EventHistory, EventKind, died_at, latest_events, noted
-from supervisor.logs.logs import CUT_S, log_dir, log_path
+from supervisor.logs.files import CUT_S, log_dir, log_path
 from supervisor.placement.vram import free_bytes
 from supervisor.ports.authorizer import REVOKE_S, RequestAuthorizer
 from supervisor.ports.client_port import ClientPort, ClientPorts

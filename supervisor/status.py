@@ -20,9 +20,8 @@ from supervisor.fleet.replicas import ReplicaRegistry
 from supervisor.fleet.turnovers import Reloads
 from supervisor.gateway import GatewayProcesses
 from supervisor.keys.ring import KeyRing
-from supervisor.logs.events import EventKind, noted
-from supervisor.logs.files import StyledByModel
-from supervisor.logs.logs import log_path, log_trouble
+from supervisor.logs.events import EventKind, log_trouble, noted
+from supervisor.logs.files import StyledByModel, log_path
 from supervisor.placement.vram import Vram
 from supervisor.ports.authorizer import RequestAuthorizer
 from supervisor.ports.client_port import ClientPorts

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from supervisor.cluster.driver_messages import AgentLeft, Node
-from supervisor.workers.launcher import NoMachineError, is_name
+from supervisor.config.reading import is_name
+from supervisor.workers.launcher import NoMachineError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

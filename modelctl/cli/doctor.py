@@ -42,9 +42,9 @@ from protocol.errors import ConnectionLost, WireError
 from protocol.process.birth import helper_environment
 from protocol.process.paths import NotPrivate, check_place, check_private
 from supervisor.cluster.copies import directories_of
-from supervisor.logs.logs import log_dir
+from supervisor.config.reading import is_name
+from supervisor.logs.files import log_dir
 from supervisor.workers.environment import directory_of
-from supervisor.workers.launcher import is_name
 
 if TYPE_CHECKING:
     from supervisor.config.file import Config, Examined

@@ -27,7 +27,7 @@ from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from protocol.names import means, names_of, nearest, unknown_model
 from protocol.process.shown import LEVELS
 from supervisor.logs.events import KEPT, read_events
-from supervisor.logs.logs import log_dir, log_path, tail
+from supervisor.logs.files import log_dir, log_path, tail
 from supervisor.logs.reading import MOST_LINES, read_log
 
 POLL_S = 0.1

@@ -12,8 +12,8 @@ from modelctl.cli import exit_codes
 from modelctl.cli.options import as_json, config_file, connect, find_config, runtime_dir_option, show, watch
 from modelctl.cli.root import Command, CommandFailure
 from modelctl.cli.tables import GAP, Column, clean, name_lines, table, terminal_width, wrapped
+from supervisor.config.reading import AUTO, is_name, labels_of
 from supervisor.config.spelling import size
-from supervisor.workers.launcher import AUTO, is_name, labels_of
 
 if TYPE_CHECKING:
     from supervisor.config.file import Examined

@@ -201,8 +201,7 @@ def serve(file: Path | None, detach: bool, quiet: bool, watch: bool, no_compile:
 
     from protocol.process.logs import never_wait, write_rest
     from protocol.process.paths import admin_endpoint
-    from supervisor.logs.events import FAILS, EventKind, noted
-    from supervisor.logs.logs import set_up_logging
+    from supervisor.logs.events import FAILS, EventKind, noted, set_up_logging
     from supervisor.loop import Supervisor
     from supervisor.ports.sockets import ListenError
     from supervisor.runtime import AlreadyRunning, RuntimeDir, RuntimeDirError
@@ -322,7 +321,7 @@ def start_detached(config: Path, runtime_dir: Path, autostart: list[str], option
 def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path, autostart: list[str]) -> int:
     from modelctl.cli.views import warn_of_troubles
     from supervisor.config.report import how_to_ask
-    from supervisor.logs.logs import log_path
+    from supervisor.logs.files import log_path
     from supervisor.workers.life import WorkerState
 
     log = log_path(runtime_dir, SUPERVISOR_NAME)

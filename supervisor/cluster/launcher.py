@@ -47,6 +47,7 @@ from supervisor.cluster.copies import directories_of
 from supervisor.cluster.machines import RayStarter, is_worth_another_lease
 from supervisor.cluster.port import RemotePort
 from supervisor.cluster.store import ModelStore
+from supervisor.config.reading import is_name
 from supervisor.config.server import ClusterConfig, SupervisorConfig
 from supervisor.config.spelling import Limit
 from supervisor.logs.events import EventKind, noted
@@ -59,7 +60,7 @@ from supervisor.ports.client_port import ClientPort
 from supervisor.ports.sockets import Context, ListenAttempts, ListenError, try_bind
 from supervisor.reactor import Reactor
 from supervisor.requests.queue import WorkerSlot
-from supervisor.workers.launcher import Elsewhere, Launched, Launcher, NoMachineError, is_name
+from supervisor.workers.launcher import Elsewhere, Launched, Launcher, NoMachineError
 from supervisor.workers.life import CheckClock
 
 # One worker on another machine, as the supervisor knows it from its agent.
@@ -85,6 +86,8 @@ class RemoteWorker:
     passed    GPUs of the machine on which there was no room
     held      the numbers of the agents that hold the leases of these GPUs, so that Ray leases others
     """
+
+    local_pid = None
 
     def __init__(
         self,

@@ -26,10 +26,11 @@ from supervisor.cluster.driver_messages import (
     ToDriver,
     Unusable,
 )
+from supervisor.config.reading import is_name, labels_of
 from supervisor.helper import Helper, HelperWatch
 from supervisor.logs.events import EventKind, noted
 from supervisor.ports.sockets import Restarts
-from supervisor.workers.launcher import NoMachineError, is_name, labels_of
+from supervisor.workers.launcher import NoMachineError
 
 # What the supervisor knows of the machines of a cluster: those that Ray lists, and those that it has listed before.
 # Pure: times are arguments, in monotonic seconds.

@@ -24,7 +24,7 @@ from supervisor.config.folders import SECTION as FOLDERS
 from supervisor.config.folders import Folder, FoundModel, engines_of, lay_folders, lay_suitable
 from supervisor.config.foreign import lay_beneath, program_of
 from supervisor.config.models import ModelConfig, lay_defaults, marked
-from supervisor.config.reading import fit
+from supervisor.config.reading import AUTO, fit
 from supervisor.config.rules import (
     ModelNames,
     cluster_problems,
@@ -48,10 +48,10 @@ from supervisor.config.server import (
 from supervisor.config.yaml_source import NOTE_PREFIX, ConfigError, KeyPath, Problem, Signature, YamlSource
 from supervisor.keys.records import KeysProblem
 from supervisor.keys.store import KeyStore, Opening, check_opening, default_keys_dir
-from supervisor.logs.logs import log_dir
+from supervisor.logs.files import log_dir
 from supervisor.requests.queue import QueueLimits
 from supervisor.workers.environment import DEMO_DIR
-from supervisor.workers.launcher import AUTO, Elsewhere
+from supervisor.workers.launcher import Elsewhere
 
 # Lay the variables ``MODELCTL_SECTION__KEY`` of an environment over the values of a models.yaml.
 #

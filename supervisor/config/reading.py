@@ -5,14 +5,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from protocol.answer_formats.families import FORMATS
 from protocol.process.worker_spec import MAX_LEASE_S, OFF
 from protocol.values import Allowed, Flaw, ReadWith, Unfit, Within, read
 from supervisor.config.spelling import Limit, parse_duration, parse_limit, parse_size, quotes_for, spelled
 from supervisor.keys.records import parse_listen
-from supervisor.workers.launcher import parse_node
 
 MIN_LEASE_S = 1.0
 MOST_MARKER = 64
@@ -22,6 +21,10 @@ MOST_DESCRIPTION = 300
 LEAST_HELD, MOST_HELD = 64 << 10, 64 << 30
 """Bytes of events that may wait for a slow client: the lowest and the highest limit."""
 MOST_DAYS = 36_500
+AUTO: Final = "auto"
+"""The word for ``node``: the supervisor's own machine while it has room, then any other."""
+OTHERS: Final = "others"
+"""The word for ``node``: any machine but the supervisor's own."""
 
 
 def parse_days(value: object) -> int:
@@ -55,6 +58,29 @@ def parse_gpu(value: object) -> str | int | tuple[int | str, ...]:
     if isinstance(value, str) and re.fullmatch(r"GPU-[0-9a-fA-F-]{8,64}", value):
         return value
     raise ValueError(one)
+
+
+def parse_node(value: object) -> str:
+    """Return the text of ``node``. Raises ValueError."""
+    if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable() or value != value.strip():
+        raise ValueError("must be auto, others, the name of a machine, or labels such as zone=a,disk=fast")
+    if "=" in value:
+        pairs = [part.partition("=") for part in value.split(",")]
+        if any(not name or not wanted or "=" in wanted or " " in name + wanted for name, _, wanted in pairs):
+            raise ValueError("must be labels as in zone=a,disk=fast, each with a name and a value, without blanks")
+    return value
+
+
+def labels_of(node: str) -> dict[str, str]:
+    """Return the labels that a machine must have; empty if ``node`` is no list of labels."""
+    if "=" not in node:
+        return {}
+    return {name: wanted for name, _, wanted in (part.partition("=") for part in node.split(","))}
+
+
+def is_name(node: str) -> bool:
+    """Return whether ``node`` is the name of one machine."""
+    return node not in (AUTO, OTHERS) and "=" not in node
 
 
 def parse_path(value: object) -> str:

@@ -13,9 +13,9 @@ from protocol.limits import GATEWAY_NAME, MODEL_NAME_PATTERN, SUPERVISOR_NAME
 from protocol.names import nearest, unknown_model
 from protocol.process.worker_spec import OFF, PAGE_TOKENS
 from supervisor.config.models import ENGINE_KEYS, ModelConfig, VariantConfig, marked
+from supervisor.config.reading import AUTO
 from supervisor.config.server import ClusterConfig, GroupConfig, HeldConfig
 from supervisor.config.yaml_source import KeyPath
-from supervisor.workers.launcher import AUTO
 
 NO_SLEEP = "a worker that sleeps on another machine would keep its lease of the GPU"
 _SEVERAL = "list them (gpu: [0, 1]), or write gpu: auto with gpus: 2"

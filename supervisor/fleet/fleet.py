@@ -21,7 +21,7 @@ from supervisor.config.spelling import PhaseLines, percentage_of, phase_of
 from supervisor.fleet.replicas import ROOM_RETRY_S, Replica, ReplicaRegistry
 from supervisor.fleet.sleepers import Sleepers
 from supervisor.fleet.starts import Starts
-from supervisor.logs import logs
+from supervisor.logs import files
 from supervisor.logs.events import EventKind, noted
 from supervisor.logs.files import about, without_ours
 from supervisor.placement.memory import loaded_text
@@ -31,7 +31,7 @@ from supervisor.requests.request import Awaited, EffectQueue, ToWorker, WorkerCh
 from supervisor.requests.scheduler import Scheduler
 from supervisor.workers import life
 from supervisor.workers.exits import ExitReport, classify, not_admitted
-from supervisor.workers.launcher import Launched, Launcher, local_pid
+from supervisor.workers.launcher import Launched, Launcher
 from supervisor.workers.life import (
     ON_DEMAND,
     CheckClock,
@@ -257,7 +257,7 @@ class Fleet:
         ]
         if (process := replica.process) is None:
             return ", ".join(parts)
-        if (pid := local_pid(process)) is not None:
+        if (pid := process.local_pid) is not None:
             self.vram.ready(replica.name, pid)
         vram = self.vram.describe(replica.name, pid)
         if replica.memory.holding is not None:
@@ -275,7 +275,7 @@ class Fleet:
         replica = self.registry.worker_of(process)
         asked = replica.state is WorkerState.STOPPING  # a draining worker has not been told to leave yet
         code = self._launcher.reap(process)
-        tail = without_ours(logs.tail(replica.log_path, since=replica.log_begin))
+        tail = without_ours(files.tail(replica.log_path, since=replica.log_begin))
         killed = (replica.kill_reason, replica.killed_for) if replica.killed_for else None
         if process.lost:
             killed = "lost", process.lost
@@ -287,7 +287,7 @@ class Fleet:
         else:
             report = classify(code, asked=asked, log_tail=tail, killed=killed)
         self.registry.process_ended(replica)
-        if (pid := local_pid(process)) is not None:
+        if (pid := process.local_pid) is not None:
             self.vram.ended(replica.name, pid)
         self.starts.memory_came_back(replica.name)
         self._ended(replica, report, process.pid or None)
@@ -303,10 +303,10 @@ class Fleet:
                 self._effects.add(self._scheduler.report_loading(replica.model, progress))
 
     def cut_logs(self) -> None:
-        """Keep the logs of the workers small while they run. The loop calls this every ``logs.CUT_S`` seconds."""
+        """Keep the logs of the workers small while they run. The loop calls this every ``files.CUT_S`` seconds."""
         replicas = self.registry.replicas.values()
         for path in {replica.log_path for replica in replicas}:
-            if logs.cut(path):
+            if files.cut(path):
                 for replica in replicas:
                     if replica.log_path == path:
                         replica.log_begin = None

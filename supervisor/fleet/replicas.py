@@ -15,7 +15,7 @@ from protocol.errors import ErrorCode, WireError
 from protocol.messages import SetLogStyle
 from protocol.process.shown import LogStyle
 from supervisor.config.file import Config, ModelSpec
-from supervisor.logs import logs
+from supervisor.logs import files
 from supervisor.logs.files import LogStyles
 from supervisor.placement import eviction
 from supervisor.placement.estimates import watched_pins
@@ -374,7 +374,7 @@ class ReplicaRegistry:
         replaces  the worker whose place the new one will take, after a turnover; None for one more worker
         """
         name = label if label not in self.replicas else f"{label}~{next(self._serial)}"
-        log_path = logs.log_path(self._runtime_dir, label)
+        log_path = files.log_path(self._runtime_dir, label)
         replica = Replica(
             name,
             label,
@@ -423,7 +423,7 @@ class ReplicaRegistry:
         replica.routing_id = b"W" + os.urandom(16)
         replica.memory = WorkerMemory()
         replica.info, replica.progress, replica.killed_for, replica.detector = {}, {}, None, None
-        replica.log_begin = logs.prepare(replica.log_path)
+        replica.log_begin = files.prepare(replica.log_path)
 
     def launched(self, replica: Replica, process: Launched) -> None:
         """Store the new process of a worker."""
@@ -489,7 +489,7 @@ class ReplicaRegistry:
         self.replicas = dict(ranked)
 
     def _take_spec(self, replica: Replica) -> None:
-        replica.log_path = logs.log_path(self._runtime_dir, replica.label)
+        replica.log_path = files.log_path(self._runtime_dir, replica.label)
         if replica.spec is not replica.desired_spec:
             replica.spec = replica.desired_spec
             self._vram.unwatch(replica.name)

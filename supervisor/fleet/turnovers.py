@@ -32,7 +32,6 @@ from supervisor.fleet.replicas import Replica, ReplicaRegistry
 from supervisor.logs.events import EventKind, noted
 from supervisor.reactor import Timers
 from supervisor.requests.scheduler import Scheduler
-from supervisor.workers.launcher import local_pid
 from supervisor.workers.life import AT_REST, ON_DEMAND, Desired, WorkerState
 
 KEPT = 16
@@ -581,7 +580,7 @@ class OnDemandLoader:
             why = "models.yaml pins it: remove pinned"
         elif config.sleep != "ram":
             why = "models.yaml says sleep: off"
-        elif replica.process is not None and local_pid(replica.process) is None:
+        elif replica.process is not None and replica.process.local_pid is None:
             why = f"{NO_SLEEP}: `modelctl unload {replica.model}` frees it, and ttl does"
         elif replica.state is not WorkerState.READY:
             message = f"model {name!r} is {replica.state}: only a model that is ready can be put to sleep"

@@ -1,4 +1,4 @@
-"""Remember the latest events of the supervisor and its workers, such as deaths and reloads, for the verb ``events``.
+"""The supervisor's log and its latest events, such as deaths and reloads, which the verb ``events`` tells.
 
 A record of the supervisor's log becomes an event if its ``extra`` comes from ``noted``. So each fact is written at one
 place only, and the log and this history cannot contradict each other. The history is in memory, and bounded: the oldest
@@ -13,13 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from protocol.process.logs import LogLines
-from protocol.process.shown import masked
-from supervisor.logs.files import LogFile, about, model_of
+from protocol.limits import SUPERVISOR_NAME
+from protocol.process.logs import FOR_PEOPLE, OUTSIDE, LogLines, lost_line
+from protocol.process.shown import LogStyle, masked
+from supervisor.logs.files import MAX_LOG_BYTES, MODEL_LINES, LogFile, ModelLogs, about, log_dir, log_path, model_of
 
 KEPT = 512
 """Events that are remembered."""
@@ -273,3 +275,42 @@ class SupervisorLines(LogLines):
         worker = getattr(record, "worker", None)
         about = {} if worker is None else {"model": model_of(worker), "worker": worker}
         return {**about, **super().fields_of(record)}
+
+
+def set_up_logging(runtime_dir: Path, screen: logging.Handler | None, style: LogStyle) -> logging.Logger:
+    """Return the supervisor's logger. It writes to the supervisor's log file, and to ``screen`` if there is one.
+
+    Records about a worker go to that worker's log, too. ``status.LogControl`` changes the style later.
+    """
+    logger = logging.getLogger("modelctl")
+    logger.setLevel(min(logging.INFO, style.number))
+    logger.propagate = False
+
+    def tell(line: str) -> None:
+        if screen is not None:
+            screen.handle(logger.makeRecord(logger.name, logging.WARNING, __file__, 0, line, (), None))
+
+    file = LogFile(log_path(runtime_dir, SUPERVISOR_NAME), MAX_LOG_BYTES, tell)
+    models = ModelLogs(partial(log_path, runtime_dir))
+    for handler in (screen, file, models):
+        if handler is None:
+            continue
+        lines = SupervisorLines(MODEL_LINES if handler is models else FOR_PEOPLE, process="supervisor")
+        lines.as_json = style.is_json
+        handler.setFormatter(lines)
+        logger.addHandler(handler)
+        if handler is not models:
+            handler.setLevel(style.number)
+    if screen is not None and 2 in OUTSIDE:
+        OUTSIDE[2].lost_line = partial(lost_line, screen)
+    logger.addHandler(EventFile(log_dir(runtime_dir), tell))
+    logging.raiseExceptions = False  # a terminal that has gone must not stop the supervisor
+    return logger
+
+
+def log_trouble(logger: logging.Logger) -> str | None:
+    """Return why lines of the supervisor's log are missing, in its file or on its screen. None while none are."""
+    trouble = next((handler.trouble for handler in logger.handlers if isinstance(handler, LogFile)), None)
+    if trouble is None and 2 in OUTSIDE and (unread := OUTSIDE[2].trouble) is not None:
+        trouble = f"on {unread}; the log file has them"
+    return trouble

@@ -7,7 +7,7 @@ models.yaml uses it. Health checks, restarts, draining and routing do not depend
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.process.worker_spec import Reading, WorkerSpec
 
@@ -18,38 +18,6 @@ if TYPE_CHECKING:
     from supervisor.ports.worker_port import WorkerPort
     from supervisor.reactor import Reactor
     from supervisor.requests.queue import WorkerSlot
-
-
-# The words of ``node`` in models.yaml, by which a model says on which machines its workers run. Pure.
-
-
-AUTO: Final = "auto"
-"""Any machine: the supervisor's own while it has room, then any other."""
-OTHERS: Final = "others"
-"""Any machine but the supervisor's own."""
-
-
-def parse_node(value: object) -> str:
-    """Return the text of ``node``. Raises ValueError."""
-    if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable() or value != value.strip():
-        raise ValueError("must be auto, others, the name of a machine, or labels such as zone=a,disk=fast")
-    if "=" in value:
-        pairs = [part.partition("=") for part in value.split(",")]
-        if any(not name or not wanted or "=" in wanted or " " in name + wanted for name, _, wanted in pairs):
-            raise ValueError("must be labels as in zone=a,disk=fast, each with a name and a value, without blanks")
-    return value
-
-
-def labels_of(node: str) -> dict[str, str]:
-    """Return the labels that a machine must have; empty if ``node`` is no list of labels."""
-    if "=" not in node:
-        return {}
-    return {name: wanted for name, _, wanted in (part.partition("=") for part in node.split(","))}
-
-
-def is_name(node: str) -> bool:
-    """Return whether ``node`` is the name of one machine."""
-    return node not in (AUTO, OTHERS) and "=" not in node
 
 
 @dataclass(frozen=True)
@@ -85,6 +53,11 @@ class Launched(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def local_pid(self) -> int | None:
+        """Return the pid of a process on this machine. None for one on another machine, where the number means another
+        process than here."""
+
+    @property
     def waits(self) -> str:
         """Return why the process was not started yet; "" once it was."""
 
@@ -110,8 +83,8 @@ class Launched(Protocol):
     def leases(self) -> Mapping[str, int]:
         """Return the GPUs on other machines that are free again after the process has ended: machine → number."""
 
-    def describe(self) -> dict[str, Any] | None:
-        """Return what ``status`` shows about the place and the GPU memory of a process on another machine; None for
+    def describe(self) -> dict[str, Any]:
+        """Return what ``status`` shows about the place and the GPU memory of a process on another machine. Empty for
         this machine, where the supervisor sees that itself."""
 
     @property
@@ -135,12 +108,6 @@ class Launched(Protocol):
 
     def memory(self) -> int | None:
         """Return the bytes of RAM that the process holds; None if that is not known."""
-
-
-def local_pid(process: Launched) -> int | None:
-    """Return the pid of a process on this machine. None for one on another machine, where the number means another
-    process than here."""
-    return process.pid if process.describe() is None else None
 
 
 class Launcher(Protocol):

@@ -158,7 +158,7 @@ class WorkerProcess:
             del os.environ[WORKER_MARK]
         self._page.handed_over()
         assert self._process.pid is not None
-        self.pid: int = self._process.pid
+        self.pid = self.local_pid = self._process.pid
         try:
             self.pidfd = os.pidfd_open(self.pid)
         except OSError:  # no descriptor is left, and a process that nobody watches must not stay
@@ -171,8 +171,8 @@ class WorkerProcess:
     refused = progress = None
     leases: Mapping[str, int] = {}
 
-    def describe(self) -> None:
-        """Return nothing: NVML of this machine tells."""
+    def describe(self) -> dict[str, Any]:
+        return {}
 
     @property
     def is_gone(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from modelctl.cli.requests import requests_text
 from supervisor.logs.events import NAME
-from supervisor.logs.logs import log_dir
+from supervisor.logs.files import log_dir
 from tests.cli.programs import MODELCTL, Terminal
 from tests.serving import Serving, engine, wait_until
 

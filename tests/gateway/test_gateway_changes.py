@@ -21,7 +21,7 @@ from supervisor import gateway as gateway_child
 from supervisor.config.server import Address, GatewayConfig
 from supervisor.gateway import GatewayProcesses
 from supervisor.helper import HelperWatch
-from supervisor.logs.logs import MAX_LOG_BYTES
+from supervisor.logs.files import MAX_LOG_BYTES
 from tests.deterministic_engine import answer
 from tests.gateway.asking import ask, begin, described
 from tests.hidden_packages import Hidden

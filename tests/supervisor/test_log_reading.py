@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import RequestError, WireError
-from supervisor.logs import logs
+from supervisor.logs import files
 from supervisor.logs.reading import MOST_BYTES, MOST_LINES, read_log
 
 
@@ -92,9 +92,9 @@ def test_a_log_that_is_set_aside_is_read_to_its_end_before_the_new_one(log: Path
 def test_a_log_that_is_emptied_is_read_to_its_end_in_the_copy(log: Path) -> None:
     append(log, "one\n" * 10)
     before = read_log(log, 5, None)
-    size = logs.MAX_LOG_BYTES
+    size = files.MAX_LOG_BYTES
     append(log, "two\n" + "x" * size + "\nunfinished")
-    assert logs.cut(log)
+    assert files.cut(log)
     assert log.stat().st_size == 0
     append(log, "three\n")
     shown, reply = [], read_log(log, MOST_LINES, before["position"])
@@ -106,18 +106,18 @@ def test_a_log_that_is_emptied_is_read_to_its_end_in_the_copy(log: Path) -> None
         reply = read_log(log, MOST_LINES, reply["position"])
     assert (shown[0], shown[-2:]) == ("two", ["unfinished", "three"])
     assert "".join(shown).count("x") == size
-    assert logs.tail(log, 30, since=None)[1:] == ["unfinishedthree"]
-    assert logs.tail(log, 30) == ["three"]
-    assert not logs.cut(log)
+    assert files.tail(log, 30, since=None)[1:] == ["unfinishedthree"]
+    assert files.tail(log, 30) == ["three"]
+    assert not files.cut(log)
 
 
 def test_of_a_log_that_grew_too_fast_the_end_is_kept(log: Path) -> None:
-    append(log, "first\n" + "y" * (3 * logs.MAX_LOG_BYTES) + "\nlast\n")
+    append(log, "first\n" + "y" * (3 * files.MAX_LOG_BYTES) + "\nlast\n")
     before = read_log(log, 1, None)
-    assert logs.cut(log)
+    assert files.cut(log)
     with open(log.with_name("m.log.1")) as copy:
         assert (
-            copy.readline() == f"the first {logs.MAX_LOG_BYTES + 12} bytes are left out here: the log grew too fast\n"
+            copy.readline() == f"the first {files.MAX_LOG_BYTES + 12} bytes are left out here: the log grew too fast\n"
         )
         assert copy.read().endswith("y\nlast\n")
     append(log, "next\n")

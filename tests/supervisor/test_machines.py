@@ -7,7 +7,8 @@ import pytest
 from supervisor.cluster.agent_messages import Refused
 from supervisor.cluster.driver_messages import Node
 from supervisor.cluster.machines import choose, is_worth_another_lease
-from supervisor.workers.launcher import AUTO, OTHERS, NoMachineError, is_name, labels_of, parse_node
+from supervisor.config.reading import AUTO, OTHERS, is_name, labels_of, parse_node
+from supervisor.workers.launcher import NoMachineError
 
 NODES = [
     Node("0", "desk", "10.0.0.1", 1, 1, 0, True, {"zone": "a"}),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.process.worker_spec import EXIT_ASKED, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from supervisor.logs import logs
+from supervisor.logs import files
 from supervisor.reactor import CLEAR_AT, EarliestTimer, Timers
 from supervisor.workers.exits import MAX_LINES, MAX_MESSAGE, classify, not_spawned
 from supervisor.workers.life import IMPATIENT, PATIENT, LadderTimes, Rung, plan
@@ -315,13 +315,13 @@ def test_of_stacks_the_innermost_calls_of_the_main_thread_are_kept() -> None:
 
 def test_the_log_of_a_former_worker_is_not_read_as_this_ones(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "a.log"
-    assert logs.prepare(path) == 0
+    assert files.prepare(path) == 0
     path.write_text("ValueError: of the worker before\n")
-    begin = logs.prepare(path)
-    assert logs.tail(path, since=begin) == []
+    begin = files.prepare(path)
+    assert files.tail(path, since=begin) == []
     with path.open("a") as log:
         log.write("one\ntwo\n")
-    assert logs.tail(path, since=begin) == ["one", "two"]
-    assert logs.tail(path, size=4, since=begin) == ["two"]
+    assert files.tail(path, since=begin) == ["one", "two"]
+    assert files.tail(path, size=4, since=begin) == ["two"]
     path.write_text("cut\n")  # as a program that tidies logs does
-    assert logs.tail(path, since=begin) == ["cut"]
+    assert files.tail(path, since=begin) == ["cut"]
