@@ -24,7 +24,7 @@ import click
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import as_json, connect, is_remote, supervisor_options, way_to
-from modelctl.cli.root import Command, CommandFailure
+from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.tables import Column, table, terminal_width
 from modelctl.cli.waiting import LiveLines, Progress, Shown, shown
 from protocol import __version__
@@ -390,13 +390,10 @@ def _writable(context: click.Context, option: click.Parameter, given: Path | Non
 _TOKENS = click.IntRange(1, 1_000_000)
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl bench llama-8b": "Measure one model with 1, 8 and 32 requests at once",
-        "modelctl bench llama-8b stories -c 1,16 -p 512 -n 256 -o speed.json": "Measure two models, keep the figures",
-        "modelctl bench llama-8b -c 1,2,4,8,16 --plot speed.svg": "Draw tokens per second over streams",
-    },
+@command(
+    ("modelctl bench llama-8b", "Measure one model with 1, 8 and 32 requests at once"),
+    ("modelctl bench llama-8b stories -c 1,16 -p 512 -n 256 -o speed.json", "Measure two models, keep the figures"),
+    ("modelctl bench llama-8b -c 1,2,4,8,16 --plot speed.svg", "Draw tokens per second over streams"),
 )
 @options.named
 @click.option(

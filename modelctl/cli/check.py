@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import CONFIG_DEFAULT, SCHEMA, as_json, config_file, find_config, runtime_dir_option
-from modelctl.cli.root import ADD_TEMPLATE, Command, CommandFailure, say
+from modelctl.cli.root import ADD_TEMPLATE, CommandFailure, command, say
 from modelctl.cli.tables import clean, name_lines, table, terminal_width
 from protocol.names import nearest
 from protocol.process.paths import default_runtime_dir
@@ -32,13 +32,10 @@ def _show_schema(context: click.Context, _: click.Parameter, wanted: bool) -> No
         context.exit()
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl check": "Check ./models.yaml and the models that it names",
-        "modelctl check --elsewhere models.yaml": "Check a file that is for another machine",
-        "modelctl check --json-schema > models.schema.json": "Write the JSON schema of models.yaml, for an editor",
-    },
+@command(
+    ("modelctl check", "Check ./models.yaml and the models that it names"),
+    ("modelctl check --elsewhere models.yaml", "Check a file that is for another machine"),
+    ("modelctl check --json-schema > models.schema.json", "Write the JSON schema of models.yaml, for an editor"),
 )
 @config_file
 @click.option(
@@ -237,13 +234,10 @@ def _tell(of_file: "Collection[Problem]", of_machine: "Collection[Problem]", as_
 # The command config: which value each key has, and where it comes from.
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl config": "Show what models.yaml and the environment set, and where",
-        "modelctl config letters --all": "Show every key of one model, defaults too",
-        "modelctl config ./other.yaml letters": "Show the keys of a model of another file",
-    },
+@command(
+    ("modelctl config", "Show what models.yaml and the environment set, and where"),
+    ("modelctl config letters --all", "Show every key of one model, defaults too"),
+    ("modelctl config ./other.yaml letters", "Show the keys of a model of another file"),
 )
 @click.argument("models", nargs=-1, metavar="[FILE] [MODEL]...", shell_complete=options.models)
 @click.option(

@@ -35,7 +35,7 @@ from modelctl.cli.findings import (
     within,
 )
 from modelctl.cli.options import as_json, config_file, connect, find_config, runtime_dir_option
-from modelctl.cli.root import Command, completed, painted
+from modelctl.cli.root import command, completed, painted
 from modelctl.cli.tables import clean, counted, terminal_width, wrapped
 from protocol import __version__
 from protocol.errors import ConnectionLost, WireError
@@ -425,12 +425,9 @@ INDENT: Final = 6
 """Columns of a verdict, with the space after it."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl doctor": "Look at drivers, GPUs, packages, disks, models.yaml and the cluster",
-        "modelctl doctor --json": "The same for a program",
-    },
+@command(
+    ("modelctl doctor", "Look at drivers, GPUs, packages, disks, models.yaml and the cluster"),
+    ("modelctl doctor --json", "The same for a program"),
 )
 @config_file
 @as_json

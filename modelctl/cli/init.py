@@ -12,7 +12,7 @@ import click
 
 from modelctl.cli import exit_codes
 from modelctl.cli.options import NAME, SCHEMA, as_json
-from modelctl.cli.root import ADD_TEMPLATE, Command, CommandFailure, say
+from modelctl.cli.root import ADD_TEMPLATE, CommandFailure, command, say
 from protocol.process.worker_spec import missing_for, missing_for_gateway
 from supervisor.config.file import DEMO_PREFIX, demo_models
 
@@ -65,13 +65,10 @@ class Draft:
     lazy: str = ""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl init ~/models": "Write ./models.yaml with an entry for each model below a directory",
-        "modelctl init --from ~/tabbyAPI/config.yml": "Take over the models and options of another server",
-        "modelctl init": "Write a sample, whose demo models run on the CPU",
-    },
+@command(
+    ("modelctl init ~/models", "Write ./models.yaml with an entry for each model below a directory"),
+    ("modelctl init --from ~/tabbyAPI/config.yml", "Take over the models and options of another server"),
+    ("modelctl init", "Write a sample, whose demo models run on the CPU"),
 )
 @click.argument("directory", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--force", is_flag=True, help="Replace ./models.yaml if there is one.")

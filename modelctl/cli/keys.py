@@ -10,7 +10,7 @@ import click
 
 from modelctl.cli import exit_codes
 from modelctl.cli.options import as_json, show, watch
-from modelctl.cli.root import Command, CommandFailure, CommandGroup, need, say
+from modelctl.cli.root import CommandFailure, CommandGroup, command, need, say
 from modelctl.cli.tables import Column, table, terminal_width
 from protocol.process.paths import default_runtime_dir
 
@@ -124,15 +124,13 @@ def _value(text: str, is_number: bool) -> str | int | None:
     return int(text) if is_number and text.isascii() and text.isdecimal() else text
 
 
-@keys.command(
-    cls=Command,
-    examples={
-        "modelctl keys new laptop": "Make a key that may send requests",
-        "modelctl keys new ops --rights status,admin": "Make a key for an operator",
-        "modelctl keys new guest --max-in-flight 4 --tokens-per-day 200000": "Make a key with limits",
-        "modelctl keys new web --http --models 'letters,qwen*' --expires 30d": "Make a token for a client over HTTP",
-        "modelctl keys new web --token-file web.token": "Admit a token that clients have already",
-    },
+@command(
+    ("modelctl keys new laptop", "Make a key that may send requests"),
+    ("modelctl keys new ops --rights status,admin", "Make a key for an operator"),
+    ("modelctl keys new guest --max-in-flight 4 --tokens-per-day 200000", "Make a key with limits"),
+    ("modelctl keys new web --http --models 'letters,qwen*' --expires 30d", "Make a token for a client over HTTP"),
+    ("modelctl keys new web --token-file web.token", "Admit a token that clients have already"),
+    of=keys,
 )
 @click.argument("name")
 @click.option("--http", is_flag=True, help="Make a token for HTTP, and show it once. There is no key file.")
@@ -244,13 +242,11 @@ def _gateway_url(examined: "tuple[Path, Config] | None") -> str | None:
     return url_here({"listen": gateway.listen, "tls": gateway.certificate is not None})
 
 
-@keys.command(
+@command(
+    ("modelctl keys set guest --tokens-per-day 50000", "Change a limit"),
+    ("modelctl keys set guest --expires none --models 'qwen*'", "Take a limit away, and change another one"),
+    of=keys,
     name="set",
-    cls=Command,
-    examples={
-        "modelctl keys set guest --tokens-per-day 50000": "Change a limit",
-        "modelctl keys set guest --expires none --models 'qwen*'": "Take a limit away, and change another one",
-    },
 )
 @click.argument("name")
 @_limit_options
@@ -273,7 +269,7 @@ def set_(name: str, config: Path | None, store: "KeyStore", as_json: bool, **giv
     click.echo(json.dumps(entry, indent=2) if as_json else keys_text([entry], terminal_width()))
 
 
-@keys.command(name="list", cls=Command, examples={"modelctl keys list": "List the keys and their rights"})
+@command(("modelctl keys list", "List the keys and their rights"), of=keys, name="list")
 @_config_option
 @_keys_option
 @watch
@@ -291,9 +287,7 @@ def keys_text(entries: Sequence[dict[str, Any]], width: int | None) -> str:
     return table(COLUMNS, [_row(entry) for entry in entries], width)
 
 
-@keys.command(
-    cls=Command, examples={"modelctl keys revoke laptop": "End the connections of a key, and admit it no more"}
-)
+@command(("modelctl keys revoke laptop", "End the connections of a key, and admit it no more"), of=keys)
 @click.argument("name")
 @_config_option
 @_keys_option

@@ -20,7 +20,7 @@ import click
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import Duration, as_json, connect, is_remote, supervisor_options
-from modelctl.cli.root import Command, CommandFailure, painted, say, take_text
+from modelctl.cli.root import CommandFailure, command, painted, say, take_text
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from protocol.errors import ConnectionLost
 from protocol.limits import MODEL_NAME_PATTERN, SUPERVISOR_NAME
@@ -37,13 +37,10 @@ Read = Callable[..., dict[str, Any]]
 """Reads a log: ``read_log`` without its path, or ``Client.logs`` without its model."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl logs": "Show the last lines of the supervisor's log",
-        "modelctl logs -f llama-8b": "Follow a model's log",
-        "modelctl logs gateway --since 1h": "Show what the gateway has said in the last hour",
-    },
+@command(
+    ("modelctl logs", "Show the last lines of the supervisor's log"),
+    ("modelctl logs -f llama-8b", "Follow a model's log"),
+    ("modelctl logs gateway --since 1h", "Show what the gateway has said in the last hour"),
 )
 @click.argument("model", default=SUPERVISOR_NAME, shell_complete=options.models)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
@@ -213,13 +210,10 @@ EVENT_INDENT = 4
 Event = dict[str, Any]
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl events": "Show the last 50 events",
-        "modelctl events --since 8h": "Show what happened tonight",
-        "modelctl events llama-8b --follow": "Show the events of a model, and each new one",
-    },
+@command(
+    ("modelctl events", "Show the last 50 events"),
+    ("modelctl events --since 8h", "Show what happened tonight"),
+    ("modelctl events llama-8b --follow", "Show the events of a model, and each new one"),
 )
 @options.some
 @click.option("-f", "--follow", is_flag=True, help="Go on printing, also when the supervisor is started again.")
@@ -363,13 +357,10 @@ def line_of(event: Event, width: int | None) -> str:
 # The command log-level: show and set how much the processes write to their logs.
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl log-level": "Show the levels",
-        "modelctl log-level llama-8b debug": "Have the workers of a model write more, without a restart",
-        "modelctl log-level info": "Set all levels",
-    },
+@command(
+    ("modelctl log-level", "Show the levels"),
+    ("modelctl log-level llama-8b debug", "Have the workers of a model write more, without a restart"),
+    ("modelctl log-level info", "Set all levels"),
 )
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=options.models)
 @click.argument("level", required=False, metavar="[LEVEL]", type=click.Choice(LEVELS))

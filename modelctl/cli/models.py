@@ -13,7 +13,7 @@ import click
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import as_json, connect, is_remote, listener_of, supervisor_options
-from modelctl.cli.root import Command, CommandFailure, say
+from modelctl.cli.root import CommandFailure, command, say
 from modelctl.cli.waiting import (
     POLL_S,
     ModelStatus,
@@ -39,13 +39,10 @@ if TYPE_CHECKING:
 no_wait_option = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl start llama-8b": "Start a model and wait until it is ready",
-        "modelctl start llama-8b stories --no-wait": "Start two models, and do not wait for them",
-        "modelctl start --all": "Start every model that is not up",
-    },
+@command(
+    ("modelctl start llama-8b", "Start a model and wait until it is ready"),
+    ("modelctl start llama-8b stories --no-wait", "Start two models, and do not wait for them"),
+    ("modelctl start --all", "Start every model that is not up"),
 )
 @options.or_all
 @no_wait_option
@@ -63,13 +60,10 @@ def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, ru
         see_up(client, wanted, no_wait, as_json)
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl stop llama-8b": "Let the requests of a model finish, then end its process",
-        "modelctl stop llama-8b --now": "End a process now; its requests end with an error",
-        "modelctl stop 'llama-*'": "Stop the models whose names begin like this",
-    },
+@command(
+    ("modelctl stop llama-8b", "Let the requests of a model finish, then end its process"),
+    ("modelctl stop llama-8b --now", "End a process now; its requests end with an error"),
+    ("modelctl stop 'llama-*'", "Stop the models whose names begin like this"),
 )
 @options.or_all
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
@@ -87,12 +81,9 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
         _see_down(client, give_order(client, "stop", names, now=now), "stopped", no_wait, as_json)
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl unload llama-8b": "End the process of a model; its next request starts it again",
-        "modelctl unload --all": "Give the memory of all models back until somebody asks for them",
-    },
+@command(
+    ("modelctl unload llama-8b", "End the process of a model; its next request starts it again"),
+    ("modelctl unload --all", "Give the memory of all models back until somebody asks for them"),
 )
 @options.or_all
 @no_wait_option
@@ -109,12 +100,9 @@ def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, r
         _see_down(client, give_order(client, "unload", names), "unloaded", no_wait, as_json)
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl restart llama-8b": "Restart a model; its requests wait meanwhile",
-        "modelctl restart --all": "Restart every model",
-    },
+@command(
+    ("modelctl restart llama-8b", "Restart a model; its requests wait meanwhile"),
+    ("modelctl restart --all", "Restart every model"),
 )
 @options.or_all
 @no_wait_option
@@ -136,12 +124,9 @@ def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, 
         see_up(client, wanted, no_wait, as_json)
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl shutdown": "Let all requests finish, then end all models and the supervisor",
-        "modelctl shutdown --now": "End everything now",
-    },
+@command(
+    ("modelctl shutdown", "Let all requests finish, then end all models and the supervisor"),
+    ("modelctl shutdown --now", "End everything now"),
 )
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
 @as_json
@@ -262,12 +247,7 @@ def _wait_for_exit(pidfd: int) -> None:
 # The commands sleep and wake.
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl sleep llama-8b": "Give the GPU memory of a model back; the next request wakes it",
-    },
-)
+@command(("modelctl sleep llama-8b", "Give the GPU memory of a model back; the next request wakes it"))
 @options.named
 @no_wait_option
 @as_json
@@ -281,12 +261,7 @@ def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
         watch(client, list(give_order(client, "sleep", names)), settled_asleep, no_wait, as_json)
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl wake llama-8b": "Wake a model before its next request comes",
-    },
-)
+@command(("modelctl wake llama-8b", "Wake a model before its next request comes"))
 @options.named
 @no_wait_option
 @as_json
@@ -301,13 +276,10 @@ def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pat
 # The command reload: apply the present models.yaml, or replace the workers of one model, without losing a request.
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl reload": "Apply what has changed in models.yaml",
-        "modelctl reload llama-8b": "Give one model new workers, since its weights on disk have changed",
-        "modelctl reload 'llama-*'": "Give each of these models new workers",
-    },
+@command(
+    ("modelctl reload", "Apply what has changed in models.yaml"),
+    ("modelctl reload llama-8b", "Give one model new workers, since its weights on disk have changed"),
+    ("modelctl reload 'llama-*'", "Give each of these models new workers"),
 )
 @options.some
 @click.option("--beside", "how", flag_value="beside", help="Start each new worker beside the old one.")

@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from modelctl.cli import exit_codes
-from modelctl.cli.root import Command, CommandFailure, in_colour, need
+from modelctl.cli.root import CommandFailure, command, in_colour, need
 from modelctl.cli.tables import ELLIPSIS
 from protocol.process.paths import default_runtime_dir
 from protocol.process.shown import steer
@@ -245,12 +245,9 @@ VARIABLE = "_MODELCTL_COMPLETE"
 """The variable by which the shell asks the program for completions (``root``)."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl completion bash >> ~/.bashrc": "Complete commands, options and models in bash",
-        "modelctl completion fish > ~/.config/fish/completions/modelctl.fish": "Do so in fish",
-    },
+@command(
+    ("modelctl completion bash >> ~/.bashrc", "Complete commands, options and models in bash"),
+    ("modelctl completion fish > ~/.config/fish/completions/modelctl.fish", "Do so in fish"),
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:

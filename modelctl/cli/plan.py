@@ -10,7 +10,7 @@ import click
 
 from modelctl.cli import exit_codes
 from modelctl.cli.options import as_json, config_file, connect, find_config, runtime_dir_option, show, watch
-from modelctl.cli.root import Command, CommandFailure
+from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.tables import GAP, Column, clean, name_lines, table, terminal_width, wrapped
 from supervisor.config.reading import AUTO, is_name, labels_of
 from supervisor.config.spelling import size
@@ -101,12 +101,9 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
         raise click.BadParameter(f"{value!r}: each {e}, one for each GPU") from None
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl plan": "Show which models of ./models.yaml fit on the GPUs of this machine",
-        "modelctl plan models.yaml --gpus 24G,24G": "Show which models would fit on two GPUs of 24 GiB",
-    },
+@command(
+    ("modelctl plan", "Show which models of ./models.yaml fit on the GPUs of this machine"),
+    ("modelctl plan models.yaml --gpus 24G,24G", "Show which models would fit on two GPUs of 24 GiB"),
 )
 @config_file
 @click.option(

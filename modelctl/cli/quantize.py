@@ -24,7 +24,7 @@ from modelctl.cli import options as completion
 from modelctl.cli.doctor import ANSWER_S, PROMPT, TOKENS
 from modelctl.cli.findings import answer_of
 from modelctl.cli.options import Signalled, as_json, end, find_config, raised
-from modelctl.cli.root import Command, CommandFailure
+from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.serve import SERVE, child_environment
 from modelctl.cli.waiting import REDRAW_S, LiveLines, Progress, Shown, settled_up, shown
 from protocol.client.sync_client import Client
@@ -300,12 +300,9 @@ LOOK_S: Final = 120.0
 """Seconds for the look at the source, from a disk that has to wake up."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl quantize ~/models/llama-8b --bits 4.0": "Write ~/models/llama-8b-4.0bpw",
-        "modelctl quantize llama-8b --bits 6.0 --gpu 1": "Quantize a model of models.yaml on GPU 1",
-    },
+@command(
+    ("modelctl quantize ~/models/llama-8b --bits 4.0", "Write ~/models/llama-8b-4.0bpw"),
+    ("modelctl quantize llama-8b --bits 6.0 --gpu 1", "Quantize a model of models.yaml on GPU 1"),
 )
 @click.argument("model", shell_complete=completion.models_and_directories)
 @click.option("-b", "--bits", type=click.FloatRange(2, 8), required=True, help="Mean bits of a weight of the layers.")

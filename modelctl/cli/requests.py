@@ -15,7 +15,7 @@ import click
 from modelctl.cli import exit_codes, options, tables
 from modelctl.cli.logs import line_of
 from modelctl.cli.options import as_json, connect, is_pattern, show, supervisor_options, watch
-from modelctl.cli.root import Command, CommandFailure
+from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from protocol.errors import ErrorCode, WireError
 from protocol.names import means, nearest, unknown_among
@@ -41,14 +41,11 @@ ENDED_COLUMNS = (
 )  # fmt: skip
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl requests": "List the unfinished requests, the oldest first",
-        "modelctl requests 'llama-*'": "List those of some models",
-        "modelctl requests --json": "The same for a program, with all that is known",
-        "modelctl requests --ended -n 20": "List the last 20 requests that have ended, the newest last",
-    },
+@command(
+    ("modelctl requests", "List the unfinished requests, the oldest first"),
+    ("modelctl requests 'llama-*'", "List those of some models"),
+    ("modelctl requests --json", "The same for a program, with all that is known"),
+    ("modelctl requests --ended -n 20", "List the last 20 requests that have ended, the newest last"),
 )
 @options.some
 @click.option("--ended", is_flag=True, help="List the last requests that have ended, the newest last.")
@@ -134,12 +131,9 @@ def ended_text_of(reply: dict[str, Any], width: int | None) -> str:
     return table(ENDED_COLUMNS, [_ended_row(each) for each in reply["requests"]], width)
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl cancel 12-3": "End a request, which `modelctl requests` lists as 12-3",
-        "modelctl cancel req_0a1b2c": "End a request by the header x-request-id of its HTTP answer",
-    },
+@command(
+    ("modelctl cancel 12-3", "End a request, which `modelctl requests` lists as 12-3"),
+    ("modelctl cancel req_0a1b2c", "End a request by the header x-request-id of its HTTP answer"),
 )
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @as_json
@@ -189,13 +183,10 @@ INDENT = 12
 """Columns by which the further lines of a step are indented on a narrow terminal."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl story 12-3": "Tell what became of request 12-3 of `modelctl requests`",
-        "modelctl story req_0a1b2c": "The same by the header x-request-id of an HTTP answer",
-        "modelctl story chatcmpl-4d5e6f --json": "By the id of an answer, for a program",
-    },
+@command(
+    ("modelctl story 12-3", "Tell what became of request 12-3 of `modelctl requests`"),
+    ("modelctl story req_0a1b2c", "The same by the header x-request-id of an HTTP answer"),
+    ("modelctl story chatcmpl-4d5e6f --json", "By the id of an answer, for a program"),
 )
 @click.argument("id_", metavar="ID")
 @as_json
@@ -305,15 +296,12 @@ def _by(context: click.Context, option: click.Parameter, given: str) -> tuple[st
     return names
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl usage": "Show the tokens of every key, model and day",
-        "modelctl usage --key laptop --since 7d": "Show those of one key in the last seven days",
-        "modelctl usage --by key --since 30d": "Show the sum of each key over thirty days",
-        "modelctl usage --by month,model --csv": "Print the sum of each month and model for a spreadsheet",
-        "modelctl usage --model llama-8b --since 2026-01-01 --json": "Print those of one model as JSON",
-    },
+@command(
+    ("modelctl usage", "Show the tokens of every key, model and day"),
+    ("modelctl usage --key laptop --since 7d", "Show those of one key in the last seven days"),
+    ("modelctl usage --by key --since 30d", "Show the sum of each key over thirty days"),
+    ("modelctl usage --by month,model --csv", "Print the sum of each month and model for a spreadsheet"),
+    ("modelctl usage --model llama-8b --since 2026-01-01 --json", "Print those of one model as JSON"),
 )
 @click.option("--key", metavar="NAME", help="Only this key; an empty text for requests without a key.")
 @click.option("--model", metavar="NAME", help="Only this model, or those of a quoted pattern: 'llama-*'.")

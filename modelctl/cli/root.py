@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final, TextIO
@@ -476,3 +476,15 @@ class Command(click.Command):
                     # Do not wrap the lines: nobody could copy a command line that is wrapped.
                     formatter.write(f"  # {meaning}\n  {line}\n")
         super().format_epilog(ctx, formatter)
+
+
+def command(
+    *examples: tuple[str, str], of: click.Group | None = None, name: str | None = None
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return the decorator that makes a function a command.
+
+    examples  a command line, and what it does
+    of        the group that the command belongs to; None for ``modelctl`` itself, which imports it when it is called
+    name      None for the function's name
+    """
+    return (of or click).command(name, cls=Command, examples=dict(examples))

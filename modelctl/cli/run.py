@@ -19,7 +19,7 @@ from modelctl.cli import exit_codes
 from modelctl.cli import options as completion
 from modelctl.cli.conversation import ChatSession, hold
 from modelctl.cli.options import F, as_json, connect, supervisor_options
-from modelctl.cli.root import Command, take_text
+from modelctl.cli.root import command, take_text
 from modelctl.cli.waiting import LiveLines, goes_on, shown
 from protocol.client.answers import Delta, TokenLogprob
 from protocol.client.async_client import AsyncStream
@@ -215,15 +215,12 @@ def _draw_option(name: str, meaning: str, usual: float) -> Callable[[F], F]:
     return click.option(name, type=type(usual), help=f"{meaning}  [default: the model's, else {usual:g}]")
 
 
-@click.command(
-    cls=Command,
-    examples={
-        'modelctl run letters "sort: d b a c ->"': "Print one answer",
-        "modelctl run stories": "Hold a conversation",
-        'modelctl run llama-8b "Summarize this." < report.txt': "Ask about a file",
-        'modelctl run llama-8b "Name a colour." --choice red --choice blue': "Choose one of two answers",
-        'modelctl run llama-8b "Hello" --set top_a=0.2 --json': "Set any option; print lines of JSON",
-    },
+@command(
+    ('modelctl run letters "sort: d b a c ->"', "Print one answer"),
+    ("modelctl run stories", "Hold a conversation"),
+    ('modelctl run llama-8b "Summarize this." < report.txt', "Ask about a file"),
+    ('modelctl run llama-8b "Name a colour." --choice red --choice blue', "Choose one of two answers"),
+    ('modelctl run llama-8b "Hello" --set top_a=0.2 --json', "Set any option; print lines of JSON"),
 )
 @click.argument("model", shell_complete=completion.models)
 @click.argument("prompt", required=False)

@@ -29,7 +29,7 @@ from modelctl.cli.options import (
     supervisor_options,
     way_to,
 )
-from modelctl.cli.root import Command, CommandFailure, drop_unwritten, say
+from modelctl.cli.root import CommandFailure, command, drop_unwritten, say
 from modelctl.cli.waiting import LiveLines, Shown, Ticking, settled_up, wait_for, why_not_ready
 from protocol.errors import ConnectionLost, WireError
 from protocol.limits import SUPERVISOR_NAME
@@ -156,12 +156,9 @@ def _message_of(words: list[str]) -> str | None:
     return None
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl serve": "Serve the models of ./models.yaml in this terminal",
-        "modelctl serve --detach /etc/modelctl/models.yaml": "Serve in the background, and wait for the models",
-    },
+@command(
+    ("modelctl serve", "Serve the models of ./models.yaml in this terminal"),
+    ("modelctl serve --detach /etc/modelctl/models.yaml", "Serve in the background, and wait for the models"),
 )
 @config_file
 @click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the models are loaded.")
@@ -422,12 +419,9 @@ PATIENCE_S = 35.0
 """Seconds that answers may take to complete after the first signal. A second signal ends them at once."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl gateway --connect tcp://192.168.1.5:5570 --key-file web.key": "Serve another machine's models",
-        "modelctl gateway --listen 9000 --auth none": "Serve the models of this machine, for a try, without tokens",
-    },
+@command(
+    ("modelctl gateway --connect tcp://192.168.1.5:5570 --key-file web.key", "Serve another machine's models"),
+    ("modelctl gateway --listen 9000 --auth none", "Serve the models of this machine, for a try, without tokens"),
 )
 @click.option("--listen", metavar="ADDRESS:PORT", help="Address and port to listen on.  [default: 127.0.0.1:8000]")
 @click.option("--auth", metavar="keys|none", help="none: requests need no token; for loopback only.  [default: keys]")
@@ -533,12 +527,9 @@ CONNECTION_S = 10.0
 """Seconds that a client of the HTTP port may be silent."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl metrics": "Print all metrics once",
-        "modelctl metrics --listen 9400": "Serve them at http://127.0.0.1:9400/metrics",
-    },
+@command(
+    ("modelctl metrics", "Print all metrics once"),
+    ("modelctl metrics --listen 9400", "Serve them at http://127.0.0.1:9400/metrics"),
 )
 @click.option("--listen", metavar="ADDRESS:PORT", help="Serve the metrics there, for everybody who can reach it.")
 @supervisor_options

@@ -16,7 +16,7 @@ import click
 
 from modelctl.cli import exit_codes
 from modelctl.cli.options import F, as_json, config_file, find_config, user_directory
-from modelctl.cli.root import Command, CommandFailure, CommandGroup, say
+from modelctl.cli.root import CommandFailure, CommandGroup, command, say
 from protocol.process.paths import default_runtime_dir
 from supervisor.config.server import StopConfig
 from supervisor.gateway import LEAVE_S
@@ -348,13 +348,11 @@ def service() -> None:
     """Have systemd run the supervisor: install, remove and show its service."""
 
 
-@service.command(
-    cls=Command,
-    examples={
-        "modelctl service install --user models.yaml": "Write a service of your own for the models of a models.yaml",
-        "modelctl service install --system --run-as modelctl /etc/modelctl/models.yaml": "Write one of the machine",
-        "modelctl service install --dry-run": "Show the service, and what would keep it from working",
-    },
+@command(
+    ("modelctl service install --user models.yaml", "Write a service of your own for the models of a models.yaml"),
+    ("modelctl service install --system --run-as modelctl /etc/modelctl/models.yaml", "Write one of the machine"),
+    ("modelctl service install --dry-run", "Show the service, and what would keep it from working"),
+    of=service,
 )
 @config_file
 @_scope_options
@@ -398,7 +396,7 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
     return exit_codes.OK
 
 
-@service.command(cls=Command, examples={"modelctl service uninstall --user": "Stop your service, and remove its unit"})
+@command(("modelctl service uninstall --user", "Stop your service, and remove its unit"), of=service)
 @_scope_options
 @_dry_run
 @as_json
@@ -431,7 +429,7 @@ def uninstall(scope: str | None, dry_run: bool, as_json: bool) -> int:
     return exit_codes.OK
 
 
-@service.command(cls=Command, examples={"modelctl service status": "Show the services of the machine and of this user"})
+@command(("modelctl service status", "Show the services of the machine and of this user"), of=service)
 @_scope_options
 @as_json
 def status(scope: str | None, as_json: bool) -> int:

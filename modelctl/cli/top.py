@@ -22,7 +22,7 @@ import click
 
 from modelctl.cli import exit_codes, tables
 from modelctl.cli.options import connect, is_remote, supervisor_options, way_to
-from modelctl.cli.root import Command, CommandFailure, in_colour, painted
+from modelctl.cli.root import CommandFailure, command, in_colour, painted
 from modelctl.cli.tables import GAP, Column, clean, head, lined_up
 from protocol.errors import ConnectionLost, WireError
 from protocol.process.shown import steer
@@ -272,12 +272,9 @@ _KEY: Final = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
 """A key as the terminal sends it. Several may come at once."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl top": "Watch the models and the requests of this machine",
-        "modelctl top --interval 5 --connect tcp://192.168.1.5:5570 --key-file ops.key": "Watch another machine",
-    },
+@command(
+    ("modelctl top", "Watch the models and the requests of this machine"),
+    ("modelctl top --interval 5 --connect tcp://192.168.1.5:5570 --key-file ops.key", "Watch another machine"),
 )
 @click.option(
     "--interval", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between looks."

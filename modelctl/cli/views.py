@@ -9,7 +9,7 @@ import click
 
 from modelctl.cli import options, root, tables
 from modelctl.cli.options import as_json, connect, show, supervisor_options, watch
-from modelctl.cli.root import Command, completed
+from modelctl.cli.root import command, completed
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from supervisor.config.spelling import duration, percentage_of, size
 
@@ -175,13 +175,10 @@ PS = (
 UNWELL = ("failed", "backoff")
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl ps": "List the models of the supervisor on this machine",
-        "modelctl ps 'llama-*' --watch": "List some of them, and look again each second",
-        "modelctl ps --connect tcp://192.168.1.5:5570 --key-file ops.key": "List those of another machine",
-    },
+@command(
+    ("modelctl ps", "List the models of the supervisor on this machine"),
+    ("modelctl ps 'llama-*' --watch", "List some of them, and look again each second"),
+    ("modelctl ps --connect tcp://192.168.1.5:5570 --key-file ops.key", "List those of another machine"),
 )
 @options.some
 @watch
@@ -239,13 +236,10 @@ def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
     return "\n".join([shown(kept), "", *texts])
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl status": "Show the supervisor and each model in some ten lines",
-        "modelctl status llama-8b --verbose": "Show everything that is known of one model",
-        "modelctl status 'llama-*' --watch": "Look at some models again each second",
-    },
+@command(
+    ("modelctl status", "Show the supervisor and each model in some ten lines"),
+    ("modelctl status llama-8b --verbose", "Show everything that is known of one model"),
+    ("modelctl status 'llama-*' --watch", "Look at some models again each second"),
 )
 @options.some
 @click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
@@ -377,13 +371,10 @@ LATE_S: Final = 10.0
 """Seconds without an answer of Ray after which the text says so."""
 
 
-@click.command(
-    cls=Command,
-    examples={
-        "modelctl cluster": "Show the machines of the Ray cluster, and the workers on each",
-        "modelctl cluster --watch": "Look again each second",
-        "modelctl cluster --json": "Print it for a program",
-    },
+@command(
+    ("modelctl cluster", "Show the machines of the Ray cluster, and the workers on each"),
+    ("modelctl cluster --watch", "Look again each second"),
+    ("modelctl cluster --json", "Print it for a program"),
 )
 @watch
 @as_json

@@ -17,7 +17,7 @@ with click.Context(cli, info_name="modelctl") as root:
 @pytest.mark.parametrize("path", COMMANDS)
 def test_each_command_has_examples_that_it_accepts(path: str) -> None:
     context = COMMANDS[path]
-    assert isinstance(context.command, Command), "give it examples: @click.command(cls=Command, examples={...})"
+    assert isinstance(context.command, Command), 'give it examples: @command(("modelctl ...", "..."))'
     assert context.command.examples
     for line, meaning in context.command.examples.items():
         words = shlex.split(line.partition(" < ")[0])
