@@ -317,7 +317,7 @@ class Supervisor:
             watch(port.socket, handler, busy=port is not self._clients.admin, waiting=port.is_waiting)
             watch(port.monitor, handler)
         watch(self._signals.receiver, self._on_signals)
-        watch(self._fleet.starts.descriptor, self._fleet.starts.answered)
+        watch(self._fleet.starts.estimator.descriptor, self._fleet.starts.estimator.ended)
         watch(self._helpers.descriptor, self._helpers.hear)
 
     def _begin_rounds(self) -> None:

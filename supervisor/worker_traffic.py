@@ -4,9 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Any, TypedDict
 
+from protocol import __version__
 from protocol.codec import decode, decode_events, is_events, pack_body, unpack_body
 from protocol.errors import ErrorCode, FrameError, WireError
+from protocol.limits import MAX_U64
 from protocol.messages import (
     WORKER_TO_SUPERVISOR,
     AnswerMessage,
@@ -21,6 +24,7 @@ from protocol.messages import (
     Stats,
     Woke,
 )
+from protocol.values import ReadWith, Unfit, Within, hints_of, read, reader
 from supervisor.fleet.fleet import Fleet
 from supervisor.fleet.replicas import Replica
 from supervisor.ports.authorizer import RequestAuthorizer
@@ -30,7 +34,6 @@ from supervisor.requests.queue import WorkerSlot
 from supervisor.requests.request import EffectQueue, PendingQueries
 from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.worker_events import TOKENS_PER_MS
-from supervisor.workers import exits
 from supervisor.workers.launcher import Launcher
 from supervisor.workers.life import IllegalTransition
 
@@ -135,20 +138,104 @@ class WorkerTraffic:
                 unpack_body(body)  # a body that is no map is the worker's fault, and no client could read it
                 if (asker := self._queries.answered(worker, ask)) is not None:
                     self._effects.add([asker.reply(body)])
-            case Stats(body):
-                replica.stats = exits.checked_stats(body)
-            case ProgressMessage(body):
-                replica.progress = exits.checked_progress(body)
+            case Stats() as message:
+                replica.stats = report_of(message)
+            case ProgressMessage() as message:
+                replica.progress = report_of(message)
                 self._effects.add(scheduler.report_loading(replica.model, replica.progress))
-            case Hello(body):
-                exits.checked_hello(body)
+            case Hello() as message:
+                report_of(message)
                 fleet.connected(replica)
-            case Ready(body):
-                fleet.loaded(replica, exits.checked_ready(body))
-            case Slept(body):
-                fleet.sleepers.slept(replica, exits.checked_slept(body))
+            case Ready() as message:
+                fleet.loaded(replica, report_of(message))
+            case Slept() as message:
+                fleet.sleepers.slept(replica, report_of(message))
                 fleet.starts.memory_came_back(worker)
-            case Woke(body):
-                fleet.sleepers.woke(replica, exits.checked_woke(body))
+            case Woke() as message:
+                fleet.sleepers.woke(replica, report_of(message))
             case message:
                 raise FrameError(ErrorCode.UNSUPPORTED, f"{message.kind.name} from a worker")
+
+
+# Check the reports of workers. The supervisor keeps the reports, shows them to people and packs them for clients.
+#
+# A worker is our own program, but it reads files of others. So no report of a worker may stop the supervisor.
+
+
+MAX_KEYS = 64
+MAX_TEXT = 1000
+
+
+class _Hello(TypedDict):
+    build: str
+
+
+class _Ready(TypedDict):
+    context: Annotated[int, Within(1, MAX_U64)]
+    max_jobs: Annotated[int, Within(1, MAX_U64)]
+    load_seconds: float
+    device: str
+    attention: str
+    decoding: str
+    chat: bool
+    template: str
+    end_tokens: str
+    parallel_tool_calls: bool
+    tool_format: str | None
+    tools_tried: bool
+    sleep_bytes: int | None
+    no_sleep: str
+    reasoning_start: str | None
+    reasoning_end: str | None
+
+
+class _Moved(TypedDict):
+    seconds: float
+    host_bytes: int
+
+
+class _Slept(_Moved):
+    refused: str
+
+
+class _Progress(TypedDict):
+    phase: str
+    done: int
+    total: int
+    unit: str
+
+
+_REPORTS: dict[type, Any] = {Hello: _Hello, Ready: _Ready, ProgressMessage: _Progress, Slept: _Slept, Woke: _Moved}
+"""The class of message → the values that its report must have. Stats may have any values."""
+
+
+def _plain(value: Any) -> Any:
+    if type(value) not in (int, float, str, bool, type(None)):
+        raise ValueError("a report holds something else than names and plain values")
+    if type(value) is str and len(value) > MAX_TEXT:
+        raise ValueError(f"a report's text has {len(value)} characters (at most {MAX_TEXT})")
+    return value
+
+
+_PLAIN = dict[str, Annotated[Any, ReadWith(_plain)]]
+
+
+def report_of(message: Hello | Ready | ProgressMessage | Slept | Woke | Stats) -> dict[str, Any]:
+    """Return the report in a message: a map that holds no containers. Raises FrameError.
+
+    The codec could not pack a map that is nested a thousand levels deep. A report may have more values than it must.
+    """
+    report, kind = unpack_body(message.body), _REPORTS.get(type(message))
+    if len(report) > MAX_KEYS or any(len(key) > MAX_TEXT for key in report):
+        raise FrameError(ErrorCode.BAD_FRAME, f"a report of {len(report)} entries (at most {MAX_KEYS})")
+    try:
+        reader(_PLAIN)(report, False)
+        if kind is not None:
+            read(kind, {key: report[key] for key in hints_of(kind) if key in report})
+    except Unfit as e:
+        problem = e.flaws[0].problem
+        why = problem if isinstance(problem, str) else f"a report without {e.flaws[0].path[0]}"
+        raise FrameError(ErrorCode.BAD_FRAME, why) from None
+    if kind is _Hello and (build := report["build"]) != __version__:
+        raise FrameError(ErrorCode.BAD_VERSION, f"a worker of build {build}, the supervisor is {__version__}")
+    return report

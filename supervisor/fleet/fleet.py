@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from protocol.codec import encode
 from protocol.errors import ErrorCode, WireError
-from protocol.messages import Shutdown
+from protocol.messages import Shutdown, Sleep
 from supervisor.config.file import Config, ModelSpec
 from supervisor.config.spelling import PhaseLines, percentage_of, phase_of
 from supervisor.fleet.replicas import ROOM_RETRY_S, Replica, ReplicaRegistry
@@ -27,7 +27,7 @@ from supervisor.logs.files import about, without_ours
 from supervisor.placement.memory import loaded_text
 from supervisor.placement.vram import Vram
 from supervisor.reactor import Timers
-from supervisor.requests.request import Awaited, EffectQueue, ToWorker, WorkerChanged
+from supervisor.requests.request import EffectQueue, ToWorker, WorkerChanged
 from supervisor.requests.scheduler import Scheduler
 from supervisor.workers import life
 from supervisor.workers.exits import ExitReport, classify, not_admitted
@@ -145,10 +145,11 @@ class Fleet:
         self.vram = Vram(timers, log)
         self.registry = ReplicaRegistry(config, scheduler, self.vram, runtime_dir)
         outer, cpus = os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)
-        self.sleepers = Sleepers(self, self.registry, scheduler, self.vram, effects, log)
+        self.sleepers = Sleepers(self.unload, self.carry_out, self.registry, self.vram, log)
         self.starts = Starts(
-            self, self.registry, self.vram, launcher, self.sleepers, effects, timers, back_endpoint, outer, cpus, log
-        )
+            self._ended, self.registry, scheduler, self.vram, launcher, self.sleepers, effects, timers, back_endpoint,
+            outer, cpus, log,
+        )  # fmt: skip
         self._scheduler = scheduler
         self._timers = timers
         self._launcher = launcher
@@ -321,33 +322,9 @@ class Fleet:
             )  # fmt: skip
             replica.process.signal(signal.SIGKILL)
 
-    def not_started(self, replica: Replica, report: ExitReport) -> None:
-        """Clean up after a start that has ended without a process. ``Start`` calls this."""
-        self._ended(replica, report, None)
-
-    def let_yield(self, replica: Replica, to: str) -> None:
-        """Have a worker take no new requests while another one waits for its place, or let it go on. ``Starts`` calls
-        this, and again while the other one waits, since a new process of the worker takes requests.
-
-        to  the name of the other one; "" to go on
-        """
-        held = self._scheduler.is_held_back(replica.name)
-        yields = bool(to) and replica.state is WorkerState.READY
-        if yields and not held:
-            self._scheduler.hold_back(replica.name)
-            running = self._scheduler.work(replica.name)[0]
-            message = f"{replica.shown}: takes no new requests, and finishes {running}: {to} waits for its place"
-            self._log.info("%s", message, extra=noted(EventKind.PLACEMENT, replica.log_name))
-        elif held and not yields:
-            self._effects.add(self._scheduler.go_on(replica.name, time.monotonic()))
-        replica.yields_to = to if yields else ""
-
-    def waits_for(self, model: str, others: Awaited) -> None:
-        """Note what the requests of a model wait for. ``Starts`` calls this."""
-        self._scheduler.waits_for(model, others)
-
-    def _ended(self, replica: Replica, report: ExitReport, pid: int | None) -> None:
-        """Carry out what follows when there is no process any more, or when none could be started."""
+    def _ended(self, replica: Replica, report: ExitReport, pid: int | None = None) -> None:
+        """Carry out what follows when there is no process any more, or when none could be started. ``Starts`` calls
+        this for a start that has ended without a process."""
         for timer in [*replica.ladder, replica.drain_timer]:
             if timer is not None:
                 timer.cancel()
@@ -457,11 +434,13 @@ class Fleet:
                 )
                 self.after_events(replica)
             case LifecycleAction.PUT_TO_SLEEP:
-                self.sleepers.tell(replica)
+                self._effects.add([ToWorker(worker, replica.generation, encode(Sleep()))])
             case LifecycleAction.BEGIN_WAKE:
                 self.starts.begin_wake(replica)
             case LifecycleAction.TURN_AWAY:
-                self.sleepers.turn_away(replica, replica.refusal(), now)
+                self._effects.add(self._scheduler.refuse_new(worker, replica.refusal(), now))
+                self._effects.add(self._scheduler.end_waiting(worker, replica.refusal(), now))
+                self._effects.add(self._scheduler.rest(worker, now))
             case LifecycleAction.CLIMB:
                 self._climb(replica, now)
             case LifecycleAction.ARM_BACKOFF:

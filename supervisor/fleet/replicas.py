@@ -456,10 +456,6 @@ class ReplicaRegistry:
             replica.state is WorkerState.READY and self._scheduler.has_finished(replica.name)
         )
 
-    def lacks_worker(self, model: str) -> bool:
-        """Return whether requests wait for a model of which no worker takes any now."""
-        return self._scheduler.lacks_worker(model)
-
     def awaited(self, workers: Iterable[str]) -> Awaited:
         """Return the models of these workers, each with the number of requests that they have."""
         counted: Counter[str] = Counter()

@@ -4,11 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from protocol.codec import encode
-from protocol.errors import WireError
-from protocol.messages import Sleep
 from supervisor.fleet.replicas import Replica, ReplicaRegistry
 from supervisor.logs.events import EventKind, noted
 from supervisor.placement import vram as host_memory
@@ -26,13 +23,7 @@ from supervisor.placement.eviction import (
 )
 from supervisor.placement.policy import gib
 from supervisor.placement.vram import HostCopy, Vram
-from supervisor.requests.request import EffectQueue, ToWorker
-from supervisor.requests.scheduler import Scheduler
-from supervisor.workers.life import GOING_DOWN, Event, WorkerState
-
-if TYPE_CHECKING:
-    from supervisor.fleet.fleet import Fleet
-    from supervisor.fleet.starts import Admission
+from supervisor.workers.life import GOING_DOWN, Event, Transition, WorkerState
 
 ASSUMED_RATE = 10e9
 """Bytes per second at which a model is assumed to wake, until this machine has been measured."""
@@ -40,13 +31,16 @@ ASSUMED_RATE = 10e9
 
 @dataclass(eq=False, repr=False)
 class Sleepers:
-    """The workers that sleep or may sleep. Runs on the supervisor's one thread."""
+    """The workers that sleep or may sleep. Runs on the supervisor's one thread.
 
-    _fleet: "Fleet"
+    unload     ends an idle worker's process: (worker, cause)
+    carry_out  does what follows from a transition in a worker's life
+    """
+
+    _unload: Callable[[str, str], None]
+    _carry_out: Callable[[Replica, Transition], None]
     _registry: ReplicaRegistry
-    _scheduler: Scheduler
     _vram: Vram
-    _effects: EffectQueue
     _log: logging.Logger
 
     def __post_init__(self) -> None:
@@ -94,22 +88,18 @@ class Sleepers:
             size, bound = gib(replica.sleep_bytes), gib(self.bound)
             why = f"it would take {size} GiB of host memory to sleep, and models may take {bound} (host_memory)"
             self._say(replica, f"is unloaded: {why}")
-            self._fleet.unload(worker, f"{cause}; {why}")
+            self._unload(worker, f"{cause}; {why}")
             return
         for other in leave:
-            self._fleet.unload(other, f"made room in host memory for {replica.label}")
-        self._fleet.carry_out(replica, replica.life.sleep(time.monotonic(), cause))
+            self._unload(other, f"made room in host memory for {replica.label}")
+        self._carry_out(replica, replica.life.sleep(time.monotonic(), cause))
 
     def evict(self, worker: str, cause: str, *, sleeps: bool) -> None:
         """Put an idle worker to sleep, or unload it, because another one needs its memory or its place."""
         if sleeps:
             self.put_to_sleep(worker, cause)
         else:
-            self._fleet.unload(worker, cause)
-
-    def tell(self, replica: Replica) -> None:
-        """Send SLEEP."""
-        self._effects.add([ToWorker(replica.name, replica.generation, encode(Sleep()))])
+            self._unload(worker, cause)
 
     def slept(self, replica: Replica, facts: dict[str, Any]) -> None:
         """Take note that a worker sleeps, or end it because it cannot sleep."""
@@ -117,7 +107,7 @@ class Sleepers:
         if refused := facts["refused"]:
             self._say(replica, f"cannot sleep, and is unloaded: {refused}")
             life.unload_cause = f"{life.unload_cause}; it cannot sleep: {refused}" if life.unload_cause else refused
-            self._fleet.carry_out(replica, life.apply(Event.CANNOT_SLEEP, now, refused))
+            self._carry_out(replica, life.apply(Event.CANNOT_SLEEP, now, refused))
             return
         replica.host_bytes = facts["host_bytes"]
         if replica.process is not None:
@@ -125,11 +115,11 @@ class Sleepers:
             held = self._vram.describe(replica.name, replica.process.pid)["vram_by_gpu"] or {}
             replica.memory.fell_asleep(held)
         cause = f"{gib(facts['host_bytes'])} GiB of host memory, in {facts['seconds']:.2f} s"
-        self._fleet.carry_out(replica, life.apply(Event.SLEPT, now, cause))
+        self._carry_out(replica, life.apply(Event.SLEPT, now, cause))
         if (woken := life.settle(now)) is not None:
-            self._fleet.carry_out(replica, woken)
+            self._carry_out(replica, woken)
         elif replica.state is WorkerState.ASLEEP and replica.desired_spec is not replica.spec:
-            self._fleet.unload(replica.name, "its configuration has changed")
+            self._unload(replica.name, "its configuration has changed")
 
     # --- waking -------------------------------------------------------------------------------------------------
 
@@ -141,20 +131,14 @@ class Sleepers:
             self._rate = replica.sleep_bytes / replica.wake_s
         replica.memory.woke()
         cause = f"awake in {facts['seconds']:.2f} s"
-        self._fleet.carry_out(replica, replica.life.apply(Event.WOKE, time.monotonic(), cause))
+        self._carry_out(replica, replica.life.apply(Event.WOKE, time.monotonic(), cause))
 
     def not_woken(self, replica: Replica, why: str) -> None:
         """Let a worker sleep on that finds no room. The requests that wait for it end with the reason."""
         self._log.warning(
             "%s: stays asleep: %s", replica.shown, why, extra=noted(EventKind.REFUSAL, replica.log_name)
         )  # fmt: skip
-        self._fleet.carry_out(replica, replica.life.no_room(time.monotonic(), f"no room to wake: {why}"))
-
-    def turn_away(self, replica: Replica, error: WireError, now: float) -> None:
-        """End the requests that wait, if no worker of the model serves. The next request wakes this one."""
-        self._effects.add(self._scheduler.refuse_new(replica.name, error, now))
-        self._effects.add(self._scheduler.end_waiting(replica.name, error, now))
-        self._effects.add(self._scheduler.rest(replica.name, now))
+        self._carry_out(replica, replica.life.no_room(time.monotonic(), f"no room to wake: {why}"))
 
     def _say(self, replica: Replica, text: str) -> None:
         self._log.warning("%s: %s", replica.shown, text, extra=noted(EventKind.EVICTION, replica.log_name))
@@ -182,12 +166,12 @@ _LEAVING = (*GOING_DOWN, WorkerState.FALLING_ASLEEP)
 class GroupPlaces:
     """The groups of models.yaml as it was read last. Runs on the supervisor's one thread.
 
-    under_way  returns the starts and wakes that are under way
+    under_way  returns worker → whether it has its places, for each start and wake that is under way
     """
 
     _registry: ReplicaRegistry
     _sleepers: Sleepers
-    _under_way: Callable[[], Collection["Admission"]]
+    _under_way: Callable[[], Mapping[str, bool]]
     _log: logging.Logger
 
     @property
@@ -257,7 +241,7 @@ class GroupPlaces:
 
     def _with_places(self) -> list[Replica]:
         """Return the workers whose models have places because of them."""
-        starts = {start.replica.name: start.has_places for start in self._under_way()}
+        starts = self._under_way()
         return [
             replica
             for name, replica in self._registry.replicas.items()

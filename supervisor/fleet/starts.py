@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from protocol.codec import encode
 from protocol.messages import Wake as WakeMessage
@@ -61,13 +61,11 @@ from supervisor.placement.policy import (
 from supervisor.placement.vram import Vram
 from supervisor.reactor import Timers
 from supervisor.requests.request import Awaited, EffectQueue, ToWorker
+from supervisor.requests.scheduler import Scheduler
 from supervisor.requests.table import awaited_text
 from supervisor.workers.exits import ExitReport, not_admitted, not_spawned
 from supervisor.workers.launcher import Elsewhere, Launcher
 from supervisor.workers.life import GOING_DOWN, WorkerState
-
-if TYPE_CHECKING:
-    from supervisor.fleet.fleet import Fleet
 
 _LEAVING = (*GOING_DOWN, WorkerState.FALLING_ASLEEP)
 RETRY_S = 0.25
@@ -116,9 +114,10 @@ class Admission:
         """Workers that take no new requests, because this one waits for their places or their memory."""
         self.awaited: frozenset[Any] = frozenset()
         """GPUs on which this one waits for busy models. Later starts make no model leave there."""
-        self._turn = BusyWait(time.monotonic())
+        self._began = time.monotonic()
+        self._busy_wait: BusyWait | None = None
         crashed = bool(replica.life.history.recent)
-        self._for_requests = replica.spec.config.lazy and (crashed or starts.registry.lacks_worker(replica.model))
+        self._for_requests = replica.spec.config.lazy and (crashed or starts.scheduler.lacks_worker(replica.model))
         """Whether a model yields to this one only while requests wait for it. Else somebody has ordered the worker up,
         or it is to be up at all times."""
         self._has_waited = False
@@ -150,7 +149,7 @@ class Admission:
                 self._wait_for_place(missing)
                 return
             self.has_places = True
-            self._turn.begin_again()
+            self._busy_wait = None
             self._stop_waiting()
         self._wait_for_memory()
 
@@ -163,9 +162,7 @@ class Admission:
             self._stop_waiting()
             return
         why, (wanted, models) = places.refusal(missing), places.in_the_way(missing)
-        yielding = self._turn.look(
-            time.monotonic(), wanted, models, wanted=self.is_wanted, one_loads=places.is_loading(missing)
-        )
+        yielding = self._who_yields(wanted, models, one_loads=places.is_loading(missing))
         if leaving is NoRoom.NEVER or yielding is None:
             self._refuse_place(why)
             return
@@ -193,8 +190,8 @@ class Admission:
     def _waits_for_room(self, refused: PlacementRefused) -> bool:
         """Return whether the start is decided again later, because workers were unloaded or may soon be idle."""
         assert self._gpu_request is not None
-        now, missing, one_suffices = time.monotonic(), refused.missing, self._gpu_request.one_suffices
-        others = self._candidates(self._starts.vram.reading() or [], now)
+        missing, one_suffices = refused.missing, self._gpu_request.one_suffices
+        others = self._candidates(self._starts.vram.reading() or [], time.monotonic())
         others = behind(others, self._starts.awaited_before(self.number))
         leaving = self._make_room(missing, others)
         if not isinstance(leaving, NoRoom):
@@ -202,9 +199,7 @@ class Admission:
             self._stop_waiting()
             return True
         one_loads = any(h.loading and h.placed.keys() & missing.keys() for h in self._starts.holdings())
-        yielding = self._turn.look(
-            now, missing, others, one_suffices=one_suffices, wanted=self.is_wanted, one_loads=one_loads
-        )
+        yielding = self._who_yields(missing, others, one_suffices=one_suffices, one_loads=one_loads)
         if leaving is NoRoom.NEVER or yielding is None:
             self._stop_waiting()
             return False
@@ -215,11 +210,17 @@ class Admission:
         self._wait_for_busy(refused.message, yielding, in_the_way)
         return True
 
+    def _who_yields(self, missing: Sizes, others: Sequence[EvictionCandidate], **how: bool) -> tuple[str, ...] | None:
+        """Return the workers that take no new requests until the next look. ``how``: see ``BusyWait.look``."""
+        if self._busy_wait is None:
+            self._busy_wait = BusyWait(self._began)
+        return self._busy_wait.look(time.monotonic(), missing, others, wanted=self.is_wanted, **how)
+
     @property
     def is_wanted(self) -> bool:
         """Whether busy models have to make room: somebody has ordered the worker up, or requests wait for it and for no
         other worker of its model."""
-        return not self._for_requests or self._starts.registry.lacks_worker(self.replica.model)
+        return not self._for_requests or self._starts.scheduler.lacks_worker(self.replica.model)
 
     def _wait_for_busy(self, why: str, yielding: tuple[str, ...], in_the_way: Sequence[str]) -> None:
         """Have the start decided again later, because busy models are in the way.
@@ -245,7 +246,7 @@ class Admission:
         if awaited != self._shown:
             self._shown = awaited
             self.replica.waits = f"queued: waits for {awaited_text(awaited)}" if awaited else ""
-            self._starts.fleet.waits_for(self.replica.model, awaited)
+            self._starts.scheduler.waits_for(self.replica.model, awaited)
 
     def _make_room(
         self, missing: Mapping[int, int], candidates: Sequence[EvictionCandidate]
@@ -488,9 +489,9 @@ class Start(Admission):
         others = self._candidates([], now)
         leaving = choose(no.missing, others, one_suffices=True)
         if isinstance(leaving, NoRoom):
-            yielding = self._turn.look(now, no.missing, others, one_suffices=True, wanted=self.is_wanted)
+            yielding = self._who_yields(no.missing, others, one_suffices=True)
             if yielding is None:
-                self._turn.begin_again()
+                self._busy_wait = None
             starts.let_yield(self, yielding or ())
             self._decide_again_at(now + (RETRY_S if here is None else READING_RETRY_S))
             return
@@ -498,7 +499,7 @@ class Start(Admission):
         starts.let_yield(self, ())
         self._say(f"{no}: unloading {', '.join(sorted(self.leaving))}")
         for worker in sorted(self.leaving):
-            starts.fleet.unload(worker, f"evicted for {self.replica.label}")
+            starts.sleepers.evict(worker, f"evicted for {self.replica.label}", sleeps=False)
 
     def _launch(self, devices: str, placed: Placed | None, elsewhere: Elsewhere | None = None) -> None:
         """Start the process.
@@ -574,7 +575,7 @@ class Start(Admission):
 
     def _refuse(self, report: ExitReport) -> None:
         self._end()
-        self._starts.fleet.not_started(self.replica, report)
+        self._starts.not_started(self.replica, report)
         self._starts.advance()
 
     # --- what the log is told -----------------------------------------------------------------------------------
@@ -652,15 +653,16 @@ class WakeAdmission(Admission):
 
 @dataclass(eq=False, repr=False)
 class Starts:
-    """The starts that are under way. Runs on the supervisor's one thread. The loop calls ``answered`` when
-    ``descriptor`` is readable.
+    """The starts that are under way. Runs on the supervisor's one thread.
 
-    outer     the supervisor's own CUDA_VISIBLE_DEVICES; None if it has none
-    cpus      CPUs that the supervisor itself may use
+    not_started  cleans up after a start that has ended without a process
+    outer        the supervisor's own CUDA_VISIBLE_DEVICES; None if it has none
+    cpus         CPUs that the supervisor itself may use
     """
 
-    fleet: "Fleet"
+    not_started: Callable[[Replica, ExitReport], None]
     registry: ReplicaRegistry
+    scheduler: Scheduler
     vram: Vram
     launcher: Launcher
     sleepers: Sleepers
@@ -676,19 +678,14 @@ class Starts:
         self._under_way: dict[str, Admission] = {}
         self._number = 0
         self._said_unseen = False
-        self.places = GroupPlaces(self.registry, self.sleepers, self._under_way.values, self.log)
+        self.places = GroupPlaces(self.registry, self.sleepers, self._with_places, self.log)
 
-    @property
-    def descriptor(self) -> int:
-        return self.estimator.descriptor
-
-    def answered(self) -> None:
-        """Take in the estimates that have come."""
-        self.estimator.ended()
+    def _with_places(self) -> dict[str, bool]:
+        return {worker: start.has_places for worker, start in self._under_way.items()}
 
     def begin(self, replica: Replica) -> None:
-        """Begin the start of a worker's next process. If the start ends without a process, ``Fleet.not_started``
-        is called, but never from within this call."""
+        """Begin the start of a worker's next process. If the start ends without a process, ``not_started`` is
+        called, but never from within this call."""
         self._number += 1
         start = self._under_way[replica.name] = Start(self, replica, self._number)
         start.begin()
@@ -732,7 +729,24 @@ class Starts:
         start.yielding = workers
         to = {worker: each.replica.label for each in self._under_way.values() for worker in each.yielding}
         for replica in self.registry.replicas.values():
-            self.fleet.let_yield(replica, to.get(replica.name, ""))
+            self._let_yield(replica, to.get(replica.name, ""))
+
+    def _let_yield(self, replica: Replica, to: str) -> None:
+        """Have a worker take no new requests while another one waits for its place, or let it go on. This is called
+        again while the other one waits, since a new process of the worker takes requests.
+
+        to  the name of the other one; "" to go on
+        """
+        held = self.scheduler.is_held_back(replica.name)
+        yields = bool(to) and replica.state is WorkerState.READY
+        if yields and not held:
+            self.scheduler.hold_back(replica.name)
+            running = self.scheduler.work(replica.name)[0]
+            message = f"{replica.shown}: takes no new requests, and finishes {running}: {to} waits for its place"
+            self.log.info("%s", message, extra=noted(EventKind.PLACEMENT, replica.log_name))
+        elif held and not yields:
+            self.effects.add(self.scheduler.go_on(replica.name, time.monotonic()))
+        replica.yields_to = to if yields else ""
 
     def fits_beside(self, old: Replica, after: ModelSpec) -> bool:
         """Return whether a successor would find room beside the old worker, as far as that is known without reading the

@@ -352,7 +352,7 @@ def behind(candidates: Sequence[EvictionCandidate], awaited: Collection[Any]) ->
 
 
 class BusyWait:
-    """The wait of one start for busy models.
+    """The wait of one start for busy models. A start that waits for memory after a place in a group has another one.
 
     began  when the start began
     """
@@ -360,10 +360,6 @@ class BusyWait:
     def __init__(self, began: float) -> None:
         self._began = began
         self._since: float | None = None
-
-    def begin_again(self) -> None:
-        """Wait for something else from now on, such as for memory after a place in a group."""
-        self._since = None
 
     def look(
         self,

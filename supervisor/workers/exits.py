@@ -11,15 +11,9 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypedDict
 
-from protocol import __version__
-from protocol.codec import unpack_body
-from protocol.errors import ErrorCode, FrameError
-from protocol.limits import MAX_U64
 from protocol.process.shown import masked
 from protocol.process.worker_spec import EXIT_ASKED, EXIT_AWAY, EXIT_CONFIG, EXIT_ENGINE_FAULT, LOAD_ERROR_PREFIX
-from protocol.values import ReadWith, Unfit, Within, hints_of, read, reader
 
 MAX_MESSAGE = 300
 """The most characters of a message. Tables show messages, and clients get them."""
@@ -241,113 +235,3 @@ def _cuda_advice(what: str) -> str:
 def _first(pattern: re.Pattern[str], line: str) -> str | None:
     found = pattern.search(line)
     return next(group for group in found.groups() if group) if found else None
-
-
-# Check the reports of workers. The supervisor keeps the reports, shows them to people and packs them for clients.
-#
-# A worker is our own program, but it reads files of others. So no report of a worker may stop the supervisor.
-
-
-MAX_KEYS = 64
-MAX_TEXT = 1000
-
-
-class _Hello(TypedDict):
-    build: str
-
-
-class _Ready(TypedDict):
-    context: Annotated[int, Within(1, MAX_U64)]
-    max_jobs: Annotated[int, Within(1, MAX_U64)]
-    load_seconds: float
-    device: str
-    attention: str
-    decoding: str
-    chat: bool
-    template: str
-    end_tokens: str
-    parallel_tool_calls: bool
-    tool_format: str | None
-    tools_tried: bool
-    sleep_bytes: int | None
-    no_sleep: str
-    reasoning_start: str | None
-    reasoning_end: str | None
-
-
-class _Moved(TypedDict):
-    seconds: float
-    host_bytes: int
-
-
-class _Slept(_Moved):
-    refused: str
-
-
-class _Progress(TypedDict):
-    phase: str
-    done: int
-    total: int
-    unit: str
-
-
-def checked_hello(body: bytes) -> None:
-    """Raise FrameError unless the worker has the supervisor's own version."""
-    build = _flat(body, _Hello)["build"]
-    if build != __version__:
-        raise FrameError(ErrorCode.BAD_VERSION, f"a worker of build {build}, the supervisor is {__version__}")
-
-
-def checked_ready(body: bytes) -> dict[str, Any]:
-    """Return the report of a loaded model: the keys of ``_Ready``, with max_jobs at least 1. Raises FrameError."""
-    return _flat(body, _Ready)
-
-
-def checked_progress(body: bytes) -> dict[str, Any]:
-    """Return phase, done, total and unit. Raises FrameError."""
-    return _flat(body, _Progress)
-
-
-def checked_slept(body: bytes) -> dict[str, Any]:
-    """Return refused, seconds and host_bytes. Raises FrameError."""
-    return _flat(body, _Slept)
-
-
-def checked_woke(body: bytes) -> dict[str, Any]:
-    """Return seconds and host_bytes. Raises FrameError."""
-    return _flat(body, _Moved)
-
-
-def checked_stats(body: bytes) -> dict[str, Any]:
-    """Return a map of names, each with a plain value such as a number or a short text. Raises FrameError."""
-    return _flat(body)
-
-
-def _plain(value: Any) -> Any:
-    if type(value) not in (int, float, str, bool, type(None)):
-        raise ValueError("a report holds something else than names and plain values")
-    if type(value) is str and len(value) > MAX_TEXT:
-        raise ValueError(f"a report's text has {len(value)} characters (at most {MAX_TEXT})")
-    return value
-
-
-_PLAIN = dict[str, Annotated[Any, ReadWith(_plain)]]
-
-
-def _flat(body: bytes, kind: type[Any] | None = None) -> dict[str, Any]:
-    """Return a map that holds no containers. The codec could not pack a map that is nested a thousand levels deep.
-
-    kind  the values that the report must have. It may have others, too
-    """
-    report = unpack_body(body)
-    if len(report) > MAX_KEYS or any(len(key) > MAX_TEXT for key in report):
-        raise FrameError(ErrorCode.BAD_FRAME, f"a report of {len(report)} entries (at most {MAX_KEYS})")
-    try:
-        reader(_PLAIN)(report, False)
-        if kind is not None:
-            read(kind, {key: report[key] for key in hints_of(kind) if key in report})
-    except Unfit as e:
-        problem = e.flaws[0].problem
-        why = problem if isinstance(problem, str) else f"a report without {e.flaws[0].path[0]}"
-        raise FrameError(ErrorCode.BAD_FRAME, why) from None
-    return report

@@ -5,16 +5,13 @@ worker started (a compiler, a data loader) would live on and hold the GPU. The g
 only the supervisor has the write end. The kernel closes the write end when the supervisor ends. Then the guard kills
 the workers' process groups, and every process with the mark of one of the supervisor's workers in its environment.
 
-The guard is no ``supervisor.helper.Helper``, because it may not miss a group. A pipe takes the groups before the
-process exists, a guard that ended is started again without a pause, and the guard imports nothing that could fail.
-
-``Guard`` runs in the supervisor. The rest of the file is also the guard's own program, run with ``python -I -S``. Its
-argument is the directory of setproctitle, the only package that it imports.
+This file is the guard's own program, run with ``python -I -S``. Its argument is the directory of setproctitle, the only
+package that it imports. ``supervisor.workers.local.Guard`` is the guard as the supervisor sees it. The supervisor uses
+the functions that kill, too.
 """
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,96 +22,6 @@ WORKER_MARK = "MODELCTL_WORKER_MARK"
 """The environment variable of a worker and of what it starts. Its value begins with the mark of the supervisor."""
 LOOKS_S = 5.0
 """Seconds for which the guard looks for processes with a mark, as long as it finds some."""
-
-
-class Guard:
-    """The guard's process, as the supervisor sees it. ``pidfd`` lets the loop notice if somebody kills the guard.
-
-    environment  the environment variables of the guard's process
-    titles       directory in which the guard's process finds setproctitle
-    """
-
-    def __init__(self, environment: dict[str, str], titles: str) -> None:
-        self._environment = environment
-        self._titles = titles
-        self._groups: set[int] = set()
-        self.pidfd = self._pipe = -1
-        self._start()
-
-    def _start(self) -> None:
-        """Start a guard process that knows the groups watched so far. Raises OSError."""
-        guards_end, self._pipe = os.pipe()
-        try:
-            # The groups are in the pipe before the process exists. If the supervisor is killed at the next instruction,
-            # the new guard still reads them. There is one group for each worker, so the pipe never fills up here.
-            for group in self._groups:
-                self._tell(f"+{group}\n")
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", os.path.abspath(__file__), self._titles],
-                stdin=guards_end,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a reader that has stopped must not stop the guard
-                start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
-                cwd="/",
-                env=self._environment,
-            )
-            self.pid = self._process.pid
-            try:
-                self.pidfd = os.pidfd_open(self.pid)
-            except OSError:  # no descriptor left. At its pipe's end this guard would kill the workers: end it first
-                self._process.kill()
-                self._process.wait()
-                raise
-        except BaseException:
-            self._close_pipe()
-            raise
-        finally:
-            os.close(guards_end)
-
-    def watch(self, group: int) -> None:
-        """Kill this process group when the supervisor dies."""
-        self._groups.add(group)
-        self._tell(f"+{group}\n")
-
-    def forget(self, group: int) -> None:
-        """Forget a process group that has ended. Its number may belong to another group soon."""
-        self._groups.discard(group)
-        self._tell(f"-{group}\n")
-
-    def restart(self) -> None:
-        """Start another guard, and give it the groups of the former one. Raises OSError; then call this again later."""
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-            self._process.wait()
-            self._close_pipe()
-        self._start()
-
-    def kill(self) -> None:
-        """Kill a guard that was stopped. The loop calls ``restart`` when its pidfd is readable."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the guard, once no worker is left, and reap it."""
-        self._tell(".\n")  # so it looks for nothing
-        self._close_pipe()
-        try:
-            self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _close_pipe(self) -> None:
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-
-    def _tell(self, line: str) -> None:
-        if self._pipe < 0:
-            return  # no guard could be started yet: ``restart`` gives it all groups
-        try:
-            os.write(self._pipe, line.encode())
-        except BrokenPipeError:
-            pass  # the guard has ended: its pidfd is readable, and the loop calls ``restart``
 
 
 def kill_group(group: int, signal_number: int) -> None:

@@ -7,6 +7,8 @@ import operator
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,8 +20,9 @@ from typing import Any
 from protocol.process.birth import helper_environment
 from protocol.process.worker_spec import DEFAULT_LEASES, Reading, WatchedPage, WorkerPhase, WorkerSpec, pack_spec
 from supervisor.reactor import Timer, Timers
+from supervisor.workers import guard
 from supervisor.workers.environment import directory_of_titles, spare_main, worker_main
-from supervisor.workers.guard import WORKER_MARK, Guard, kill_group
+from supervisor.workers.guard import WORKER_MARK, kill_group
 from supervisor.workers.launcher import Elsewhere, Launched, Launcher
 from supervisor.workers.orphans import Descendants, Orphans, is_stopped
 
@@ -276,6 +279,102 @@ class SpareProcess(WorkerProcess):
     def join(self) -> int:
         self._close_pipe()
         return super().join()
+
+
+# The guard (``supervisor.workers.guard``).
+
+
+class Guard:
+    """The guard's process, as the supervisor sees it. ``pidfd`` lets the loop notice if somebody kills the guard.
+
+    It is no ``supervisor.helper.Helper``, because it may not miss a group. A pipe takes the groups before the process
+    exists, a guard that ended is started again without a pause, and the guard imports nothing that could fail.
+
+    environment  the environment variables of the guard's process
+    titles       directory in which the guard's process finds setproctitle
+    """
+
+    def __init__(self, environment: dict[str, str], titles: str) -> None:
+        self._environment = environment
+        self._titles = titles
+        self._groups: set[int] = set()
+        self.pidfd = self._pipe = -1
+        self._start()
+
+    def _start(self) -> None:
+        """Start a guard process that knows the groups watched so far. Raises OSError."""
+        guards_end, self._pipe = os.pipe()
+        try:
+            # The groups are in the pipe before the process exists. If the supervisor is killed at the next instruction,
+            # the new guard still reads them. There is one group for each worker, so the pipe never fills up here.
+            for group in self._groups:
+                self._tell(f"+{group}\n")
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), self._titles],
+                stdin=guards_end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a reader that has stopped must not stop the guard
+                start_new_session=True,  # a Ctrl-C, or a kill of the supervisor's group, must not take the guard along
+                cwd="/",
+                env=self._environment,
+            )
+            self.pid = self._process.pid
+            try:
+                self.pidfd = os.pidfd_open(self.pid)
+            except OSError:  # no descriptor left. At its pipe's end this guard would kill the workers: end it first
+                self._process.kill()
+                self._process.wait()
+                raise
+        except BaseException:
+            self._close_pipe()
+            raise
+        finally:
+            os.close(guards_end)
+
+    def watch(self, group: int) -> None:
+        """Kill this process group when the supervisor dies."""
+        self._groups.add(group)
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        """Forget a process group that has ended. Its number may belong to another group soon."""
+        self._groups.discard(group)
+        self._tell(f"-{group}\n")
+
+    def restart(self) -> None:
+        """Start another guard, and give it the groups of the former one. Raises OSError; then call this again later."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+            self._process.wait()
+            self._close_pipe()
+        self._start()
+
+    def kill(self) -> None:
+        """Kill a guard that was stopped. The loop calls ``restart`` when its pidfd is readable."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the guard, once no worker is left, and reap it."""
+        self._tell(".\n")  # so it looks for nothing
+        self._close_pipe()
+        try:
+            self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def _tell(self, line: str) -> None:
+        if self._pipe < 0:
+            return  # no guard could be started yet: ``restart`` gives it all groups
+        try:
+            os.write(self._pipe, line.encode())
+        except BrokenPipeError:
+            pass  # the guard has ended: its pidfd is readable, and the loop calls ``restart``
 
 
 class LocalLauncher(Launcher):

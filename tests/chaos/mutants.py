@@ -19,7 +19,6 @@ from supervisor.requests.request import InFlight
 from supervisor.requests.scheduler import Scheduler, WorkerEnds
 from supervisor.requests.worker_events import WorkerEvents
 from supervisor.workers import local
-from supervisor.workers.guard import Guard
 from supervisor.workers.life import HangDetector, HangVerdict, RestartHistory
 from supervisor.workers.orphans import Descendants
 
@@ -141,7 +140,7 @@ def _see_no_hang() -> None:
 def _leave_orphans() -> None:
     """Tell the guard of no worker, do not end the child processes of a dead worker, and give workers marks that say
     nothing."""
-    Guard.watch = lambda self, group: None  # type: ignore[method-assign]
+    local.Guard.watch = lambda self, group: None  # type: ignore[method-assign]
     Descendants.new_mark = lambda self: os.urandom(8).hex()  # type: ignore[method-assign]
     local.WorkerProcess.end_group = lambda self: None  # type: ignore[method-assign]
 

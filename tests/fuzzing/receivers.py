@@ -33,14 +33,7 @@ from protocol.request import parse_generate
 from supervisor.requests.queue import QueueLimits
 from supervisor.requests.request import read_route
 from supervisor.requests.scheduler import Scheduler
-from supervisor.workers.exits import (
-    checked_hello,
-    checked_progress,
-    checked_ready,
-    checked_slept,
-    checked_stats,
-    checked_woke,
-)
+from supervisor.worker_traffic import report_of
 
 Receiver = Callable[[bytes], None]
 _DOWN = WireError(ErrorCode.MODEL_NOT_RUNNING, "down")
@@ -70,16 +63,6 @@ def to_worker(frame: bytes) -> None:
 class FromWorker:
     """The supervisor's reading of a worker's frames. Channel 1 has two requests in a worker of generation 1."""
 
-    _CHECKS: dict[type, Callable[[bytes], object]] = {  # noqa: RUF012
-        Hello: checked_hello,
-        Ready: checked_ready,
-        ProgressMessage: checked_progress,
-        Stats: checked_stats,
-        Slept: checked_slept,
-        Woke: checked_woke,
-        AnswerMessage: unpack_body,
-    }
-
     def __init__(self) -> None:
         self._scheduler = _scheduler()
 
@@ -96,8 +79,11 @@ class FromWorker:
                 self._scheduler = _scheduler()
         elif isinstance(message, Compiled):
             self._scheduler.compiled("m", (message.channel, message.request), message.party, message.milliseconds, 0.0)
+        elif isinstance(message, AnswerMessage):
+            unpack_body(message.body)
         else:
-            self._CHECKS[type(message)](message.body)
+            assert isinstance(message, Hello | Ready | ProgressMessage | Slept | Woke | Stats)
+            report_of(message)
 
 
 def _scheduler() -> Scheduler:

@@ -38,10 +38,11 @@ class Fleet:
         spec = ModelSpec("new", config, Path("/m"))
         registry = SimpleNamespace(
             replicas={each.name: each for each in replicas}, may_leave=lambda each: each.name not in busy,
-            lacks_worker=lambda model: True, new_generation=lambda each: None,
+            new_generation=lambda each: None,
         )  # fmt: skip
         everything: Any = SimpleNamespace(
-            registry=registry, launcher=self, fleet=self, sleepers=SimpleNamespace(seconds=lambda each: 0.0),
+            registry=registry, launcher=self, scheduler=SimpleNamespace(lacks_worker=lambda model: True),
+            sleepers=SimpleNamespace(seconds=lambda each: 0.0, evict=self.evict),
             timers=SimpleNamespace(at=lambda when, call: None), log=logging.getLogger("test"),
             let_yield=lambda start, workers: None,
         )  # fmt: skip
@@ -62,7 +63,8 @@ class Fleet:
         self.asked.append(elsewhere)
         return NoMachineError("no room there", self.missing)
 
-    def unload(self, worker: str, cause: str) -> None:
+    def evict(self, worker: str, cause: str, *, sleeps: bool) -> None:
+        assert not sleeps
         self.unloaded.append(worker)
 
     def candidates(self) -> list[EvictionCandidate]:

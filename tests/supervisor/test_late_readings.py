@@ -47,20 +47,11 @@ class Placing:
             Config(directory / "models.yaml", {}, SupervisorConfig()), self._scheduler, self.vram, directory
         )
         effects = EffectQueue()
-        sleepers = Sleepers(self, self._registry, self._scheduler, self.vram, effects, log)  # type: ignore[arg-type]
+        sleepers = Sleepers(self.unload, lambda replica, transition: None, self._registry, self.vram, log)
         self._starts = Starts(
-            self,
-            self._registry,
-            self.vram,
-            self,
-            sleepers,
-            effects,
-            self._timers,
-            "",
-            None,
-            range(4),
-            log,  # type: ignore[arg-type]
-        )
+            self.not_started, self._registry, self._scheduler, self.vram, self, sleepers, effects, self._timers, "",
+            None, range(4), log,
+        )  # type: ignore[arg-type]  # fmt: skip
         self.placed: list[tuple[str, str]] = []
         self.refused: dict[str, ExitReport] = {}
 

@@ -187,13 +187,13 @@ KILLED_AT_THE_NEXT_INSTRUCTION = """
 import os, signal, subprocess, sys
 from protocol.process.birth import helper_environment
 from supervisor.workers.environment import directory_of_titles
-from supervisor.workers import guard
+from supervisor.workers import local
 
 def popen(*args, real=subprocess.Popen, **keys):
     real(*args, **keys)
     os.kill(os.getpid(), signal.SIGKILL)
 
-first = guard.Guard(helper_environment(), directory_of_titles())
+first = local.Guard(helper_environment(), directory_of_titles())
 first.watch(int(sys.argv[1]))
 first.kill()
 subprocess.Popen = popen
