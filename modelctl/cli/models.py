@@ -3,8 +3,8 @@
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+import select
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +15,20 @@ from modelctl.cli import exit_codes, options
 from modelctl.cli.options import as_json, connect, is_remote, listener_of, supervisor_options
 from modelctl.cli.root import CommandFailure, command, say
 from modelctl.cli.waiting import (
-    POLL_S,
+    LiveLines,
     ModelStatus,
     TurnoverReport,
+    check_ready,
     coming_generation,
     goes_on,
     ordering,
+    problem_of_gateway,
     settled_asleep,
     settled_down,
     settled_up,
+    until,
     wait_for,
-    wait_for_gateway,
     wait_for_turnovers,
-    why_not_ready,
 )
 from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost, ErrorCode, WireError
@@ -119,7 +120,7 @@ def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, 
         replies = [client.call("restart", model=name) for name in names]
         in_turns = [reply["turnover"] for reply in replies if reply["turnover"] is not None]
         if in_turns and not no_wait:
-            wait_for_turnovers(client, in_turns, for_people=not as_json)
+            wait_for_turnovers(client, in_turns, LiveLines(for_people=not as_json))
         wanted = {name: worker["generation"] for reply in replies for name, worker in reply["workers"].items()}
         see_up(client, wanted, no_wait, as_json)
 
@@ -143,9 +144,11 @@ def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
         with goes_on(f"the shutdown of the supervisor (pid {pid}) goes on{faster}"):
             client.call("shutdown", now=now)
             if pidfd is None:
-                _wait_for_silence(client)
+                with suppress(ConnectionLost):
+                    until(client, lambda _: None)
             else:
-                _wait_for_exit(pidfd)
+                select.select([pidfd], [], [])
+                os.close(pidfd)
     click.echo(json.dumps({"pid": pid}) if as_json else f"the supervisor (pid {pid}) has ended")
 
 
@@ -165,16 +168,17 @@ def _see_down(client: Client, workers: dict[str, dict[str, Any]], what: str, no_
     what  the state that the order leads to
     """
     had = {name: worker["generation"] for name, worker in workers.items()}
-    for model in watch(client, list(had), lambda m: settled_down(m, had[m["name"]]), no_wait, as_json):
-        if model["state"] not in AT_REST and not (no_wait or as_json):
+    models = watch(client, had, lambda m: settled_down(m, had[m["name"]]), no_wait, as_json)
+    for model in () if no_wait or as_json else models:
+        if model["state"] not in AT_REST:
             click.echo(f"modelctl: {model['name']} was {what}, and started again meanwhile", err=True)
-        if model.get("vram_return") == "not back" and not (no_wait or as_json):
+        if model.get("vram_return") == "not back":
             click.echo(f"modelctl: {model['name']} is {what}, but its VRAM is not back yet", err=True)
 
 
 def watch(
     client: Client,
-    names: list[str],
+    names: Collection[str],
     done: Callable[[ModelStatus], bool],
     no_wait: bool,
     as_json: bool,
@@ -187,8 +191,8 @@ def watch(
 
     up  see ``wait_for``
     """
-    wanted = (lambda _: True) if no_wait else done
-    models = wait_for(client, names, wanted, up=up and not no_wait, for_people=not as_json)
+    lines = LiveLines(for_people=not as_json)
+    models = wait_for(client, names, lambda m: no_wait or done(m), lines, up=up and not no_wait)
     if as_json:
         click.echo(json.dumps(models, indent=2))
     return models
@@ -196,12 +200,9 @@ def watch(
 
 def see_up(client: Client, wanted: dict[str, int], no_wait: bool, as_json: bool) -> None:
     """Wait until models of these generations are up. Raises CommandFailure if one does not come up."""
-    models = watch(client, list(wanted), lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json, up=True)
-    failed = [why_not_ready(m) for m in models if m["state"] != "ready"]
-    there = [m["name"] for m in models]
-    failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]
-    if failed and not no_wait:
-        raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
+    models = watch(client, wanted, lambda m: settled_up(m, wanted[m["name"]]), no_wait, as_json, up=True)
+    if not no_wait:
+        check_ready(models, wanted)
 
 
 def _pidfd_of(listener: int, pid: int) -> int | None:
@@ -229,21 +230,6 @@ def _pidfd_of(listener: int, pid: int) -> int | None:
     return None
 
 
-def _wait_for_silence(client: Client) -> None:
-    """Wait until the connection to the supervisor is lost."""
-    with suppress(ConnectionLost):
-        while True:
-            client.status()
-            time.sleep(POLL_S)
-
-
-def _wait_for_exit(pidfd: int) -> None:
-    import select
-
-    select.select([pidfd], [], [])
-    os.close(pidfd)
-
-
 # The commands sleep and wake.
 
 
@@ -258,7 +244,7 @@ def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
     A model that answers requests goes to sleep as soon as it has none.
     """
     with ordering(runtime_dir, models, "{} will still go to sleep: `modelctl ps` shows it") as (client, names):
-        watch(client, list(give_order(client, "sleep", names)), settled_asleep, no_wait, as_json)
+        watch(client, give_order(client, "sleep", names), settled_asleep, no_wait, as_json)
 
 
 @command(("modelctl wake llama-8b", "Wake a model before its next request comes"))
@@ -316,10 +302,10 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
                 return exit_codes.CONFIG
             if no_wait:
                 return exit_codes.OK
-            turnovers = wait_for_turnovers(client, numbers, for_people=not as_json)
+            turnovers = wait_for_turnovers(client, numbers, LiveLines(for_people=not as_json))
             done = turnovers[0] if len(turnovers) == 1 else _joined(turnovers, dict(zip(numbers, names, strict=True)))
             of_gateway = [key for key in done["settings"] if key.startswith("gateway.")]
-            unready = wait_for_gateway(client) if of_gateway else None
+            unready = until(client, problem_of_gateway) if of_gateway else ""
     if as_json:
         click.echo(json.dumps({"supervisor": done["settings"], "models": done["models"]}, indent=2))
     else:
@@ -331,7 +317,7 @@ def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: boo
             click.echo(f"{name}: {_applied(key)}")
         if not done["settings"] and all(model_report["change"] == "unchanged" for model_report in done["models"]):
             click.echo("nothing has changed")
-    failed = [] if unready is None else [f"the gateway does not answer: {unready}"]
+    failed = [f"the gateway does not answer: {unready}"] if unready else []
     failed += [
         f"{model_report['model']}: {model_report['message']}"
         for model_report in done["models"]

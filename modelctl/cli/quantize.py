@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,16 @@ from modelctl.cli.doctor import ANSWER_S, PROMPT, TOKENS
 from modelctl.cli.findings import answer_of
 from modelctl.cli.options import Signalled, as_json, end, find_config, raised
 from modelctl.cli.root import CommandFailure, command
-from modelctl.cli.serve import SERVE, child_environment
-from modelctl.cli.waiting import REDRAW_S, LiveLines, Progress, Shown, settled_up, shown
+from modelctl.cli.serve import SERVE, child_environment, client_of
+from modelctl.cli.waiting import REDRAW_S, LiveLines, ModelStatus, Progress, Shown, settled_up, shown, until
 from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost, WireError
+from protocol.limits import SUPERVISOR_NAME
 from protocol.process.birth import die_with
 from protocol.process.paths import default_runtime_dir
 from supervisor.config.model_search import name_of
 from supervisor.config.spelling import size
+from supervisor.logs.files import log_path
 from supervisor.workers.environment import CONVERSION
 
 if TYPE_CHECKING:
@@ -228,9 +230,6 @@ class Conversion:
 # Try a model out: serve it for a moment with a supervisor of its own, and have it generate some tokens.
 
 
-POLL_S = 0.1
-
-
 def try_out(name: str, keys: dict[str, Any], lines: LiveLines) -> dict[str, Any]:
     """Serve one model and ask it. Return {tokens, seconds} of its answer.
 
@@ -268,25 +267,24 @@ def _environment() -> dict[str, str]:
 
 
 def _ask(name: str, runtime_dir: Path, serving: "subprocess.Popen[bytes]", lines: LiveLines) -> dict[str, Any]:
-    while True:
-        if serving.poll() is not None:
-            assert serving.stderr is not None
-            why = serving.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-            raise CommandFailure(exit_codes.FAILED, "trial", f"{name} cannot be served: {why}")
-        try:
-            with Client(runtime_dir=runtime_dir, reconnect=False) as client:
-                return _answer(client, name, lines)
-        except ConnectionLost:
-            time.sleep(POLL_S)
+    if (client := client_of(serving, runtime_dir, log_path(runtime_dir, SUPERVISOR_NAME))) is not None:
+        with suppress(ConnectionLost), client:
+            return _answer(client, name, lines)
+        serving.wait()
+    assert serving.stderr is not None
+    why = serving.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+    raise CommandFailure(exit_codes.FAILED, "trial", f"{name} cannot be served: {why}")
 
 
 def _answer(client: Client, name: str, lines: LiveLines) -> dict[str, Any]:
-    while True:
-        (model,) = client.status()["models"]
+    def settled(status: dict[str, Any]) -> ModelStatus | None:
+        model: ModelStatus = status["models"][0]
         if settled_up(model):
-            break
+            return model
         lines.show({name: shown(model)})
-        time.sleep(POLL_S)
+        return None
+
+    model = until(client, settled)
     if model["state"] != "ready":
         raise CommandFailure(exit_codes.FAILED, "trial", f"{name} does not load: {model['reason']}")
     began = time.monotonic()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,7 +31,7 @@ from modelctl.cli.options import (
     way_to,
 )
 from modelctl.cli.root import CommandFailure, command, drop_unwritten, say
-from modelctl.cli.waiting import LiveLines, Shown, Ticking, settled_up, wait_for, why_not_ready
+from modelctl.cli.waiting import LiveLines, Shown, Ticking, check_ready, settled_up, wait_for
 from protocol.errors import ConnectionLost, WireError
 from protocol.limits import SUPERVISOR_NAME
 from protocol.process.logs import OUTSIDE
@@ -44,6 +45,7 @@ from supervisor.workers.environment import EXTENSION_BUILD
 if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
 
+    from protocol.client.sync_client import Client
     from supervisor.config.server import GatewayConfig
 
 
@@ -319,65 +321,61 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
     from modelctl.cli.views import warn_of_troubles
     from supervisor.config.report import how_to_ask
     from supervisor.logs.files import log_path
-    from supervisor.workers.life import WorkerState
 
     log = log_path(runtime_dir, SUPERVISOR_NAME)
-    stall = _Stall(process.pid)
-    phases = PhaseLines()
-    answered = False
-    while process.poll() is None:
-        try:
-            with connect(runtime_dir, admin=True) as client:
-                answer = client.status()
-                if listener_of(client) != process.pid:
-                    process.wait()  # another supervisor holds the lock; ours is about to report that and end
-                    break
-                answered = True
-                models = wait_for(client, autostart, settled_up, up=True)
-        except ConnectionLost:
-            if answered:
-                process.wait()  # somebody has shut it down, or killed it
-            elif stall.lasts(STALLED_S):
-                process.kill()
-                message = f"the supervisor does not answer; see {log}"
-                raise CommandFailure(exit_codes.SOFTWARE, "no_answer", message) from None
-            _say_later(phases, f"modelctl: supervisor pid {process.pid} starts")
-            time.sleep(0.02)
-            continue
-        say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
-        warn_of_troubles(answer)
-        loaded = [(m["model"], m["chat"], m["state"] == WorkerState.READY) for m in models or answer["models"]]
-        for line in how_to_ask(answer["supervisor"].get("gateway"), loaded, config):
+    lines = PhaseLines()
+
+    def tell() -> None:
+        """Print that it starts when that has lasted for ten seconds, and then every ten. Most often it is over."""
+        phase = f"modelctl: supervisor pid {process.pid} starts"
+        if (line := lines.due("", phase, time.monotonic())) not in ("", phase):
             say(line)
-        if failed := [why_not_ready(m) for m in models if m["state"] != "ready"]:
-            raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
-        return exit_codes.OK
+
+    if (client := client_of(process, runtime_dir, log, tell)) is not None:
+        with suppress(ConnectionLost), client:  # somebody has shut it down, or killed it
+            answer = client.status()
+            models = wait_for(client, autostart, settled_up, LiveLines(), up=True)
+            say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
+            warn_of_troubles(answer)
+            loaded = [(m["model"], m["chat"], m["state"] == "ready") for m in models or answer["models"]]
+            for line in how_to_ask(answer["supervisor"].get("gateway"), loaded, config):
+                say(line)
+            check_ready(models)
+            return exit_codes.OK
+        process.wait()
     return _account_for(process, log)
 
 
-def _say_later(phases: PhaseLines, phase: str) -> None:
-    """Print the phase when it has lasted for ten seconds, and then every ten seconds. Most often it is over by then."""
-    line = phases.due("", phase, time.monotonic())
-    if line not in ("", phase):
-        say(line)
+def client_of(
+    process: "subprocess.Popen[bytes]", runtime_dir: Path, log: Path, tell: Callable[[], None] = lambda: None
+) -> "Client | None":
+    """Wait for a supervisor that was started. Return a client of it; None if it has ended before it answered.
+
+    tell  is called while the supervisor starts
+
+    Raises CommandFailure for a supervisor that neither answers nor uses processor time. It is killed.
+    """
+    ticks, since = "", time.monotonic()
+    while process.poll() is None:
+        with suppress(ConnectionLost):
+            client = connect(runtime_dir)
+            if listener_of(client) == process.pid:
+                return client
+            client.close()  # of another supervisor: ours is about to report that and end, or takes its place
+        if (now := _processor_time(process.pid)) != ticks:
+            ticks, since = now, time.monotonic()
+        elif time.monotonic() - since > STALLED_S:
+            process.kill()
+            raise CommandFailure(exit_codes.SOFTWARE, "no_answer", f"the supervisor does not answer; see {log}")
+        tell()
+        time.sleep(0.02)
+    return None
 
 
-class _Stall:
-    """The time for which a process has used no processor time."""
-
-    def __init__(self, pid: int) -> None:
-        self._stat = Path(f"/proc/{pid}/stat")
-        self._ticks = ""
-        self._since = time.monotonic()
-
-    def lasts(self, seconds: float) -> bool:
-        """Return whether the process has used no processor time for ``seconds`` seconds."""
-        now = time.monotonic()
-        # These fields are utime and stime. Count from behind the program's name, because the name may hold spaces.
-        ticks = " ".join(self._stat.read_text().rpartition(")")[2].split()[11:13])
-        if ticks != self._ticks:
-            self._ticks, self._since = ticks, now
-        return now - self._since > seconds
+def _processor_time(pid: int) -> str:
+    """Return the fields utime and stime of a process, in ticks."""
+    # Count from behind the program's name, because the name may hold spaces.
+    return " ".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
 
 
 def _account_for(process: "subprocess.Popen[bytes]", log: Path) -> int:

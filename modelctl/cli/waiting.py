@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import connect
@@ -223,6 +223,7 @@ def with_bar(line: str, progress: Progress | None, tail: str, width: int) -> str
 # Wait for models to reach a state.
 
 
+T = TypeVar("T")
 POLL_S = 0.05
 MOST_NAMED = 5
 
@@ -261,13 +262,18 @@ def ordering(
             yield client, names
 
 
+def until(client: "Client", found: Callable[[dict[str, Any]], T | None]) -> T:
+    """Ask for the supervisor's status until ``found`` finds something in it. Return that.
+
+    Raises ConnectionLost if the supervisor ends meanwhile.
+    """
+    while (result := found(client.status())) is None:
+        time.sleep(POLL_S)
+    return result
+
+
 def wait_for(
-    client: "Client",
-    names: list[str],
-    done: Callable[[ModelStatus], bool],
-    *,
-    up: bool = False,
-    for_people: bool = True,
+    client: "Client", names: Collection[str], done: Callable[[ModelStatus], bool], lines: LiveLines, *, up: bool = False
 ) -> list[ModelStatus]:
     """Show the models' states until all are done. Returns their last status, in the order of ``names``.
 
@@ -276,45 +282,37 @@ def wait_for(
     up  the models are to become ready. A supervisor that shuts down stops them first, and answers until it ends. A
         stopped model is no reason then: this function waits for the supervisor's end
     """
-    live = LiveLines(for_people=for_people)
-    while True:
-        status = client.status()
+
+    def look(status: dict[str, Any]) -> list[ModelStatus] | None:
         by_name = {m["name"]: m for m in status["models"]}
         models = [by_name[name] for name in names if name in by_name]  # a reload may have taken one out meanwhile
-        live.show({m["name"]: shown(m) for m in models})
-        if all(map(done, models)) and not (up and status["supervisor"].get("shutting_down")):
-            return models
-        time.sleep(POLL_S)
+        lines.show({m["name"]: shown(m) for m in models})
+        ends = up and status["supervisor"].get("shutting_down")
+        return models if all(map(done, models)) and not ends else None
+
+    return until(client, look)
 
 
-def wait_for_turnovers(client: "Client", numbers: Collection[int], *, for_people: bool = True) -> list[TurnoverReport]:
+def wait_for_turnovers(client: "Client", numbers: Collection[int], lines: LiveLines) -> list[TurnoverReport]:
     """Show the workers of turnovers (reload, rolling restart) until the turnovers are done. Return their reports.
 
     Raises ConnectionLost if the supervisor ends meanwhile.
     """
-    live = LiveLines(for_people=for_people)
-    while True:
-        status = client.status()
+
+    def look(status: dict[str, Any]) -> list[TurnoverReport] | None:
         turnovers = [turnover for turnover in status["supervisor"]["turnovers"] if turnover["number"] in numbers]
         concerned = {report["model"] for turnover in turnovers for report in turnover["models"] if "how" in report or
                      report["state"] == "running"}  # fmt: skip
-        live.show({model["name"]: shown(model) for model in status["models"] if model["model"] in concerned})
-        if not any(turnover["running"] for turnover in turnovers):
-            return turnovers
-        time.sleep(POLL_S)
+        lines.show({model["name"]: shown(model) for model in status["models"] if model["model"] in concerned})
+        return None if any(turnover["running"] for turnover in turnovers) else turnovers
+
+    return until(client, look)
 
 
-def wait_for_gateway(client: "Client") -> str | None:
-    """Wait until the gateway serves or reports a problem. Return the problem; None if it serves, or if there is none.
-
-    Raises ConnectionLost if the supervisor ends meanwhile.
-    """
-    while (gateway := client.status()["supervisor"]["gateway"]) is not None and not gateway["ready"]:
-        if gateway["problem"]:
-            problem: str = gateway["problem"]
-            return problem
-        time.sleep(POLL_S)
-    return None
+def problem_of_gateway(status: dict[str, Any]) -> str | None:
+    """Return the problem of the gateway; "" if it serves, or if there is none. None if that is not known yet."""
+    gateway = status["supervisor"]["gateway"]
+    return "" if gateway is None or gateway["ready"] else gateway["problem"] or None
 
 
 def shown(model: ModelStatus) -> Shown:
@@ -382,8 +380,19 @@ def _line(model: ModelStatus) -> str:
     return f"{text} {model['reason']}" if model.get("reason") else text
 
 
-def why_not_ready(model: ModelStatus) -> str:
-    """Return a line that says why a model that was to be started is not ready. It begins with the model's name."""
+def check_ready(models: Sequence[ModelStatus], wanted: Collection[str] = ()) -> None:
+    """Raise CommandFailure, with a line for each model that was to be started and is not ready.
+
+    wanted  the names of all that were to be started. A reload may have taken one out
+    """
+    failed = [_why_not_ready(m) for m in models if m["state"] != WorkerState.READY]
+    there = [m["name"] for m in models]
+    failed += [f"{name}: a reload has removed it meanwhile" for name in wanted if name not in there]
+    if failed:
+        raise CommandFailure(exit_codes.FAILED, "not_ready", *failed)
+
+
+def _why_not_ready(model: ModelStatus) -> str:
     name, state = model["name"], model["state"]
     if state == WorkerState.STOPPED:
         return f"{name}: somebody else's order stopped it before it was ready"
