@@ -128,6 +128,7 @@ class Column:
     drop   where a table is too wide, the column with the greatest number is left out first; 0: a key column: it stays
     least  for texts: the width to which they are shortened before any column is left out; None: they stay whole
     state  whether the cells are painted in the colour of the state with which they begin
+    rare   whether the column is left out wherever no row has a value
     """
 
     title: str
@@ -135,6 +136,7 @@ class Column:
     drop: int = 0
     least: int | None = None
     state: bool = False
+    rare: bool = False
 
 
 def table(columns: Sequence[Column | str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
@@ -185,7 +187,9 @@ def fit(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int | 
     Room that is left then goes to the texts.
     """
     natural = {
-        i: max([columns_of(column.title), *(columns_of(row[i]) for row in cells)]) for i, column in enumerate(columns)
+        i: max([columns_of(column.title), *(columns_of(row[i]) for row in cells)])
+        for i, column in enumerate(columns)
+        if not column.rare or any(row[i] != "-" for row in cells)
     }
     if width is None:
         return natural

@@ -45,11 +45,10 @@ KEYS: Final = (
 )
 """The last line, and the one of a narrow terminal."""
 REVERSE, BOLD, DIM, PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
-NODE: Final = Column("NODE", drop=4)
 MODELS: Final = (
-    Column("NAME"), Column("STATE"), NODE, Column("GPU", drop=4), Column("ACTIVE", True), Column("QUEUED", True, 2),
-    Column("TOK/S", True, 1), Column("SPEED", drop=6), Column("CACHE", True, 3), Column("VRAM", True, 5),
-    Column("RESTARTS", True, 7), Column("REASON", drop=8, least=24),
+    Column("NAME"), Column("STATE"), Column("NODE", drop=4, rare=True), Column("GPU", drop=4),
+    Column("ACTIVE", True), Column("QUEUED", True, 2), Column("TOK/S", True, 1), Column("SPEED", drop=6),
+    Column("CACHE", True, 3), Column("VRAM", True, 5), Column("RESTARTS", True, 7), Column("REASON", drop=8, least=24),
 )  # fmt: skip
 REQUESTS: Final = (
     Column("ID"), Column("MODEL"), Column("KEY", drop=5), Column("STATE", drop=3), Column("PROMPT", True, 6),
@@ -224,11 +223,7 @@ def _models(readings: Readings, view: TopView, width: int) -> list[Line]:
             model.get("reason") or "-",
         )  # fmt: skip
         rows.append((cells, ("models", model["name"], model["state"])))
-    if any(model.get("node") for model in readings.status["models"]):
-        return _table(MODELS, rows, width, "models")
-    at = MODELS.index(NODE)  # without other machines there is nothing to say
-    kept = [((*cells[:at], *cells[at + 1 :]), mark) for cells, mark in rows]
-    return _table([column for column in MODELS if column is not NODE], kept, width, "models")
+    return _table(MODELS, rows, width, "models")
 
 
 def _line(values: Sequence[float]) -> str:

@@ -162,14 +162,12 @@ def _process(m: Values) -> str | None:
     return ", ".join(filter(None, (pid, restarts))) or None
 
 
-NODE = Column("NODE", drop=4)
-ALSO_CALLED = Column("ALSO CALLED", drop=14, least=16)
-FOLDER = Column("FOLDER", drop=15)
 PS = (
-    Column("NAME"), Column("STATE", state=True), NODE, Column("GPU", drop=4), Column("VRAM(EST)", drop=6),
-    Column("CTX", drop=11), Column("ACTIVE", drop=1), Column("QUEUED", drop=2), Column("TOK/S", drop=3),
-    Column("IDLE", drop=8), Column("UNTIL", drop=9), Column("PID", drop=10), Column("SINCE", drop=5),
-    Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True), ALSO_CALLED, FOLDER,
+    Column("NAME"), Column("STATE", state=True), Column("NODE", drop=4, rare=True), Column("GPU", drop=4),
+    Column("VRAM(EST)", drop=6), Column("CTX", drop=11), Column("ACTIVE", drop=1), Column("QUEUED", drop=2),
+    Column("TOK/S", drop=3), Column("IDLE", drop=8), Column("UNTIL", drop=9), Column("PID", drop=10),
+    Column("SINCE", drop=5), Column("RESTARTS", drop=12), Column("CACHE", drop=13, right=True),
+    Column("ALSO CALLED", drop=14, least=16, rare=True), Column("FOLDER", drop=15, rare=True),
     Column("REASON", drop=7, least=30),
 )  # fmt: skip
 UNWELL = ("failed", "backoff")
@@ -210,17 +208,10 @@ def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
 
     width  columns of the terminal; None: all columns
     """
-    # Few files have other names or other machines, and the table is wide.
-    used = {ALSO_CALLED: any(map(tables.other_names, models)), NODE: any(m.get("node") for m in models),
-            FOLDER: any(m.get("folder") for m in models)}  # fmt: skip
-    columns = [column for column in PS if used.get(column, True)]
 
     def shown(reasons: Sequence[str]) -> str:
-        rows = []
-        for model, reason in zip(models, reasons, strict=True):
-            cells = zip(PS, _ps_row(model, reason, in_words=width is not None), strict=True)
-            rows.append([cell for column, cell in cells if used.get(column, True)])
-        return table(columns, rows, width)
+        rows = [_ps_row(m, reason, in_words=width is not None) for m, reason in zip(models, reasons, strict=True)]
+        return table(PS, rows, width)
 
     reasons = [clean(completed(m.get("reason") or "-")) for m in models]
     whole = shown(reasons)

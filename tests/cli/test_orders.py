@@ -186,6 +186,7 @@ def test_a_start_that_a_shutdown_ends_blames_the_shutdown(serve: Serve) -> None:
                 starting.wait(1)
             stream.cancel()
             _, said = starting.communicate(timeout=60)
+    serving.process.wait(60)  # else the end of the test could find it about to end
     assert starting.returncode == 69
     assert "somebody else" not in said
 
