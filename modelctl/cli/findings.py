@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Final
 import psutil
 
 from modelctl.cli.serve import child_environment
-from modelctl.cli.waiting import Progress, Shown, Ticking
+from modelctl.cli.waiting import Progress, Shown, ticking
 from protocol.process.worker_spec import install_command
 from supervisor.config.spelling import size
 from supervisor.ports.descriptors import COMFORTABLE, needed
@@ -87,9 +88,9 @@ def answer_of(command: Sequence[str], seconds: float, late: str, **options: Any)
     return found
 
 
-def looking_at(what: str, progress: Progress | None = None) -> Ticking:
+def looking_at(what: str, progress: Progress | None = None) -> AbstractContextManager[None]:
     """Return a context manager that says on a terminal what is looked at, and for how long already."""
-    return Ticking(Shown(f"      looking at {what}", what, progress))
+    return ticking({"": Shown(f"      looking at {what}", what, progress)})
 
 
 def within(

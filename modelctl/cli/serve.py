@@ -31,7 +31,7 @@ from modelctl.cli.options import (
     way_to,
 )
 from modelctl.cli.root import CommandFailure, command, drop_unwritten, say
-from modelctl.cli.waiting import LiveLines, Shown, Ticking, check_ready, settled_up, wait_for
+from modelctl.cli.waiting import LiveLines, Shown, check_ready, settled_up, ticking, wait_for
 from protocol.errors import ConnectionLost, WireError
 from protocol.limits import SUPERVISOR_NAME
 from protocol.process.logs import OUTSIDE
@@ -74,70 +74,55 @@ def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
         return
     try:
         with raised(signal.SIGTERM, signal.SIGHUP):
-            _compile(_Line(quiet))
+            _compile(quiet)
     except Signalled as e:
         # The parent then sees which signal ended this process. A service manager counts such an end as clean.
         signal.raise_signal(e.number)
 
 
-def _compile(shown: "_Line") -> None:
+def _compile(quiet: bool) -> None:
+    shown: dict[str, Shown] = {}
     # From the main thread, because the builder ends with the thread that starts it (PR_SET_PDEATHSIG).
-    with subprocess.Popen(
-        [*EXTENSION_BUILD, str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-        start_new_session=True,
-    ) as builder:
+    with (
+        subprocess.Popen(
+            [*EXTENSION_BUILD, str(os.getpid())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=child_environment(), start_new_session=True,
+        ) as builder,
+        ticking(shown),
+    ):  # fmt: skip
         assert builder.stdout is not None
         assert builder.stderr is not None
         try:
             for line in builder.stdout:
-                shown.show(line.split())
+                if quiet or (step := _step_of(line.split())) is None:
+                    continue
+                if sys.stderr.isatty():
+                    shown[""] = step[1]
+                else:
+                    _say(f"{step[0]}\n")
             code = builder.wait()
         except BaseException:
-            shown.close()
             end(builder, END_S)
             raise
-        shown.close()
-        if code:
-            why = builder.stderr.read().strip().rpartition("\n")[2] or f"exit code {code}"
-            _say(f"modelctl: ExLlamaV2's CUDA code is not compiled, its models will not load: {why}\n")
+        why = builder.stderr.read().strip().rpartition("\n")[2] or f"exit code {code}"
+    if code:
+        _say(f"modelctl: ExLlamaV2's CUDA code is not compiled, its models will not load: {why}\n")
 
 
-class _Line:
-    """The present step on stderr: on a terminal a bar that is redrawn, elsewhere a line per step."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._live = sys.stderr.isatty() and not quiet
-        self._ticking: Ticking | None = None
-
-    def show(self, words: list[str]) -> None:
-        """Show what the builder has printed."""
-        if (text := _message_of(words)) is None or self._quiet:
-            return
-        if not self._live:
-            _say(f"{text}\n")
-            return
-        line = _shown(words)
-        if self._ticking is None:
-            self._ticking = Ticking(line).__enter__()
-        self._ticking.line = line
-
-    def close(self) -> None:
-        if self._ticking is not None:
-            self._ticking.__exit__()
-            self._ticking = None
-
-
-def _shown(words: list[str]) -> Shown:
-    """Return the line for a terminal."""
-    text = _message_of([*words[:1], "0", "0"] if words[0] == "build" else words) or ""
-    done, total = map(int, words[1:]) if words[0] == "build" else (0, 0)
-    return Shown(text, text, {"done": done, "total": total, "unit": "steps"})
+def _step_of(words: list[str]) -> tuple[str, Shown] | None:
+    """Return what the builder has printed as a line of a log, and as one that is redrawn; None for other words."""
+    what, done, total = "compiling ExLlamaV2's CUDA code", 0, 0
+    match words:
+        case ["build", *numbers]:
+            done, total = map(int, numbers)
+        case ["waiting"]:
+            what = f"another process is {what}"
+        case _:
+            return None
+    return f"{what}: {done} of {total}" if total else what, Shown(
+        what, what, {"done": done, "total": total, "unit": "steps"}
+    )
 
 
 def _say(text: str) -> None:
@@ -145,17 +130,6 @@ def _say(text: str) -> None:
         click.echo(text, err=True, nl=False)
     except OSError:  # nobody reads stderr any more; that is no reason to give up a build of minutes
         drop_unwritten()
-
-
-def _message_of(words: list[str]) -> str | None:
-    match words:
-        case ["build", "0", "0"]:  # the number of steps is not known yet
-            return "compiling ExLlamaV2's CUDA code"
-        case ["build", done, total]:
-            return f"compiling ExLlamaV2's CUDA code: {done} of {total}"
-        case ["waiting"]:
-            return "another process is compiling ExLlamaV2's CUDA code"
-    return None
 
 
 @command(

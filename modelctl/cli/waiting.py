@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import connect
@@ -93,7 +93,7 @@ def _amount(done: int, total: int, unit: str) -> str:
 Progress = Mapping[str, Any]
 """{done, total, unit} of a phase. ``unit`` may be missing: "bytes", or a noun in the plural."""
 REDRAW_S: Final = 0.5
-"""Seconds between two looks of ``Ticking``."""
+"""Seconds between two looks of ``ticking``."""
 WIDEST_BAR: Final = 24
 NARROWEST_BAR: Final = 6
 """Characters between the brackets of a bar. If the terminal has no room for so many, the bar is left out."""
@@ -173,35 +173,31 @@ class LiveLines:
         self._drawn = lines
 
 
-class Ticking:
-    """Redraws a line on a terminal twice a second, while the body of a with statement does something that may take
-    long. Then removes the line. Shows nothing elsewhere.
+@contextmanager
+def ticking(shown: Mapping[str, Shown]) -> Iterator[None]:
+    """Redraw lines on a terminal twice a second, while the body of a with statement does something that may take long.
+    Then remove the lines. Show nothing elsewhere.
 
-    line  may be replaced meanwhile, and its progress may change
+    shown  as for ``LiveLines.show``. It may change meanwhile
     """
+    lines, over = LiveLines(for_people=False), threading.Event()
 
-    def __init__(self, line: Shown) -> None:
-        self.line = line
-        self._lines = LiveLines(for_people=False)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tick, daemon=True)
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        with suppress(OSError):
-            self._lines.clear()
-
-    def _tick(self) -> None:
+    def tick() -> None:
         with suppress(OSError):  # the terminal has gone, which is no reason to give up the work
-            while not self._over.wait(REDRAW_S):
-                self._lines.show({"": self.line})
+            while not over.wait(REDRAW_S):
+                lines.show(dict(shown))
+
+    thread = threading.Thread(target=tick, daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+        with suppress(OSError):
+            lines.clear()
 
 
 def with_bar(line: str, progress: Progress | None, tail: str, width: int) -> str:
