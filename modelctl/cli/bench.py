@@ -12,6 +12,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from xml.sax.saxutils import escape
 import click
 
 from modelctl.cli import exit_codes, options
-from modelctl.cli.options import as_json, connect, is_remote, supervisor_options, way_to
+from modelctl.cli.options import connect, is_remote, json_options, way_to
 from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.tables import Column, table, terminal_width
 from modelctl.cli.waiting import LiveLines, Progress, Shown, shown
@@ -121,13 +122,8 @@ def row(model: str, streams: int, runs: Sequence[Sequence[MeasuredAnswer]]) -> B
 
 def errors(runs: Sequence[Sequence[MeasuredAnswer]]) -> list[str]:
     """Return each kind of error once with its number, the most frequent first."""
-    counts: dict[str, int] = {}
-    for run in runs:
-        for answer in run:
-            if answer.error is not None:
-                counts[answer.error] = counts.get(answer.error, 0) + 1
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return [f"{count} requests: {text}" if count > 1 else text for text, count in ordered]
+    counts = Counter(answer.error for run in runs for answer in run if answer.error is not None)
+    return [f"{count} requests: {text}" if count > 1 else text for text, count in counts.most_common()]
 
 
 def _rate(run: Sequence[MeasuredAnswer]) -> float | None:
@@ -435,8 +431,7 @@ _TOKENS = click.IntRange(1, 1_000_000)
     callback=_writable,
     help="Draw tokens per second over streams into this file.",
 )
-@as_json
-@supervisor_options
+@json_options
 def bench(
     models: tuple[str, ...], out: Path | None, drawn: Path | None, as_json: bool, runtime_dir: Path, **load: Any
 ) -> int:

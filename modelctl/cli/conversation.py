@@ -355,10 +355,6 @@ Ctrl-C    end the answer; at the prompt, drop the line"""
 GREETING = "(/help lists the commands; /bye or Ctrl-D ends the conversation)"
 
 
-class _Bye(Exception):
-    """The user has ended the conversation."""
-
-
 def hold(conversation: ChatSession) -> int:
     """Read questions and print answers until the user ends the conversation. Returns the exit code."""
     click.echo(GREETING, err=True)
@@ -372,7 +368,7 @@ def hold(conversation: ChatSession) -> int:
     while True:
         try:
             _one_turn(conversation)
-        except (EOFError, _Bye):
+        except EOFError:  # Ctrl-D, or /bye
             return exit_codes.OK
         except KeyboardInterrupt:
             print()  # Ctrl-C at the prompt drops the line, as in a shell
@@ -383,7 +379,7 @@ def hold(conversation: ChatSession) -> int:
 
 
 def _one_turn(conversation: ChatSession) -> None:
-    """Read one question or command, and carry it out. Raises EOFError, _Bye, and the error of the request."""
+    """Read one question or command, and carry it out. Raises EOFError at its end, and the error of the request."""
     line = input(">>> ")
     begin = line.lstrip()
     if begin.startswith(QUOTES):
@@ -416,7 +412,7 @@ def _obey(command: str, conversation: ChatSession) -> None:
     history = conversation.history
     match command:
         case "/bye" | "/exit" | "/quit":
-            raise _Bye
+            raise EOFError
         case "/help" | "/?":
             click.echo(HELP)
         case "/clear":
@@ -424,10 +420,10 @@ def _obey(command: str, conversation: ChatSession) -> None:
             click.echo("(the conversation begins anew)", err=True)
         case "/undo":
             count = len(history) - 1
-            message = (
-                f"(the last turn is forgotten; {count} left)" if history.undo() else "(there is no turn to forget)"
+            undone = history.undo()
+            click.echo(
+                f"(the last turn is forgotten; {count} left)" if undone else "(there is no turn to forget)", err=True
             )
-            click.echo(message, err=True)
         case _:
             word = command.split()[0]
             click.echo(f"modelctl: no command {word!r}: /help lists them; to send it as text, put it between {QUOTES}",

@@ -52,7 +52,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object for ``--json``."""
-        return {"what": self.what, "verdict": str(self.verdict), "says": self.says, "remedy": self.remedy or None}
+        return {"what": self.what, "verdict": self.verdict, "says": self.says, "remedy": self.remedy or None}
 
 
 def ok(what: str, says: str) -> Finding:
@@ -164,39 +164,31 @@ def driver_of(nvml: Facts, *, wanted: bool) -> list[Finding]:
     return [ok("driver", f"{nvml['driver']}, for CUDA up to {_cuda(nvml['cuda'])}")]
 
 
-def gpu_of(gpu: Facts, names: Mapping[int, str]) -> list[Finding]:
+def gpu_of(gpu: Facts, names: Mapping[int, str]) -> Iterator[Finding]:
     """Judge one GPU.
 
     names  command line of each process on it
     """
     what = f"GPU {gpu['index']}"
     text = f"{gpu['name']}, {size(gpu['free'])} of {size(gpu['total'])} free" if gpu["total"] else str(gpu["name"])
-    found = [ok(what, text)]
+    yield ok(what, text)
     if gpu["mig"]:
-        found.append(bad(what, "MIG divides it, and modelctl takes whole GPUs", "run `nvidia-smi -mig 0` as root"))
+        yield bad(what, "MIG divides it, and modelctl takes whole GPUs", "run `nvidia-smi -mig 0` as root")
     capability = gpu["capability"]
     if capability and tuple(capability) < (7, 0):
-        found.append(
-            warn(what, f"compute capability {capability[0]}.{capability[1]} is old", "use a GPU from Volta on")
-        )
+        yield warn(what, f"compute capability {capability[0]}.{capability[1]} is old", "use a GPU from Volta on")
     if gpu["width"] and gpu["widest"] and gpu["width"] < gpu["widest"]:
-        found.append(
-            warn(
-                what, f"its PCIe link has {gpu['width']} of {gpu['widest']} lanes: models load more slowly",
-                "look again under load; then see how the card sits in its slot, and which slots share lanes",
-            )
-        )  # fmt: skip
+        says = f"its PCIe link has {gpu['width']} of {gpu['widest']} lanes: models load more slowly"
+        remedy = "look again under load; then see how the card sits in its slot, and which slots share lanes"
+        yield warn(what, says, remedy)
     if not gpu["persistent"]:
-        found.append(
-            warn(what, "persistence mode is off: each start waits for the driver", "run `nvidia-smi -pm 1` as root")
-        )
+        yield warn(what, "persistence mode is off: each start waits for the driver", "run `nvidia-smi -pm 1` as root")
     for pid, held in gpu["processes"]:
         name = names.get(pid, "")
         if not name.startswith(OWN):
             amount = "memory" if held is None else size(held)
             says = f"{amount} held by pid {pid} ({name or 'of another container or user'})"
-            found.append(warn(what, says, "models get what is left; end it if nobody needs it"))
-    return found
+            yield warn(what, says, "models get what is left; end it if nobody needs it")
 
 
 def names_of(gpus: Sequence[Facts]) -> dict[int, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from modelctl.cli import exit_codes, options
-from modelctl.cli.options import Duration, as_json, connect, is_remote, supervisor_options
+from modelctl.cli.options import Duration, connect, is_remote, json_options
 from modelctl.cli.root import CommandFailure, command, painted, say, take_text
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from protocol.errors import ConnectionLost
@@ -50,8 +50,7 @@ Read = Callable[..., dict[str, Any]]
     "  [default: 50, or all with --since]",
 )  # fmt: skip
 @click.option("--raw", is_flag=True, help="Print control characters as they are.")
-@as_json
-@supervisor_options
+@json_options
 def logs(
     model: str, follow: bool, since: float | None, lines: int | None, raw: bool, as_json: bool, runtime_dir: Path
 ) -> None:
@@ -222,8 +221,7 @@ Event = dict[str, Any]
     "-n", "--lines", type=click.IntRange(min=0), default=None, help="The most events to show.  [default: 50, or all"
     " with --since]",
 )  # fmt: skip
-@as_json
-@supervisor_options
+@json_options
 def events(
     models: tuple[str, ...], follow: bool, since: float | None, lines: int | None, as_json: bool, runtime_dir: Path
 ) -> None:
@@ -364,8 +362,7 @@ def line_of(event: Event, width: int | None) -> str:
 )
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=options.models)
 @click.argument("level", required=False, metavar="[LEVEL]", type=click.Choice(LEVELS))
-@as_json
-@supervisor_options
+@json_options
 def log_level(name: str | None, level: str | None, as_json: bool, runtime_dir: Path) -> None:
     """Show the levels of the logs, or set LEVEL: debug, info, warning or error.
 

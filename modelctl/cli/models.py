@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from modelctl.cli import exit_codes, options
-from modelctl.cli.options import as_json, connect, is_remote, listener_of, supervisor_options
+from modelctl.cli.options import (
+    connect,
+    is_remote,
+    json_options,
+    listener_of,
+    order_options,
+)
 from modelctl.cli.root import CommandFailure, command, say
 from modelctl.cli.waiting import (
     LiveLines,
@@ -37,8 +43,6 @@ from supervisor.workers.life import AT_REST
 if TYPE_CHECKING:
     from supervisor.config.yaml_source import Problem
 
-no_wait_option = click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
-
 
 @command(
     ("modelctl start llama-8b", "Start a model and wait until it is ready"),
@@ -46,9 +50,7 @@ no_wait_option = click.option("--no-wait", is_flag=True, help="Give the order an
     ("modelctl start --all", "Start every model that is not up"),
 )
 @options.or_all
-@no_wait_option
-@as_json
-@supervisor_options
+@order_options
 def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Start each MODEL and show how it loads.
 
@@ -68,9 +70,7 @@ def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, ru
 )
 @options.or_all
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
-@no_wait_option
-@as_json
-@supervisor_options
+@order_options
 def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop each MODEL once its requests are finished.
 
@@ -87,9 +87,7 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
     ("modelctl unload --all", "Give the memory of all models back until somebody asks for them"),
 )
 @options.or_all
-@no_wait_option
-@as_json
-@supervisor_options
+@order_options
 def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop each MODEL once its requests are finished; its next request starts it again.
 
@@ -106,9 +104,7 @@ def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, r
     ("modelctl restart --all", "Restart every model"),
 )
 @options.or_all
-@no_wait_option
-@as_json
-@supervisor_options
+@order_options
 def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop each MODEL and start it again; its requests wait meanwhile.
 
@@ -130,8 +126,7 @@ def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, 
     ("modelctl shutdown --now", "End everything now"),
 )
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
-@as_json
-@supervisor_options
+@json_options
 def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop every model, then the supervisor.
 
@@ -235,9 +230,7 @@ def _pidfd_of(listener: int, pid: int) -> int | None:
 
 @command(("modelctl sleep llama-8b", "Give the GPU memory of a model back; the next request wakes it"))
 @options.named
-@no_wait_option
-@as_json
-@supervisor_options
+@order_options
 def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Put each lazy MODEL to sleep in host memory; a pattern such as 'llama-*' needs quotes.
 
@@ -249,9 +242,7 @@ def sleep(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pa
 
 @command(("modelctl wake llama-8b", "Wake a model before its next request comes"))
 @options.named
-@no_wait_option
-@as_json
-@supervisor_options
+@order_options
 def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Wake each MODEL that sleeps; a pattern such as 'llama-*' needs quotes."""
     with ordering(runtime_dir, models, "the waking of {} goes on: `modelctl ps` shows it") as (client, names):
@@ -270,9 +261,7 @@ def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pat
 @options.some
 @click.option("--beside", "how", flag_value="beside", help="Start each new worker beside the old one.")
 @click.option("--exchange", "how", flag_value="exchange", help="Stop each old worker before the new one is started.")
-@click.option("--no-wait", is_flag=True, help="Give the order and return at once.")
-@as_json
-@supervisor_options
+@order_options
 def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
     """Apply models.yaml as it is now; no request is lost.
 

@@ -1,5 +1,6 @@
 """Options that several commands share, and the connection to the running supervisor."""
 
+import itertools
 import json
 import os
 import shutil
@@ -111,6 +112,16 @@ def supervisor_options(command: F) -> F:
         help="The key for it, from `modelctl keys new`.  [default: $MODELCTL_KEY_FILE]",
     )
     return runtime_dir_option(connect_option(key_option(command)))
+
+
+def json_options(command: F) -> F:
+    """Add ``--json`` and the options of ``supervisor_options`` to a command."""
+    return as_json(supervisor_options(command))
+
+
+def order_options(command: F) -> F:
+    """Add ``--no-wait`` and the options of ``json_options`` to a command that gives orders."""
+    return click.option("--no-wait", is_flag=True, help="Give the order and return at once.")(json_options(command))
 
 
 def way_to(runtime_dir: Path) -> dict[str, Any]:
@@ -371,8 +382,7 @@ def ordered(client: "Client", given: Sequence[str], *, every: bool = False) -> l
     for name in given:
         if name not in known and not is_pattern(name):
             client.status(name)
-    names = (worker["model"] for worker in workers) if every else _expanded(given, workers)
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(worker["model"] for worker in workers)) if every else expanded(given, workers)
 
 
 def expanded(given: Iterable[str], workers: Sequence[Worker]) -> list[str]:
@@ -380,12 +390,8 @@ def expanded(given: Iterable[str], workers: Sequence[Worker]) -> list[str]:
 
     Raises CommandFailure for a pattern that matches nothing.
     """
-    return list(dict.fromkeys(_expanded(given, workers)))
-
-
-def _expanded(given: Iterable[str], workers: Sequence[Worker]) -> Iterator[str]:
-    for name in given:
-        yield from (_matching(name, workers) if is_pattern(name) else (name,))
+    found = (_matching(name, workers) if is_pattern(name) else [name] for name in given)
+    return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def _matching(pattern: str, workers: Sequence[Worker]) -> list[str]:

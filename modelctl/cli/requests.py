@@ -14,7 +14,7 @@ import click
 
 from modelctl.cli import exit_codes, options, tables
 from modelctl.cli.logs import line_of
-from modelctl.cli.options import as_json, connect, is_pattern, show, supervisor_options, watch
+from modelctl.cli.options import connect, is_pattern, json_options, show, watch
 from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from protocol.errors import ErrorCode, WireError
@@ -58,8 +58,7 @@ ENDED_COLUMNS = (
     help=f"The most to list. At most {MOST} unfinished requests are listed.",
 )
 @watch
-@as_json
-@supervisor_options
+@json_options
 def requests(models: tuple[str, ...], ended: bool, limit: int, watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """List the unfinished requests, or those of each MODEL; a pattern such as 'llama-*' needs quotes.
 
@@ -136,8 +135,7 @@ def ended_text_of(reply: dict[str, Any], width: int | None) -> str:
     ("modelctl cancel req_0a1b2c", "End a request by the header x-request-id of its HTTP answer"),
 )
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
-@as_json
-@supervisor_options
+@json_options
 def cancel(ids: tuple[str, ...], as_json: bool, runtime_dir: Path) -> None:
     """Cancel requests of any client.
 
@@ -189,8 +187,7 @@ INDENT = 12
     ("modelctl story chatcmpl-4d5e6f --json", "By the id of an answer, for a program"),
 )
 @click.argument("id_", metavar="ID")
-@as_json
-@supervisor_options
+@json_options
 def story(id_: str, as_json: bool, runtime_dir: Path) -> None:
     """Tell what became of a request: when it was accepted, given to a worker, and ended, and how.
 
@@ -316,8 +313,7 @@ def _by(context: click.Context, option: click.Parameter, given: str) -> tuple[st
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, without the sum of all.")
 @watch
-@as_json
-@supervisor_options
+@json_options
 def usage(
     key: str | None,
     model: str | None,

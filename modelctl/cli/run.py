@@ -18,7 +18,7 @@ import click
 from modelctl.cli import exit_codes
 from modelctl.cli import options as completion
 from modelctl.cli.conversation import ChatSession, hold
-from modelctl.cli.options import F, as_json, connect, supervisor_options
+from modelctl.cli.options import F, connect, json_options
 from modelctl.cli.root import command, take_text
 from modelctl.cli.waiting import LiveLines, goes_on, shown
 from protocol.client.answers import Delta, TokenLogprob
@@ -265,8 +265,7 @@ def _draw_option(name: str, meaning: str, usual: float) -> Callable[[F], F]:
 )
 @click.option("--raw-output", is_flag=True, help="Print control characters of the answer as they are.")
 @click.option("--logprobs", is_flag=True, help="With --json: each token's log-probability.")
-@as_json
-@supervisor_options
+@json_options
 def run(
     model: str,
     prompt: str | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from modelctl.cli import options, root, tables
-from modelctl.cli.options import as_json, connect, show, supervisor_options, watch
+from modelctl.cli.options import connect, json_options, show, watch
 from modelctl.cli.root import command, completed
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from supervisor.config.spelling import duration, percentage_of, size
@@ -180,8 +180,7 @@ UNWELL = ("failed", "backoff")
 )
 @options.some
 @watch
-@as_json
-@supervisor_options
+@json_options
 def ps(models: tuple[str, ...], watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """List the models, or each MODEL: names, or quoted patterns such as 'llama-*'.
 
@@ -235,8 +234,7 @@ def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
 @options.some
 @click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
 @watch
-@as_json
-@supervisor_options
+@json_options
 def status(models: tuple[str, ...], verbose: bool, watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """Show the supervisor and its models, or each MODEL: names, or quoted patterns such as 'llama-*'.
 
@@ -368,8 +366,7 @@ LATE_S: Final = 10.0
     ("modelctl cluster --json", "Print it for a program"),
 )
 @watch
-@as_json
-@supervisor_options
+@json_options
 def cluster(watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """Show the Ray cluster: its machines, their GPUs, and the workers on them.
 

@@ -68,9 +68,9 @@ def test_what_a_gpu_may_lack(changed: dict[str, Any], verdict: str, says: str, r
 
 
 def test_our_own_workers_are_no_strangers_on_a_gpu() -> None:
-    assert len(findings.gpu_of(H200 | {"processes": [[5, GIB]]}, {5: "modelctl: worker llama"})) == 1
+    assert len([*findings.gpu_of(H200 | {"processes": [[5, GIB]]}, {5: "modelctl: worker llama"})]) == 1
     silent = dict.fromkeys(("total", "free", "width", "widest", "capability"))
-    assert verdicts(findings.gpu_of(H200 | silent, {})) == [("GPU 1", "ok")]
+    assert verdicts([*findings.gpu_of(H200 | silent, {})]) == [("GPU 1", "ok")]
 
 
 @pytest.mark.parametrize(
