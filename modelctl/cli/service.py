@@ -68,27 +68,18 @@ class Unit:
 
     def text(self) -> str:
         """Return the unit file."""
-        command = " ".join(map(quoted, self.command))
         system = self.scope is ServiceScope.SYSTEM
-        return "\n".join(
-            [
-                MARK,
-                *_HEAD.format(
-                    after="After=network.target remote-fs.target nvidia-persistenced.service\n" if system else ""
-                ).splitlines(),
-                *(_PLACES.format(user=self.run_as, runtime=RUNTIME_DIR, cache=_CACHE).splitlines() if system else []),
-                f"ExecStart={command} serve {quoted(str(self.config))}",
-                f"ExecReload={command} reload",
-                *_LIFE.format(
-                    codes=" ".join(map(str, _FINAL_CODES)), codes_in_words=_in_words(), stop=self.stop_s
-                ).splitlines(),
-                *_LOCKS.splitlines(),
-                *(_SYSTEM_LOCKS.splitlines() if system else []),
-                "",
-                "[Install]",
-                f"WantedBy={'multi-user' if system else 'default'}.target",
-                "",
-            ]
+        return _UNIT.format(
+            mark=MARK,
+            after="After=network.target remote-fs.target nvidia-persistenced.service\n" if system else "",
+            places=_PLACES.format(user=self.run_as, runtime=RUNTIME_DIR, cache=_CACHE) if system else "",
+            command=" ".join(map(quoted, self.command)),
+            config=quoted(str(self.config)),
+            stop=self.stop_s,
+            codes_in_words=_in_words(),
+            codes=" ".join(map(str, _FINAL_CODES)),
+            system_locks=_SYSTEM_LOCKS if system else "",
+            target="multi-user" if system else "default",
         )
 
 
@@ -107,7 +98,8 @@ def _in_words() -> str:
     return "\n".join(f"# {code}: {meaning[code]}" for code in _FINAL_CODES)
 
 
-_HEAD = """\
+_UNIT = """\
+{mark}
 
 [Unit]
 Description=modelctl, which serves language models
@@ -117,22 +109,9 @@ StartLimitBurst=5
 [Service]
 # Ready when each model that starts with the supervisor is ready or has failed for good.
 Type=notify
-NotifyAccess=main"""
-
-_PLACES = """\
-User={user}
-# Sockets, logs, events and counts of usage.
-StateDirectory=modelctl
-StateDirectoryMode=0700
-Environment=MODELCTL_RUNTIME_DIR={runtime}
-# ExLlamaV2's CUDA code is compiled into here at the first start.
-CacheDirectory=modelctl
-CacheDirectoryMode=0700
-Environment=XDG_CACHE_HOME={cache} TRITON_CACHE_DIR={cache}/triton CUDA_CACHE_PATH={cache}/cuda
-# As root: load the driver's modules and make the device files of the GPUs, if nothing has done that before.
-ExecStartPre=-+/usr/bin/nvidia-modprobe -c 0 -u"""
-
-_LIFE = """\
+NotifyAccess=main
+{places}ExecStart={command} serve {config}
+ExecReload={command} reload
 # The time to compile. From then on the supervisor extends the time itself, for as long as its loop is alive.
 TimeoutStartSec=15min
 # A supervisor whose loop is stopped or stuck gets SIGABRT, writes its stack to the journal, and then gets SIGKILL.
@@ -149,9 +128,6 @@ RestartPreventExitStatus={codes}
 # A worker that the kernel ends for want of memory is the supervisor's business: the other models go on.
 OOMPolicy=continue
 LimitNOFILE=65536
-"""
-
-_LOCKS = """\
 # Not set, because they keep CUDA from working: MemoryDenyWriteExecute, and PrivateDevices, DevicePolicy and
 # ProtectClock, which hide the GPUs. PrivateUsers would hide who a client is.
 NoNewPrivileges=yes
@@ -164,7 +140,25 @@ RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
 SystemCallArchitectures=native
 # What containers are not allowed either, and CUDA runs in containers.
 SystemCallFilter=~@clock @cpu-emulation @module @mount @obsolete @raw-io @reboot @swap
-SystemCallErrorNumber=EPERM"""
+SystemCallErrorNumber=EPERM
+{system_locks}
+[Install]
+WantedBy={target}.target
+"""
+
+_PLACES = """\
+User={user}
+# Sockets, logs, events and counts of usage.
+StateDirectory=modelctl
+StateDirectoryMode=0700
+Environment=MODELCTL_RUNTIME_DIR={runtime}
+# ExLlamaV2's CUDA code is compiled into here at the first start.
+CacheDirectory=modelctl
+CacheDirectoryMode=0700
+Environment=XDG_CACHE_HOME={cache} TRITON_CACHE_DIR={cache}/triton CUDA_CACHE_PATH={cache}/cuda
+# As root: load the driver's modules and make the device files of the GPUs, if nothing has done that before.
+ExecStartPre=-+/usr/bin/nvidia-modprobe -c 0 -u
+"""
 
 _SYSTEM_LOCKS = """\
 CapabilityBoundingSet=
@@ -176,7 +170,8 @@ ProtectHostname=yes
 ProtectKernelLogs=yes
 ProtectKernelModules=yes
 ProtectKernelTunables=yes
-KeyringMode=private"""
+KeyringMode=private
+"""
 
 
 # Where a systemd unit goes on this machine, how systemd is asked, and what keeps a unit from working here.
@@ -291,22 +286,17 @@ def _of_check(unit: Unit) -> list[str]:
 
     This finds everything that this user cannot read or run.
     """
-    command = [*unit.command, "check", str(unit.config)]
-    who = os.environ.get("USER", "this user") if unit.scope is ServiceScope.USER else unit.run_as
-    environment = {"PATH": os.defpath, "LANG": os.environ.get("LANG", "C.UTF-8")}
+    who, home, rights = os.environ.get("USER", "this user"), os.environ.get("HOME", "/"), dict[str, Any]()
+    if unit.scope is ServiceScope.SYSTEM:
+        entry = pwd.getpwnam(unit.run_as)
+        who, home = unit.run_as, entry.pw_dir
+        groups = os.getgrouplist(who, entry.pw_gid)
+        rights = {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": groups}
     try:
-        if unit.scope is ServiceScope.SYSTEM:
-            entry = pwd.getpwnam(unit.run_as)
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_CHECK_S, cwd="/",
-                env=environment | {"HOME": entry.pw_dir}, user=entry.pw_uid, group=entry.pw_gid,
-                extra_groups=os.getgrouplist(unit.run_as, entry.pw_gid),
-            )  # fmt: skip
-        else:
-            home = {"HOME": os.environ.get("HOME", "/")}
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_CHECK_S, cwd="/", env=environment | home
-            )
+        done = subprocess.run(
+            [*unit.command, "check", str(unit.config)], capture_output=True, text=True, timeout=_CHECK_S, cwd="/",
+            env={"PATH": os.defpath, "LANG": os.environ.get("LANG", "C.UTF-8"), "HOME": home}, **rights,
+        )  # fmt: skip
     except OSError as e:
         return [f"{who} cannot run {unit.command[0]}: {e.strerror}; install modelctl where {who} may read it"]
     except subprocess.TimeoutExpired:
