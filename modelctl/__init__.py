@@ -37,25 +37,15 @@ __all__ = [
     "__version__",
 ]
 
-_MODULES = {
-    "AsyncChoices": "protocol.client.async_client",
-    "AsyncClient": "protocol.client.async_client",
-    "AsyncStream": "protocol.client.async_client",
-    "Choices": "protocol.client.sync_client",
-    "Client": "protocol.client.sync_client",
-    "ClientKey": "protocol.client.transport",
-    "Completion": "protocol.client.answers",
-    "ConnectionLost": "protocol.errors",
-    "Delta": "protocol.client.answers",
-    "ErrorCode": "protocol.errors",
-    "Progress": "protocol.client.answers",
-    "RequestError": "protocol.errors",
-    "Stream": "protocol.client.sync_client",
-    "TokenLogprob": "protocol.client.answers",
-    "WireError": "protocol.errors",
-    "__version__": "protocol",
+_NAMES = {
+    "protocol": ("__version__",),
+    "protocol.client.answers": ("Completion", "Delta", "Progress", "TokenLogprob"),
+    "protocol.client.async_client": ("AsyncChoices", "AsyncClient", "AsyncStream"),
+    "protocol.client.sync_client": ("Choices", "Client", "Stream"),
+    "protocol.client.transport": ("ClientKey",),
+    "protocol.errors": ("ConnectionLost", "ErrorCode", "RequestError", "WireError"),
 }
-"""The module that defines each public name."""
+"""The public names that each module defines."""
 _CONFIG = 78
 """The command's exit code if the environment is not usable (EX_CONFIG)."""
 
@@ -76,7 +66,7 @@ def main() -> int:
 
 def __getattr__(name: str) -> object:
     """Import a public name. Raises ImportError with a remedy if another file hides modelctl's own package."""
-    module = _MODULES.get(name)
+    module = next((module for module, names in _NAMES.items() if name in names), None)
     if module is None:
         raise AttributeError(f"module 'modelctl' has no attribute {name!r}")
     _check_not_hidden("protocol")
