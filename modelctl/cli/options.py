@@ -432,33 +432,35 @@ def status_of(client: "Client", given: Sequence[str]) -> dict[str, Any]:
 # Turn signals into exceptions, so that a command ends its child process before it ends itself.
 
 
-class Signalled(BaseException):
-    """A signal that has to end this process."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+class _Signalled(BaseException):
+    """A signal that has to end this process. The argument is its number."""
 
 
 @contextmanager
-def raised(*numbers: signal.Signals) -> Iterator[None]:
-    """Make these signals raise Signalled in the body, except signals that the parent has set to be ignored (nohup).
+def ending_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Make these signals an exception in the body, except signals that the parent has set to be ignored (nohup). After
+    that exception, end this process by the signal: its parent then sees which one it was.
 
-    Call this in the main thread only (ValueError).
+    A service manager counts such an end as clean. Call this in the main thread only (ValueError).
     """
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        raise Signalled(number)
+        raise _Signalled(number)
 
     former = {number: signal.getsignal(number) for number in numbers}
     caught = [number for number in numbers if former[number] != signal.SIG_IGN]
+    ended_by: int | None = None
     try:
         for number in caught:
             signal.signal(number, handle)
         yield
+    except _Signalled as e:
+        ended_by = e.args[0]
     finally:
         for number in caught:
             signal.signal(number, former[number])
+    if ended_by is not None:
+        signal.raise_signal(ended_by)
 
 
 def end(process: "subprocess.Popen[Any]", seconds: float) -> None:

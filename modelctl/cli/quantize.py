@@ -23,7 +23,7 @@ from modelctl.cli import exit_codes
 from modelctl.cli import options as completion
 from modelctl.cli.doctor import ANSWER_S, PROMPT, TOKENS
 from modelctl.cli.findings import answer_of
-from modelctl.cli.options import Signalled, as_json, end, find_config, raised
+from modelctl.cli.options import as_json, end, ending_by, find_config
 from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.serve import SERVE, child_environment, client_of
 from modelctl.cli.waiting import REDRAW_S, LiveLines, ModelStatus, Progress, Shown, settled_up, shown, until
@@ -325,7 +325,7 @@ def quantize(
     no_test: bool,
     config: Path | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Convert MODEL, in 16 bits, to EXL2. MODEL is a directory, or a name in models.yaml.
 
     ExLlamaV2's own converter measures, quantizes and compiles, on one GPU, for minutes to hours. It saves its state
@@ -348,15 +348,13 @@ def quantize(
     if facts["context"] > CONTEXT:
         keys["max_seq_len"] = CONTEXT
     name, lines = name_of(out, ()), LiveLines(for_people=not as_json)
-    try:
-        with raised(signal.SIGTERM, signal.SIGHUP):
-            _convert(job, chosen, facts["out"] + facts["work"], lines, quiet=as_json)
+    tested = None
+    with ending_by(signal.SIGTERM, signal.SIGHUP):
+        _convert(job, chosen, facts["out"] + facts["work"], lines, quiet=as_json)
+        if not no_test:
             trial = {**keys, "gpu": chosen.index, "max_seq_len": min(facts["context"], TRIAL_CONTEXT)}
-            tested = None if no_test else _test(job, name, trial, lines)
-    except Signalled as e:
-        signal.raise_signal(e.number)  # the parent then sees which signal ended this process
+            tested = _test(job, name, trial, lines)
     _tell(job, name, keys, tested, as_json)
-    return exit_codes.OK
 
 
 def _convert(job: Conversion, gpu: "Gpu", needed: int, lines: LiveLines, *, quiet: bool) -> None:

@@ -19,13 +19,12 @@ import click
 
 from modelctl.cli import exit_codes
 from modelctl.cli.options import (
-    Signalled,
     config_file,
     connect,
     end,
+    ending_by,
     find_config,
     listener_of,
-    raised,
     runtime_dir_option,
     supervisor_options,
     way_to,
@@ -72,12 +71,8 @@ def compile_for(engines: Iterable[str], *, quiet: bool) -> None:
     """
     if ENGINE not in engines:
         return
-    try:
-        with raised(signal.SIGTERM, signal.SIGHUP):
-            _compile(quiet)
-    except Signalled as e:
-        # The parent then sees which signal ended this process. A service manager counts such an end as clean.
-        signal.raise_signal(e.number)
+    with ending_by(signal.SIGTERM, signal.SIGHUP):
+        _compile(quiet)
 
 
 def _compile(quiet: bool) -> None:
