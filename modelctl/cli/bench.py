@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -149,23 +149,6 @@ TEXT = (
 )
 """A text for which any model has tokens. Prompts are drawn from these tokens."""
 POLL_S = 0.1
-
-
-async def usable_ids(client: AsyncClient, model: str, show: Callable[[str], Awaitable[None]]) -> list[int]:
-    """Wait until the model is loaded, and return token ids for prompts. An unloaded model is started.
-
-    show  function that is called with the reason for the wait
-
-    Raises WireError for a model that is not loaded and will not be.
-    """
-    while True:
-        try:
-            return sorted(set(await client.tokenize(model, TEXT)))
-        except WireError as e:
-            if e.code is not ErrorCode.MODEL_NOT_RUNNING or e.retry_after_ms is None:
-                raise
-            await show(e.message)
-        await asyncio.sleep(POLL_S)
 
 
 def prompts(ids: Sequence[int], tokens: int, count: int, draw: random.Random) -> list[list[int]]:
@@ -434,7 +417,7 @@ _TOKENS = click.IntRange(1, 1_000_000)
 @json_options
 def bench(
     models: tuple[str, ...], out: Path | None, drawn: Path | None, as_json: bool, runtime_dir: Path, **load: Any
-) -> int:
+) -> None:
     """Measure how fast models of the running supervisor answer.
 
     Several MODELs are measured one after the other. MODEL may be a pattern in quotes, such as 'llama-*'.
@@ -450,7 +433,6 @@ def bench(
         report.show()  # also after Ctrl-C, or after the supervisor has gone
     if report.errors:
         raise CommandFailure(exit_codes.FAILED, "requests_failed", *report.errors)
-    return exit_codes.OK
 
 
 def _names(given: tuple[str, ...], runtime_dir: Path) -> list[str]:
@@ -524,10 +506,18 @@ async def _measure(models: Sequence[str], load: _Load, runtime_dir: Path, report
 
 
 async def _usable_ids(client: AsyncClient, model: str, report: _Report) -> list[int]:
-    async def show(why: str) -> None:
-        report.waits(model, why, (await _workers(client, model))[0])
+    """Wait until the model is loaded, and return token ids for prompts. An unloaded model is started.
 
-    return await usable_ids(client, model, show)
+    Raises WireError for a model that is not loaded and will not be.
+    """
+    while True:
+        try:
+            return sorted(set(await client.tokenize(model, TEXT)))
+        except WireError as e:
+            if e.code is not ErrorCode.MODEL_NOT_RUNNING or e.retry_after_ms is None:
+                raise
+            report.waits(model, e.message, (await _workers(client, model))[0])
+        await asyncio.sleep(POLL_S)
 
 
 async def _workers(client: AsyncClient, model: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from modelctl.cli import exit_codes, options
 from modelctl.cli.options import CONFIG_DEFAULT, SCHEMA, as_json, config_file, find_config, runtime_dir_option
-from modelctl.cli.root import ADD_TEMPLATE, CommandFailure, command, say
+from modelctl.cli.root import ADD_TEMPLATE, CommandFailure, command, instead, say
 from modelctl.cli.tables import clean, name_lines, table, terminal_width
 from protocol.names import nearest
 from protocol.process.paths import default_runtime_dir
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from supervisor.config.yaml_source import Problem
 
 
-def _show_schema(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(SCHEMA.read_text(encoding="utf-8"), nl=False)
-        context.exit()
-
-
 @command(
     ("modelctl check", "Check ./models.yaml and the models that it names"),
     ("modelctl check --elsewhere models.yaml", "Check a file that is for another machine"),
@@ -43,13 +37,10 @@ def _show_schema(context: click.Context, _: click.Parameter, wanted: bool) -> No
     is_flag=True,
     help="The file is for another machine: do not check this machine's GPUs and installed packages.",
 )
-@click.option(
+@instead(
     "--json-schema",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_schema,
-    help="Print the JSON schema of models.yaml, for editors, and check nothing.",
+    lambda: SCHEMA.read_text(encoding="utf-8"),
+    "Print the JSON schema of models.yaml, for editors, and check nothing.",
 )
 @as_json
 def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:

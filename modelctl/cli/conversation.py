@@ -226,21 +226,20 @@ class ChatSession:
                 if on_delta is not None:
                     on_delta(delta)
                 else:
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
+                    print(delta.text, end="", flush=True)
         except asyncio.CancelledError:
             if not interrupts.impatient:
                 raise
         except WireError:
             if stream.text and not quiet:
-                _end_line()  # the error gets a line of its own
+                print(flush=True)  # the error gets a line of its own
             raise
         finally:
             interrupts.close()
             if progress is not None:
                 progress.clear()
         if not quiet:
-            _end_line()
+            print(flush=True)
         return stream, interrupts.pressed > 0
 
 
@@ -248,11 +247,6 @@ def _tokens(stream: AsyncStream) -> int:
     """Return the tokens of prompt and answer together; 0 if the usage is not known."""
     usage = stream.usage
     return int(usage.get("prompt_tokens", 0)) + int(usage.get("completion_tokens", 0))
-
-
-def _end_line() -> None:
-    sys.stdout.write("\n")
-    sys.stdout.flush()
 
 
 def _may_be_too_long(error: WireError) -> bool:

@@ -442,7 +442,7 @@ def doctor(file: Path | None, as_json: bool, runtime_dir: Path) -> int:
     for finding in _look(file, runtime_dir):
         found.append(finding)
         if not as_json:
-            _print(finding)
+            click.echo(finding_text(finding, terminal_width()))
     good = all(finding.verdict is not Verdict.BAD for finding in found)
     if as_json:
         click.echo(json.dumps({"ok": good, "findings": [finding.to_json() for finding in found]}, indent=2))
@@ -500,10 +500,6 @@ def _examine(file: Path | None, runtime_dir: Path) -> "tuple[Examined | None, li
         if file is None and len(e.problems) == 1 and "not found" in str(e.problems[0]):
             return None, [warn("models.yaml", "there is none yet", "`modelctl init ~/models` writes one")]
         return None, [bad("models.yaml", str(problem), "correct it: see `modelctl check`") for problem in e.problems]
-
-
-def _print(finding: Finding) -> None:
-    click.echo(finding_text(finding, terminal_width()))
 
 
 def finding_text(finding: Finding, width: int | None) -> str:

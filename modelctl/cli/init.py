@@ -94,7 +94,7 @@ class Draft:
 @as_json
 def init(
     directory: Path | None, force: bool, roots: tuple[Path, ...], foreign: Path | None, http: str | None, as_json: bool
-) -> int:
+) -> None:
     """Write ./models.yaml. Starts nothing.
 
     With DIRECTORY, the file gets an entry for each model at or below DIRECTORY that an engine can load, and a section
@@ -127,7 +127,6 @@ def init(
             exit_codes.CONFIG, "not_usable", f"{file.absolute()} cannot be written: {e.strerror}"
         ) from None
     _tell(file.absolute(), draft, as_json)
-    return exit_codes.OK
 
 
 def _ask_for_http() -> str:

@@ -2,14 +2,14 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from modelctl.cli import exit_codes
-from modelctl.cli.options import as_json, show, watch
+from modelctl.cli.options import F, as_json, find_config, show, watch
 from modelctl.cli.root import CommandFailure, CommandGroup, command, need, say
 from modelctl.cli.tables import Column, table, terminal_width
 from protocol.process.paths import default_runtime_dir
@@ -27,8 +27,6 @@ COLUMNS = (
 
 def _file(config: Path | None) -> Path:
     """Return the models.yaml whose keys are meant: a supervisor that runs shall see the change. Raises ConfigError."""
-    from modelctl.cli.options import find_config
-
     return find_config(config, default_runtime_dir(), running_first=True)
 
 
@@ -77,7 +75,6 @@ def keys() -> None:
     """
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _RATE = "  [default: no limit]"
 _MODELS_HELP = (
     "Names of models, or patterns such as qwen*; several with commas. They count for the models' aliases and variants, "
@@ -99,7 +96,7 @@ NO_LIMIT = "none"
 """Takes a limit away, with ``keys set``."""
 
 
-def _limit_options(command: _F) -> _F:
+def _limit_options(command: F) -> F:
     for field, (option, text) in reversed(_LIMITS.items()):
         command = click.option(option, field, metavar=_METAVARS.get(field, "NUMBER"), help=text)(command)
     return command

@@ -171,7 +171,7 @@ def _follow(path: Path, position: int, as_json: bool) -> None:
         if chunk:
             continue
         try:
-            rotated = path.stat().st_ino != _inode(file.fileno())
+            rotated = path.stat().st_ino != os.fstat(file.fileno()).st_ino
         except FileNotFoundError:
             rotated = False  # the log is being rotated right now: the next look finds the new file
         if rotated:
@@ -193,10 +193,6 @@ def _rest_of_copy(path: Path, begin: int) -> str:
             return file.read()
     except OSError:
         return ""
-
-
-def _inode(fd: int) -> int:
-    return os.fstat(fd).st_ino
 
 
 # The command events: show what the supervisor and its workers did, and why. It works without a running supervisor,
@@ -237,7 +233,8 @@ def events(
     kept = [] if is_remote() else list(read_events(log_dir(runtime_dir)))
     if not (known := live.new()) and not live.connected:
         click.echo("modelctl: no supervisor is running: these are the events of the last ones", err=True)
-    every = list(_joined(kept, known))
+    remembered = known[0]["time"] if known else float("inf")  # the first that the supervisor remembers
+    every = [*(event for event in kept if event["time"] < remembered), *known]
     models = _meant(models, live.workers() if models else (), every)
     shown = [event for event in every if event["time"] >= begin and _is_about(event, models)]
     for event in shown if most is None else shown[-most:] if most else []:
@@ -294,13 +291,6 @@ class _Live:
             yield from (event for event in reply["events"] if not again or event["time"] > self._newest)
             self._after = reply["last"]
             more = reply["last"] < reply["newest"]
-
-
-def _joined(kept: Sequence[Event], known: Sequence[Event]) -> Iterator[Event]:
-    """Yield the events of the file that the supervisor does not remember, then those that it does."""
-    first = known[0]["time"] if known else float("inf")
-    yield from (event for event in kept if event["time"] < first)
-    yield from known
 
 
 def _meant(given: Sequence[str], workers: Sequence[options.Worker], events: Sequence[Event]) -> tuple[str, ...]:

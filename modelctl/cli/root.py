@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, TypeVar
 
 import click
 
@@ -24,22 +24,23 @@ from protocol.process.shown import harmless, masked
 # A group of commands whose help lists them.
 
 
-class CommandGroup(click.Group):
-    """A group whose help lists each command with the whole first sentence of the command's help.
+_C = TypeVar("_C", bound=Callable[..., Any])
+
+
+class _Listed(click.Command):
+    """A command that the help of its group lists with the whole first sentence of the command's help.
 
     click itself would cut the sentence at the end of the line.
     """
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _first_sentence(command)) for name, command in commands if command is not None])
+    def get_short_help_str(self, limit: int = 45) -> str:
+        paragraph = " ".join((self.help or "").partition("\n\n")[0].split())
+        sentence, stop, _ = paragraph.partition(". ")
+        return sentence + stop.strip()
 
 
-def _first_sentence(command: click.Command) -> str:
-    paragraph = " ".join((command.help or "").partition("\n\n")[0].split())
-    sentence, stop, _ = paragraph.partition(". ")
-    return sentence + stop.strip()
+class CommandGroup(_Listed, click.Group):
+    """A group of commands."""
 
 
 # Complete the commands in messages with the options that they need to reach the same supervisor.
@@ -52,14 +53,6 @@ def _first_sentence(command: click.Command) -> str:
 _HINT = re.compile(r"`modelctl ([a-z-]+)([^`]*)`")
 _HERE = frozenset({"serve", "plan", "doctor"})
 """Commands that take --runtime-dir only."""
-_ANYWHERE = frozenset(
-    {
-        "start", "stop", "unload", "restart", "sleep", "wake", "reload", "shutdown", "ps", "status", "top", "cluster",
-        "usage", "metrics", "run", "requests", "cancel", "story", "events", "logs", "log-level", "bench", "gateway",
-        "load", "ls",
-    }
-)  # fmt: skip
-"""Commands that take --runtime-dir, or --connect and --key-file."""
 _needed: dict[str, str] = {}
 """The options that hints repeat: option → value. A process runs one command only."""
 
@@ -366,6 +359,8 @@ _COMMANDS = {
     "gateway": "modelctl.cli.serve:gateway",
 }
 ALIASES = {"load": "start", "ls": "ps"}
+_ANYWHERE = {*_COMMANDS, *ALIASES} - {*_HERE, "init", "check", "config", "quantize", "service", "keys", "completion"}
+"""Commands that take --runtime-dir, or --connect and --key-file."""
 
 
 class _LazyGroup(CommandGroup):
@@ -382,12 +377,24 @@ class _LazyGroup(CommandGroup):
         return command
 
 
-def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        from supervisor.workers.environment import loss  # click calls this function for every command
+def instead(option: str, text: Callable[[], str], meaning: str) -> Callable[[_C], _C]:
+    """Return an option with which a command prints a text, and does nothing else.
 
-        click.echo(f"modelctl, version {__version__}\n{loss() or 'compiled modules are in use'}")
-        context.exit()
+    meaning  the help of the option
+    """
+
+    def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if wanted:
+            click.echo(text(), nl=False)
+            context.exit()
+
+    return click.option(option, is_flag=True, is_eager=True, expose_value=False, callback=show, help=meaning)
+
+
+def _version() -> str:
+    from supervisor.workers.environment import loss
+
+    return f"modelctl, version {__version__}\n{loss() or 'compiled modules are in use'}\n"
 
 
 _EXIT_CODES = """\
@@ -397,14 +404,7 @@ not usable, 130 interrupted."""
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the version, and whether the compiled modules are in use.",
-)
+@instead("--version", _version, "Show the version, and whether the compiled modules are in use.")
 def cli() -> None:
     """Serve several ExLlamaV2 models on one box: one process per model, pinned to its GPU.
 
@@ -459,7 +459,7 @@ def _json_wanted() -> bool:
 # A command that shows examples at the end of its help.
 
 
-class Command(click.Command):
+class Command(_Listed):
     """A click command with examples. The page ``docs/commands.md`` shows them, too.
 
     examples  {command line: what it does}

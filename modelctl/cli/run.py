@@ -344,8 +344,7 @@ def _figures(model: str, stream: AsyncStream) -> dict[str, Any]:
 
 
 def _print_line(kind: str, fields: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"type": kind, **fields}, ensure_ascii=False) + "\n")
-    sys.stdout.flush()  # a program follows the answer
+    print(json.dumps({"type": kind, **fields}, ensure_ascii=False), flush=True)  # a program follows the answer
 
 
 def _logprob(logprob: TokenLogprob) -> dict[str, Any]:

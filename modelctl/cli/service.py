@@ -352,7 +352,9 @@ def service() -> None:
 @click.option("--force", is_flag=True, help="Replace a unit that this command did not write.")
 @_dry_run
 @as_json
-def install(file: Path | None, scope: str | None, run_as: str | None, force: bool, dry_run: bool, as_json: bool) -> int:
+def install(
+    file: Path | None, scope: str | None, run_as: str | None, force: bool, dry_run: bool, as_json: bool
+) -> None:
     """Write the systemd unit for the models of a models.yaml (FILE), with this environment's modelctl.
 
     Without --system and --user, root means the machine's service, and anybody else a service of their own. The command
@@ -383,14 +385,13 @@ def install(file: Path | None, scope: str | None, run_as: str | None, force: boo
         click.echo("Next:")
         for line, meaning in _next(unit).items():
             click.echo(f"  # {meaning}\n  {line}")
-    return exit_codes.OK
 
 
 @command(("modelctl service uninstall --user", "Stop your service, and remove its unit"), of=service)
 @_scope_options
 @_dry_run
 @as_json
-def uninstall(scope: str | None, dry_run: bool, as_json: bool) -> int:
+def uninstall(scope: str | None, dry_run: bool, as_json: bool) -> None:
     """Stop the service as `modelctl shutdown` does, and remove its unit.
 
     Without --system and --user, root means the machine's service, and anybody else their own.
@@ -416,7 +417,6 @@ def uninstall(scope: str | None, dry_run: bool, as_json: bool) -> int:
         click.echo(f"would remove: {path}")
     else:
         click.echo(f"{path}: removed")
-    return exit_codes.OK
 
 
 @command(("modelctl service status", "Show the services of the machine and of this user"), of=service)

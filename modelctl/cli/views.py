@@ -448,16 +448,16 @@ def _row(node: Values) -> tuple[object, ...]:
     """Return the cells of a machine, in the order of COLUMNS."""
     name = f"{node['name']} (here)" if node["own"] else node["name"]
     heard = None if node["heard_s"] is None else duration(node["heard_s"])
-    leased = _count(node["gpus"] - node["free"])
+    leased = f"{node['gpus'] - node['free']:g}"
     return (
-        name, "there", node["address"], _count(node["gpus"]), leased, node["version"], heard, _workers(node["workers"])
+        name, "there", node["address"], f"{node['gpus']:g}", leased, node["version"], heard, _workers(node["workers"])
     )  # fmt: skip
 
 
 def _gone(node: Values) -> tuple[object, ...]:
     """Return the cells of a machine that is gone, in the order of COLUMNS."""
     since = f"gone for {duration(node['gone_s'])}"
-    return node["name"], since, node["address"], _count(node["gpus"]), None, None, None, None
+    return node["name"], since, node["address"], f"{node['gpus']:g}", None, None, None, None
 
 
 def _workers(workers: Sequence[Values]) -> str | None:
@@ -467,7 +467,3 @@ def _workers(workers: Sequence[Values]) -> str | None:
         states.setdefault(worker["model"], Counter())[worker["state"]] += 1
     counted = {model: ", ".join(f"{n} {state}" for state, n in counts.items()) for model, counts in states.items()}
     return "; ".join(f"{model}: {text}" for model, text in counted.items()) or None
-
-
-def _count(gpus: float) -> str:
-    return f"{gpus:g}"
