@@ -17,7 +17,6 @@ from protocol.process.helper_process import HelperProcess
 from supervisor.placement.gpus import (
     MAX_ANSWER,
     TIMEOUT_S,
-    BadAnswer,
     BreakerState,
     CircuitBreaker,
     FixedFacts,
@@ -101,18 +100,24 @@ class GpuReader:
             self._open(self._child)
             return ask(self._child)
         except EOFError:
-            self._log.warning("the process that asks NVML ended (%s): it is started again", self._drop())
+            self._log.warning("the process that asks NVML ended (%s): it is started again", self.close())
             self._start_again(self._where)
             raise GpusLate("the process that asks it ended") from None
-        except BadAnswer as e:
-            self._drop()
+        except ValueError as e:
+            self.close()
             self._log.error("the process that asks NVML said what cannot be (%s): killed, and started again", e)
             self._start_again(self._where)
             raise GpusLate("the process that asks it said what cannot be") from None
 
-    def close(self) -> None:
-        """End the process. If it hangs in the driver, it is waited for ``LEAVE_S`` only."""
-        self._drop()
+    def close(self) -> str:
+        """Kill the process. Return a text that says how it ended. If it hangs in the driver, it is waited for
+        ``LEAVE_S`` only."""
+        self._breaker.forget()
+        child, self._child, self._fixed = self._child, None, None
+        if child is None:
+            return ""
+        child.kill()
+        return child.how if child.wait(LEAVE_S) else "it does not die"  # before the driver lets it go
 
     def _start_again(self, where: str) -> None:
         """Start a new process if enough time has passed since the last start."""
@@ -131,12 +136,12 @@ class GpuReader:
         if self._fixed is not None:
             return
         wait_s, self._start_s = self._start_s, 0.0
-        if (frame := _received(child, wait_s)) is None:
+        if (frame := child.receive(wait_s)) is None:
             raise GpusUnknown(self._refusal) if self._refusal else GpusLate("the driver is still being opened")
         greeting = read_greeting(frame)
         self._refusal = greeting.absent
         if greeting.absent is not None:
-            self._drop()
+            self.close()
             raise GpusUnknown(greeting.absent) if self._greeted else GpusAbsent(greeting.absent)
         self._fixed, self._greeted = greeting.gpus, True
 
@@ -186,30 +191,13 @@ class GpuReader:
         """Return the next answer; None if none comes within ``within_s`` seconds.
 
         An answer that comes too late is of use, too: it shows how fast the driver is."""
-        frame = _received(child, within_s)
+        frame = child.receive(within_s)
         if frame is None:
             return None
         assert self._fixed is not None
         answer = read_answer(frame, self._number, self._only, self._fixed)
         self._breaker.answered(answer.took_s, time.monotonic())
         return answer
-
-    def _drop(self) -> str:
-        """Kill the process. Return a text that says how it ended."""
-        self._breaker.forget()
-        child, self._child, self._fixed = self._child, None, None
-        if child is None:
-            return ""
-        child.kill()
-        return child.how if child.wait(LEAVE_S) else "it does not die"  # before the driver lets it go
-
-
-def _received(child: HelperProcess, within_s: float) -> bytes | None:
-    """Return the next record; None if that takes longer. Raises EOFError, BadAnswer."""
-    try:
-        return child.receive(within_s)
-    except ValueError as e:
-        raise BadAnswer(str(e)) from None
 
 
 def read_once() -> list[Gpu]:

@@ -94,7 +94,7 @@ class GpusLate(GpusUnknown):
     """The answer has not come yet. A later try may get it."""
 
 
-class BadAnswer(Exception):
+class BadAnswer(ValueError):
     """The process that asks NVML sent something that cannot be an answer. The message says what is wrong with it."""
 
 

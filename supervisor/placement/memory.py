@@ -136,42 +136,24 @@ class VramReturns:
         self._deadline_s = deadline_s
         self._awaited: list[_Awaited] = []
 
-    def died(self, worker: str, pid: int, reading: Sequence[Gpu], now: float) -> bool:
-        """Take note that a worker's process has ended. Return whether a GPU still lists it.
-
-        reading  the GPUs right after the end
-        """
-        gpus = listing(reading, pid)
-        if gpus:
-            self._awaited.append(_Awaited(worker, pid, gpus, now))
-        return bool(gpus)
-
-    def died_unseen(self, worker: str, pid: int, gpus: frozenset[int], now: float) -> None:
-        """Take note that a worker's process has ended while the GPUs answer late. A later reading shows whether one of
-        these GPUs lists it."""
+    def died(self, worker: str, pid: int, gpus: frozenset[int], now: float) -> None:
+        """Take note that a worker's process has ended, and that these GPUs list it. If the GPUs answer late, they may
+        list it."""
         self._awaited.append(_Awaited(worker, pid, gpus, now))
 
-    def read(self, reading: Sequence[Gpu], now: float) -> list[Return]:
-        """Take in a later reading of at least ``gpus``. Return the memory that is back, or given up after the
-        deadline."""
-        over = []
-        for awaited in self._awaited:
-            back = not listing(reading, awaited.pid)
-            after_s = now - awaited.since
-            if back or after_s >= self._deadline_s:
-                over.append(Return(awaited.worker, awaited.pid, awaited.gpus, back, after_s))
-        return self._remove(over)
+    def over(self, reading: Sequence[Gpu] | None, now: float, *, late: bool = False) -> list[Return]:
+        """Return the memory that is back, or given up after the deadline. It is awaited no more.
 
-    def unread(self, now: float) -> list[Return]:
-        """Return the memory that is given up after the deadline, while the GPUs answer late."""
-        late = [a for a in self._awaited if now - a.since >= self._deadline_s]
-        return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in late])
-
-    def give_up(self, now: float) -> list[Return]:
-        """Return all awaited memory as not back, because the GPUs can no longer be read."""
-        return self._remove([Return(a.worker, a.pid, a.gpus, False, now - a.since) for a in self._awaited])
-
-    def _remove(self, over: list[Return]) -> list[Return]:
+        reading  a later reading of at least ``gpus``; None if there is none. Then all memory is given up
+        late     without a reading: the GPUs only answer late, so that nothing is given up before the deadline
+        """
+        over = [
+            Return(a.worker, a.pid, a.gpus, back, now - a.since)
+            for a in self._awaited
+            if (back := reading is not None and not listing(reading, a.pid))
+            or (reading is None and not late)
+            or now - a.since >= self._deadline_s
+        ]
         gone = {r.pid for r in over}
         self._awaited = [a for a in self._awaited if a.pid not in gone]
         return over

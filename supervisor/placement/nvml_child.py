@@ -34,8 +34,13 @@ class _Nvml:
 
     def fixed(self) -> list[dict[str, Any]]:
         """Return the facts about each GPU that never change."""
+        nvml, scope = self._nvml, self._nvml.NVML_AFFINITY_SCOPE_NODE
         return [
-            {"uuid": _text(self._nvml.nvmlDeviceGetUUID(h)), "cpus": self._cpus(h), "numa_nodes": self._numa_nodes(h)}
+            {
+                "uuid": _text(nvml.nvmlDeviceGetUUID(h)),
+                "cpus": list(self._asked(nvml.nvmlDeviceGetCpuAffinity, h, _MASK_WORDS) or ()),
+                "numa_nodes": list(self._asked(nvml.nvmlDeviceGetMemoryAffinity, h, _MASK_WORDS, scope) or ()),
+            }
             for h in self._handles
         ]
 
@@ -60,46 +65,27 @@ class _Nvml:
             "used": memory.used,
             "free": memory.free,
             "processes": [[p.pid, p.usedGpuMemory] for p in processes],
-            "mig": self._is_divided(handle),
+            "mig": (self._asked(self._nvml.nvmlDeviceGetMigMode, handle) or (0,))[0] == 1,
         }
-
-    # Not every GPU and driver answers the following questions.
-
-    def _is_divided(self, handle: Any) -> bool:
-        try:
-            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0] == 1)
-        except self._nvml.NVMLError:
-            return False
 
     def _sensors(self, handle: Any) -> dict[str, int | None]:
         # On an H200 each of these questions takes 0.05 ms, and nvmlDeviceGetPowerManagementLimit ten times that. The
         # enforced limit is also the true one: the least of those of the driver, the board and the administrator.
         nvml = self._nvml
+        rates = self._asked(nvml.nvmlDeviceGetUtilizationRates, handle)
         return {
-            "utilization": self._asked(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            "temperature": self._asked(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-            "power": self._asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle)),
-            "power_limit": self._asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)),
+            "utilization": None if rates is None else rates.gpu,
+            "temperature": self._asked(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            "power": self._asked(nvml.nvmlDeviceGetPowerUsage, handle),
+            "power_limit": self._asked(nvml.nvmlDeviceGetEnforcedPowerLimit, handle),
         }
 
-    def _asked(self, question: Callable[[], int]) -> int | None:
+    def _asked(self, question: Callable[..., Any], *about: Any) -> Any:
+        """Return the answer to a question that not every GPU and driver answers; None if there is none."""
         try:
-            return int(question())
+            return question(*about)
         except self._nvml.NVMLError:
             return None
-
-    def _cpus(self, handle: Any) -> list[int]:
-        try:
-            return list(self._nvml.nvmlDeviceGetCpuAffinity(handle, _MASK_WORDS))
-        except self._nvml.NVMLError:
-            return []
-
-    def _numa_nodes(self, handle: Any) -> list[int]:
-        scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
-        try:
-            return list(self._nvml.nvmlDeviceGetMemoryAffinity(handle, _MASK_WORDS, scope))
-        except self._nvml.NVMLError:
-            return []
 
 
 def _text(value: str | bytes) -> str:

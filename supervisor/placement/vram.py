@@ -119,7 +119,7 @@ class Vram:
         watched = self._workers.get(worker)
         if watched is not None:
             watched.ready = pid
-            self._read()
+            self.reading()
 
     def ended(self, worker: str, pid: int) -> None:
         """Take note that a worker's process has ended. ``when_free`` waits for its memory from now on."""
@@ -127,15 +127,17 @@ class Vram:
         if watched is None:
             return
         watched.returned = watched.returned_ms = None
-        reading = self._read(watched.gpus)
+        reading = self.reading(watched.gpus)
         now = time.monotonic()
         if watched.gpus is not None and self.late and (watched.seen == pid or watched.looked != pid):
-            self._returns.died_unseen(worker, pid, watched.gpus, now)
-            watched.returned = "awaited"
-            self._poll_later(now)
+            listed = watched.gpus
         elif reading is None or watched.gpus is None:
             watched.returned = "not watched"
-        elif self._returns.died(worker, pid, reading, now):
+            return
+        else:
+            listed = listing(reading, pid)
+        if listed:
+            self._returns.died(worker, pid, listed, now)
             watched.returned = "awaited"
             self._poll_later(now)
         elif watched.seen == pid:
@@ -155,7 +157,7 @@ class Vram:
         """
         watched = self._workers.get(worker)
         if watched is not None and watched.gpus is None:
-            self._read()
+            self.reading()
         pids = [] if watched is None else self._returns.pids_on(watched.gpus or ())
         if watched is None or not pids:
             on_free()
@@ -168,10 +170,6 @@ class Vram:
         watched = self._workers.get(worker)
         if watched is not None:
             watched.on_free = None
-
-    def reading(self) -> list[Gpu] | None:
-        """Read all GPUs now. Return None if they cannot be read."""
-        return self._read()
 
     def describe(self, worker: str, pid: int | None) -> dict[str, Any]:
         """Return the fields that ``status`` shows about a worker's memory. None means not known.
@@ -218,13 +216,9 @@ class Vram:
     def _poll(self) -> None:
         self._polling = False
         begun = time.monotonic()
-        reading = self._read(self._returns.gpus)
+        reading = self.reading(self._returns.gpus)
         now = time.monotonic()
-        if reading is not None:
-            over = self._returns.read(reading, now)
-        else:
-            over = self._returns.unread(now) if self.late else self._returns.give_up(now)
-        for outcome in over:
+        for outcome in self._returns.over(reading, now, late=self.late):
             self._settled(outcome)
         if self._returns.gpus:
             self._poll_later(now, now - begun)
@@ -253,13 +247,14 @@ class Vram:
         """Return all GPUs, read at most ``AHEAD_S`` ago. Empty if they cannot be read."""
         age = None if self._last is None else time.monotonic() - self._last[0]
         if age is None or age > (FRESH_S if self._trouble is not None else AHEAD_S):
-            self._read()
+            self.reading()
         elif age > FRESH_S:
             self._read_ahead()
         return self._last[1] if self._last else []
 
-    def _read(self, only: Collection[int] | None = None) -> list[Gpu] | None:
-        """Read the GPUs. Return None if they cannot be read, and say so in the log."""
+    def reading(self, only: Collection[int] | None = None) -> list[Gpu] | None:
+        """Read all GPUs now, or those with the indices ``only``. Return None if they cannot be read, and say so in the
+        log."""
         if self._gpus is None:
             return None
         try:
@@ -307,7 +302,7 @@ class Vram:
         hours away."""
         self._looking = False
         if self.late:
-            self._read()
+            self.reading()
 
     def _note(self, reading: list[Gpu]) -> None:
         """Note which GPUs the pins mean, at the first reading, and which workers NVML lists."""

@@ -1,7 +1,7 @@
 """The supervisor waits for the VRAM of dead workers, notices when it is back, and gives up waiting in time."""
 
 from supervisor.placement.gpus import Gpu
-from supervisor.placement.memory import VramReturns
+from supervisor.placement.memory import VramReturns, listing
 
 GIB = 1 << 30
 
@@ -13,40 +13,48 @@ def box(**held: dict[int, int | None]) -> list[Gpu]:
 
 def test_memory_is_awaited_until_no_gpu_lists_the_process() -> None:
     returns = VramReturns(10.0)
-    assert returns.died("a", 7, box(g0={7: GIB}, g1={8: GIB}), 100.0)
+    returns.died("a", 7, listing(box(g0={7: GIB}, g1={8: GIB}), 7), 100.0)
     assert (returns.gpus, returns.pids_on({0, 1}), returns.pids_on({1})) == ({0}, [7], [])
-    assert returns.read(box(g0={7: GIB}), 100.05) == []
-    (over,) = returns.read(box(), 100.095)
+    assert returns.over(box(g0={7: GIB}), 100.05) == []
+    (over,) = returns.over(box(), 100.095)
     assert (over.worker, over.pid, over.back, round(over.after_s, 3)) == ("a", 7, True, 0.095)
     assert not returns.gpus
 
 
 def test_what_no_gpu_lists_is_not_awaited() -> None:
+    assert listing(box(g0={8: GIB}), 7) == frozenset()
     returns = VramReturns()
-    assert not returns.died("a", 7, box(g0={8: GIB}), 0.0)
     assert not returns.gpus
+    assert returns.over(None, 0.0) == []
 
 
 def test_the_deadline_ends_the_wait_and_says_so() -> None:
     returns = VramReturns(10.0)
-    returns.died("a", 7, box(g0={7: None}), 0.0)
-    assert returns.read(box(g0={7: None}), 9.99) == []
-    (over,) = returns.read(box(g0={7: None}), 10.0)
+    returns.died("a", 7, listing(box(g0={7: None}), 7), 0.0)
+    assert returns.over(box(g0={7: None}), 9.99) == []
+    (over,) = returns.over(box(g0={7: None}), 10.0)
     assert not over.back
     assert not returns.gpus
 
 
 def test_while_the_gpus_answer_late_only_time_ends_the_wait() -> None:
     returns = VramReturns(10.0)
-    returns.died_unseen("a", 7, frozenset({0, 1}), 0.0)
-    returns.died_unseen("b", 8, frozenset({0}), 5.0)
-    assert returns.unread(9.99) == []
+    returns.died("a", 7, frozenset({0, 1}), 0.0)
+    returns.died("b", 8, frozenset({0}), 5.0)
+    assert returns.over(None, 9.99, late=True) == []
     assert (returns.gpus, returns.pids_on({1})) == ({0, 1}, [7])
-    (over,) = returns.unread(10.0)
+    (over,) = returns.over(None, 10.0, late=True)
     assert (over.worker, over.back, over.after_s) == ("a", False, 10.0)
-    assert returns.read(box(g0={8: GIB}), 10.1) == []
-    (over,) = returns.read(box(), 10.2)
+    assert returns.over(box(g0={8: GIB}), 10.1) == []
+    (over,) = returns.over(box(), 10.2)
     assert (over.worker, over.back) == ("b", True)
+
+
+def test_without_gpus_nothing_is_awaited() -> None:
+    returns = VramReturns(10.0)
+    returns.died("a", 7, frozenset({0}), 0.0)
+    (over,) = returns.over(None, 0.5)
+    assert (over.worker, over.back, over.after_s, returns.gpus) == ("a", False, 0.5, frozenset())
 
 
 def test_a_pin_means_an_index_or_a_uuid() -> None:
