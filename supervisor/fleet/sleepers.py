@@ -12,12 +12,11 @@ from supervisor.placement import vram as host_memory
 from supervisor.placement.eviction import (
     EvictionCandidate,
     Groups,
-    Holder,
     NoRoom,
-    as_memory,
     choose_leavers,
     describe,
     missing_places,
+    places_of,
     share_group,
     surplus,
 )
@@ -182,7 +181,7 @@ class GroupPlaces:
         """Return group → models that must leave before the model may be loaded or woken."""
         if not self._groups:
             return {}
-        return missing_places(model, self._groups, {holder.model for holder in self._holders()})
+        return missing_places(model, self._groups, {holder.worker for holder in self.holders()})
 
     def share(self, one: str, other: str) -> bool:
         """Return whether two different models are in one group, so that one may have to wait for the other."""
@@ -194,7 +193,7 @@ class GroupPlaces:
         replica  the worker that is to be started or woken
         missing  group → models that must leave
         """
-        chosen = choose_leavers(missing, self._groups, self._holders())
+        chosen = choose_leavers(missing, self.holders())
         if isinstance(chosen, NoRoom):
             return chosen
         limits = describe(missing, self._groups)
@@ -202,17 +201,13 @@ class GroupPlaces:
         self._log.info("%s", message, extra=noted(EventKind.EVICTION, replica.log_name))
         return tuple(worker for m in chosen for worker in self._let_go(m, f"evicted for {replica.label} ({limits})"))
 
-    def in_the_way(self, missing: Mapping[str, int]) -> tuple[dict[int, int], list[EvictionCandidate]]:
-        """Return the places that are missing, and the models of the groups that may leave, see ``as_memory``."""
-        return as_memory(missing, self._groups, self._holders())
-
     def workers_of(self, models: Collection[str]) -> tuple[str, ...]:
         """Return the workers because of which these models have places."""
         return tuple(replica.name for replica in self._with_places() if replica.model in models)
 
     def refusal(self, missing: Mapping[str, int]) -> str:
         """Return why a model finds no place, with the models that are loaded, and what to do."""
-        loaded = [holder.model for holder in self._holders()]
+        loaded = [holder.worker for holder in self.holders()]
         parts = [
             f"group {name} has {', '.join(model for model in loaded if model in self._groups[name].models)} loaded, "
             f"and {self._groups[name].loaded} may be at once"
@@ -234,8 +229,8 @@ class GroupPlaces:
         """Let idle models go from groups with more models than allowed, since a reload has changed the groups."""
         if not self._groups:
             return
-        for name in surplus(self._groups, self._holders()):
-            chosen = choose_leavers({name: 1}, self._groups, self._holders())
+        for name in surplus(self._groups, self.holders()):
+            chosen = choose_leavers({name: 1}, self.holders())
             for model in () if isinstance(chosen, NoRoom) else chosen:
                 self._let_go(model, f"evicted: {describe([name], self._groups)}")
 
@@ -248,22 +243,24 @@ class GroupPlaces:
             if starts.get(name, replica.process is not None and replica.state is not WorkerState.ASLEEP)
         ]
 
-    def _holders(self) -> list[Holder]:
+    def holders(self) -> list[EvictionCandidate]:
+        """Return the models that have places, see ``places_of``."""
         workers: dict[str, list[Replica]] = {}
         for replica in self._with_places():
             workers.setdefault(replica.model, []).append(replica)
         now = time.monotonic()
         return [self._holder(model, replicas, now) for model, replicas in workers.items()]
 
-    def _holder(self, model: str, workers: list[Replica], now: float) -> Holder:
+    def _holder(self, model: str, workers: list[Replica], now: float) -> EvictionCandidate:
         up = [replica for replica in workers if replica.state not in _LEAVING]
-        return Holder(
+        leaves = not up or all(replica.may_be_evicted for replica in workers)
+        return EvictionCandidate(
             model,
-            busy=not all(self._registry.may_leave(replica) for replica in up),
-            may_leave=all(replica.may_be_evicted for replica in workers),
-            leaving=not up,
+            places_of(model, self._groups) if leaves else {},
+            busy=not up or not all(self._registry.may_leave(replica) for replica in up),
             priority=workers[0].spec.config.priority,
             idle_s=now - max(replica.last_active for replica in workers),
+            leaves=not up,
             stays_s=max((replica.stays_s(now) for replica in up), default=0.0),
             yields=any(replica.yields_to for replica in up),
         )

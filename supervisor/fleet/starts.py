@@ -161,12 +161,12 @@ class Admission:
             self.stage, self.leaving = Stage.ROOM, set(leaving)
             self._stop_waiting()
             return
-        why, (wanted, models) = places.refusal(missing), places.in_the_way(missing)
-        yielding = self._who_yields(wanted, models, one_loads=places.is_loading(missing))
+        why, models = places.refusal(missing), places.holders()
+        yielding = self._who_yields(missing, models, one_loads=places.is_loading(missing))
         if leaving is NoRoom.NEVER or yielding is None:
             self._refuse_place(why)
             return
-        in_the_way = yielding or who_yields(wanted, [replace(model, stays_s=0.0) for model in models])
+        in_the_way = yielding or who_yields(missing, [replace(model, stays_s=0.0) for model in models])
         self._wait_for_busy(why, places.workers_of(yielding), places.workers_of(in_the_way))
 
     # --- the wait for memory ------------------------------------------------------------------------------------

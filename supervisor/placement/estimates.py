@@ -25,7 +25,15 @@ from protocol.process.worker_spec import EngineSpec
 from supervisor.config.file import Examined, ModelSpec
 from supervisor.config.spelling import Limit
 from supervisor.config.yaml_source import Problem
-from supervisor.placement.eviction import Groups, Holder, NoRoom, choose_leavers, describe, missing_places
+from supervisor.placement.eviction import (
+    EvictionCandidate,
+    Groups,
+    NoRoom,
+    choose_leavers,
+    describe,
+    missing_places,
+    places_of,
+)
 from supervisor.placement.gpu_reader import read_once
 from supervisor.placement.gpus import EVERY, Gpu, GpusUnknown
 from supervisor.placement.policy import (
@@ -506,15 +514,12 @@ def _try_in_groups(
     """Place one worker beside those that are started, without the models that leave full groups for it."""
     holders = {o.candidate.spec.name: o.candidate.spec.config for o in started}
     missing = missing_places(candidate.spec.name, groups, holders)
-    leaving = (
-        choose_leavers(
-            missing,
-            groups,
-            [Holder(name, may_leave=c.lazy and not c.pinned, priority=c.priority) for name, c in holders.items()],
-        )
-        if missing
-        else ()
-    )
+    may_leave = [
+        EvictionCandidate(name, places_of(name, groups), priority=config.priority)
+        for name, config in holders.items()
+        if config.lazy and not config.pinned
+    ]
+    leaving = choose_leavers(missing, may_leave) if missing else ()
     if isinstance(leaving, NoRoom):
         return Outcome(
             candidate, why_not=f"no place beside {', '.join(holders)}: {describe(missing, groups)}", no_room=True

@@ -110,19 +110,18 @@ def choose(
     one_suffices  whether room on any one of these GPUs is enough (``gpu: auto``)
     host_room     bytes of host memory for workers that go to sleep
     """
-    wants = [{gpu: size} for gpu, size in missing.items()] if one_suffices else [missing]
+    wants = _wants(missing, one_suffices)
     idle = [candidate for candidate in candidates if not candidate.busy]
     for forms in ([c.asleep if c.host_bytes <= host_room else c.unloaded for c in idle], [c.unloaded for c in idle]):
-        found = [
-            chosen
-            for wanted in wants
-            if (chosen := _cheapest(wanted, forms, host_room, _cost, EXACT_UP_TO)) is not None
-        ]
-        if found:
-            return tuple(Eviction(form.candidate.worker, form.sleeps) for form in min(found, key=_cost))
+        if (chosen := _cheapest(wants, forms, host_room, _cost, EXACT_UP_TO)) is not None:
+            return tuple(Eviction(form.candidate.worker, form.sleeps) for form in chosen)
     if any(_is_enough(wanted, [c.unloaded for c in candidates]) for wanted in wants):
         return NoRoom.WAIT
     return NoRoom.NEVER
+
+
+def _wants(missing: Sizes, one_suffices: bool) -> list[Sizes]:
+    return [{gpu: size} for gpu, size in missing.items()] if one_suffices else [missing]
 
 
 def who_yields(
@@ -135,23 +134,22 @@ def who_yields(
 
     missing, one_suffices  as for ``choose``
     """
-    wants = [{gpu: size} for gpu, size in missing.items()] if one_suffices else [missing]
     forms = [c.unloaded for c in candidates if not c.busy or c.leaves or c.stays_s <= 0]
-    found = [
-        chosen
-        for wanted in wants
-        if (chosen := _cheapest(wanted, forms, 0, _yield_cost, YIELDING_EXACT_UP_TO)) is not None
-    ]
-    candidates = [form.candidate for form in min(found, key=_yield_cost)] if found else []
-    return tuple(c.worker for c in candidates if c.yields or (c.busy and not c.leaves))
+    chosen = _cheapest(_wants(missing, one_suffices), forms, 0, _yield_cost, YIELDING_EXACT_UP_TO) or ()
+    yielding = [form.candidate for form in chosen]
+    return tuple(c.worker for c in yielding if c.yields or (c.busy and not c.leaves))
 
 
 def _cheapest(
-    wanted: Sizes,
-    forms: Sequence[_Form],
-    host_room: int,
-    cost: _Cost,
-    exact_up_to: int,
+    wants: Sequence[Sizes], forms: Sequence[_Form], host_room: int, cost: _Cost, exact_up_to: int
+) -> tuple[_Form, ...] | None:
+    """Return the cheapest set that makes room for one of the wants; None if no set does."""
+    found = [chosen for wanted in wants if (chosen := _enough(wanted, forms, host_room, cost, exact_up_to)) is not None]
+    return min(found, key=cost, default=None)
+
+
+def _enough(
+    wanted: Sizes, forms: Sequence[_Form], host_room: int, cost: _Cost, exact_up_to: int
 ) -> tuple[_Form, ...] | None:
     useful = [form for form in forms if any(form.freed.get(gpu) for gpu in wanted)]
     if not _is_enough(wanted, useful):
@@ -218,24 +216,13 @@ Groups = Mapping[str, Group]
 """By name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A model that has a place in each of its groups.
+def places_of(model: str, groups: Groups) -> dict[str, int]:
+    """Return the places of a model: one in each of its groups.
 
-    may_leave  whether the model may be unloaded or put to sleep, because its next request brings it back
-    leaving    whether its workers are on their way down, or to sleep, already
-    idle_s     seconds since its last request
-    stays_s, yields  as for ``EvictionCandidate``
+    For ``choose`` a model that has places is an ``EvictionCandidate``, a group a GPU, and a place a byte. If the model
+    may not leave, nothing becomes free with it.
     """
-
-    model: str
-    busy: bool = False
-    may_leave: bool = True
-    leaving: bool = False
-    priority: int = 0
-    idle_s: float = 0.0
-    stays_s: float = 0.0
-    yields: bool = False
+    return {name: 1 for name, group in groups.items() if model in group.models}
 
 
 def share_group(one: str, other: str, groups: Groups) -> bool:
@@ -258,43 +245,22 @@ def missing_places(model: str, groups: Groups, holders: Collection[str]) -> dict
     return {name: count for name, count in counted.items() if count > 0}
 
 
-def choose_leavers(missing: Mapping[str, int], groups: Groups, holders: Iterable[Holder]) -> tuple[str, ...] | NoRoom:
+def choose_leavers(missing: Mapping[str, int], holders: Sequence[EvictionCandidate]) -> tuple[str, ...] | NoRoom:
     """Return the models that leave, so that the missing places become free, or why none leaves.
 
     Models of the lowest priority leave first, and among these the ones that have been idle longest. The time
     that a load takes does not count: whoever makes a group wants the model that was used last.
+
+    holders  the models that have places, see ``places_of``
     """
-    chosen = choose(*as_memory(missing, groups, holders))
+    chosen = choose(missing, holders)
     return chosen if isinstance(chosen, NoRoom) else tuple(eviction.worker for eviction in chosen)
 
 
-def as_memory(
-    missing: Mapping[str, int], groups: Groups, holders: Iterable[Holder]
-) -> tuple[dict[int, int], list[EvictionCandidate]]:
-    """Return what is missing, and the models that may leave, as ``eviction`` knows them. A model is a worker there, a
-    group a GPU, and a place a byte."""
-    number = {name: index for index, name in enumerate(missing)}
-    candidates = [
-        EvictionCandidate(
-            holder.model,
-            {index: 1 for name, index in number.items() if holder.model in groups[name].models},
-            busy=holder.busy or holder.leaving,
-            priority=holder.priority,
-            idle_s=holder.idle_s,
-            leaves=holder.leaving,
-            stays_s=holder.stays_s,
-            yields=holder.yields,
-        )
-        for holder in holders
-        if holder.may_leave or holder.leaving
-    ]
-    return {number[name]: count for name, count in missing.items()}, candidates
-
-
-def surplus(groups: Groups, holders: Sequence[Holder]) -> dict[str, int]:
+def surplus(groups: Groups, holders: Sequence[EvictionCandidate]) -> dict[str, int]:
     """Return group → models that are loaded beyond its limit, without those that leave. A reload can cause that."""
     counted = {
-        name: sum(holder.model in group.models and not holder.leaving for holder in holders) - group.loaded
+        name: sum(holder.worker in group.models and not holder.leaves for holder in holders) - group.loaded
         for name, group in groups.items()
     }
     return {name: count for name, count in counted.items() if count > 0}

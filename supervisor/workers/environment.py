@@ -32,18 +32,11 @@ ENGINE_PROBE: Final = (*_PYTHON, "model_worker.engines.exllamav2.probe")
 """The program that says whether PyTorch and ExLlamaV2 can be used here. Its module says what it prints."""
 
 
-def spare_main() -> Callable[..., None]:
-    """Return the function that a spawned spare worker runs."""
+def entries() -> tuple[Callable[[WorkerSpec, int | None], None], Callable[..., None]]:
+    """Return the functions that a spawned worker and a spare one run. Commands that spawn no worker import neither."""
     from model_worker import entry
 
-    return entry.spare
-
-
-def worker_main() -> Callable[[WorkerSpec, int | None], None]:
-    """Return the function that a spawned worker process runs. Commands that spawn no worker do not import it."""
-    from model_worker import entry
-
-    return entry.main
+    return entry.main, entry.spare
 
 
 MODULES: Final = ("protocol.process.libzmq", "supervisor.requests.fast_path", "supervisor.ports.relay", OUTBOX)

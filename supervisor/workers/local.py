@@ -21,10 +21,10 @@ from protocol.process.birth import helper_environment
 from protocol.process.worker_spec import DEFAULT_LEASES, Reading, WatchedPage, WorkerPhase, WorkerSpec, pack_spec
 from supervisor.reactor import Timer, Timers
 from supervisor.workers import guard
-from supervisor.workers.environment import directory_of_titles, spare_main, worker_main
+from supervisor.workers.environment import directory_of_titles, entries
 from supervisor.workers.guard import WORKER_MARK, kill_group
 from supervisor.workers.launcher import Elsewhere, Launched, Launcher
-from supervisor.workers.orphans import Descendants, Orphans, is_stopped
+from supervisor.workers.orphans import Descendants, Orphans, is_stopped, stat_of
 
 # Spare workers: processes ahead of their time, which have imported what an engine needs and wait for a model.
 #
@@ -89,22 +89,12 @@ class SparePlan:
         self._engines.pop(engine, None)
 
 
-def shown(spares: Mapping[str, "tuple[int, bool, int | None]"]) -> list[dict[str, object]]:
-    """Return spares as ``status`` shows them.
-
-    spares  engine → (pid, whether its imports are done, bytes of RAM)
-    """
-    return [
-        {"engine": engine, "pid": pid, "ready": ready, "ram_bytes": ram} for engine, (pid, ready, ram) in spares.items()
-    ]
-
-
 GUARD_RETRY_S = 1.0
 GUARD_CHECK_S = 1.0
 """Seconds between two checks that the guard runs. A guard that was stopped (SIGSTOP) could not act when the supervisor
 dies, and nothing else shows that it was stopped."""
 _SPAWN = multiprocessing.get_context("spawn")
-_WORKER_MAIN, _SPARE_MAIN = worker_main(), spare_main()  # imported now: at a start there may be no descriptor left
+_WORKER_MAIN, _SPARE_MAIN = entries()  # imported now: at a start there may be no descriptor left
 PAGE = object()
 """Stands in the arguments of a process for the descriptor of its page."""
 _CONDITIONS = {
@@ -162,12 +152,11 @@ class WorkerProcess:
         self._page.handed_over()
         assert self._process.pid is not None
         self.pid = self.local_pid = self._process.pid
+        self.pidfd = -1
         try:
             self.pidfd = os.pidfd_open(self.pid)
         except OSError:  # no descriptor is left, and a process that nobody watches must not stay
-            self._process.kill()
-            self._process.join()
-            self._page.close()
+            self.abandon()
             raise
 
     waits = lost = placed_on = ""  # it runs on this machine, where every end is seen
@@ -198,11 +187,8 @@ class WorkerProcess:
             pass
 
     def condition(self) -> str:
-        try:
-            after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2]
-        except OSError:
-            return "it is gone"
-        return _CONDITIONS.get(after_name[:1], "it is gone")
+        stat = stat_of(self.pid)
+        return "it is gone" if stat is None else _CONDITIONS.get(stat.state, "it is gone")
 
     def memory(self) -> int | None:
         try:
@@ -216,7 +202,8 @@ class WorkerProcess:
         self._process.kill()
         self._process.join()
         self._page.close()
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
 
     def end_group(self) -> None:
         """Kill the rest of the group of a worker that has ended. Call this before ``join``: as long as the worker is a
@@ -412,8 +399,7 @@ class LocalLauncher(Launcher):
             mark = self._descendants.new_mark()
             process = WorkerProcess(name, mark, spec.leases.start_s, _WORKER_MAIN, (spec, PAGE))
             self._watch(process)
-        self._orphans.record(process.pid, spec.engine.model)
-        self._descendants.began(process.mark, process.pid, spec.name or spec.engine.model)
+        self._record(process, spec.engine.model, spec.name)
         self._processes[process.pidfd] = process
         return process
 
@@ -425,6 +411,10 @@ class LocalLauncher(Launcher):
             process.abandon()
             raise
         self._guard.watch(process.pid)
+
+    def _record(self, process: WorkerProcess, model: str, name: str = "") -> None:
+        self._orphans.record(process.pid, model)
+        self._descendants.began(process.mark, process.pid, name or model)
 
     def _adopted(self, spec: WorkerSpec) -> WorkerProcess | None:
         """Return a spare that has become this worker; None if there is none that can."""
@@ -460,8 +450,7 @@ class LocalLauncher(Launcher):
                 self._log.warning("no spare worker can be started: %s", e)
                 self._spare_plan.ended(engine, now)
                 continue
-            self._orphans.record(spare.pid, f"spare worker of {engine}")
-            self._descendants.began(spare.mark, spare.pid, f"spare worker of {engine}")
+            self._record(spare, f"spare worker of {engine}")
             self._spares[engine] = spare
 
     def _end(self, spare: SpareProcess) -> None:
@@ -470,8 +459,11 @@ class LocalLauncher(Launcher):
         self._leaving[spare.pidfd] = spare
 
     def spares(self) -> list[dict[str, object]]:
-        """Return the spares as ``status`` shows them."""
-        return shown({e: (spare.pid, spare.is_ready, spare.memory()) for e, spare in self._spares.items()})
+        """Return the spares as ``status`` shows them. ``ready``: whether the imports are done."""
+        return [
+            {"engine": engine, "pid": spare.pid, "ready": spare.is_ready, "ram_bytes": spare.memory()}
+            for engine, spare in self._spares.items()
+        ]
 
     def is_worker(self, pid: int) -> bool:
         """Return whether this process is a worker that this launcher has started and not reaped yet."""
@@ -527,7 +519,7 @@ class LocalLauncher(Launcher):
 
     def record_again(self) -> None:
         """Write the record of the workers into a runtime directory that was made again."""
-        self._orphans.write_again()
+        self._orphans.write()
 
     def close(self) -> None:
         self.keep_spares((), time.monotonic(), starting=False)

@@ -88,15 +88,12 @@ def processes_with(variable: str) -> Iterator[Living]:
 
     variable  the environment variable that is read as ``Living.mark``
     """
-    for name in os.listdir(_PROC):
-        if not name.isdecimal():
-            continue
-        pid = int(name)
+    for pid in all_processes():
         stat = stat_of(pid)
         if stat is None or stat.is_zombie:
             continue
         try:
-            uid = (_PROC / name).stat().st_uid
+            uid = (_PROC / str(pid)).stat().st_uid
         except OSError:
             continue  # gone meanwhile
         mark = value_of(pid, variable) or None
@@ -210,23 +207,21 @@ class Orphans:
         self._workers: dict[int, Recorded] = {}
         self._failed = False
         self._former = self._read()
-        mark = os.urandom(16).hex()
-        self._marks: tuple[str, ...] = (mark,)
-        self.mark = mark
-        os.environ[MARK] = mark  # inherited by everything that this process starts from now on
+        self.mark = os.urandom(16).hex()
+        self._marks: tuple[str, ...] = (self.mark,)
+        os.environ[MARK] = self.mark  # inherited by everything that this process starts from now on
         os.environ.pop(WORKER_MARK, None)  # of a worker that has started this program
 
     def record(self, pid: int, model: str) -> None:
         """Add a worker that was started to the record."""
-        started = start_of(pid)
-        if started is not None:
+        if (started := start_of(pid)) is not None:
             self._workers[pid] = Recorded(pid, started, model)
-            self._write()
+            self.write()
 
     def forget(self, pid: int) -> None:
         """Take a worker that was reaped out of the record."""
         if self._workers.pop(pid, None) is not None:
-            self._write()
+            self.write()
 
     def sweep(self, holds: Mapping[int, str]) -> list[Orphan]:
         """End the orphans of former supervisors, name them in the log, and return them. Call this once, before the
@@ -256,19 +251,12 @@ class Orphans:
         for pid in sorted(holds.keys() - {left.pid for left in found}):
             self._log.info("pid %d (%s) holds %s, and is none of ours: left alone", pid, command_of(pid), holds[pid])
         if former is not None and any(left.ours for left in found):
-            self._expect_the_end(former)
+            for left in self._wait_for_the_end(former, ENDING_S):
+                self._log.error("pid %d was killed %.0f s ago, and is still there", left.pid, ENDING_S)
+                self._marks = tuple(dict.fromkeys(self._marks + former.marks))  # for the next start
         self._former = None
-        self._write()  # so the mark is in the record before any process has it
+        self.write()  # so the mark is in the record before any process has it
         return found
-
-    def write_again(self) -> None:
-        """Write the record into a runtime directory that was made again."""
-        self._write()
-
-    def _expect_the_end(self, former: WorkersRecord) -> None:
-        for left in self._wait_for_the_end(former, ENDING_S):
-            self._log.error("pid %d was killed %.0f s ago, and is still there", left.pid, ENDING_S)
-            self._marks = tuple(dict.fromkeys(self._marks + former.marks))  # for the next start
 
     def _find(self, former: WorkersRecord) -> list[Orphan]:
         seen = list(processes_with(MARK))
@@ -292,7 +280,7 @@ class Orphans:
             self._log.warning("%s cannot be read (%s): nothing of former workers is looked for", self._path, e)
             return None
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write the record whole or not at all. If this process is killed meanwhile, the former record stays."""
         new = self._path.with_name(FILE + ".new")
         stored = {"boot": self._boot, "marks": self._marks, "workers": [asdict(w) for w in self._workers.values()]}

@@ -10,12 +10,12 @@ import yaml
 from supervisor.config.server import GroupConfig
 from supervisor.placement.eviction import (
     EvictionCandidate,
-    Holder,
     NoRoom,
     choose,
     choose_leavers,
     describe,
     missing_places,
+    places_of,
     share_group,
     surplus,
 )
@@ -24,12 +24,32 @@ from tests.supervisor.test_config import CUSTOM, load, problems
 CODERS = {"coders": GroupConfig(models=["a", "b", "c"], loaded=1)}
 
 
+def holder(
+    model: str,
+    groups: dict[str, GroupConfig],
+    *,
+    busy: bool = False,
+    may_leave: bool = True,
+    leaving: bool = False,
+    priority: int = 0,
+    idle_s: float = 0.0,
+) -> EvictionCandidate:
+    """Return a model that has a place in each of its groups."""
+    held = places_of(model, groups) if may_leave or leaving else {}
+    return EvictionCandidate(model, held, busy=busy or leaving, leaves=leaving, priority=priority, idle_s=idle_s)
+
+
 def test_the_longest_idle_model_of_the_lowest_priority_leaves() -> None:
     groups = {"g": GroupConfig(models=["a", "b", "c", "d"], loaded=3)}
     missing = missing_places("d", groups, ["a", "b", "c", "else"])
     assert missing == {"g": 1}
-    holders = [Holder("a", idle_s=5), Holder("b", idle_s=50), Holder("c", idle_s=500, priority=1), Holder("else")]
-    assert choose_leavers(missing, groups, holders) == ("b",)
+    holders = [
+        holder("a", groups, idle_s=5),
+        holder("b", groups, idle_s=50),
+        holder("c", groups, idle_s=500, priority=1),
+        holder("else", groups),
+    ]
+    assert choose_leavers(missing, holders) == ("b",)
     assert describe(missing, groups) == "group g: 3 at once"
     assert missing_places("a", groups, ["a", "b", "c"]) == {}, "a further worker of a loaded model needs no place"
     assert missing_places("else", groups, ["a", "b", "c"]) == {}
@@ -37,25 +57,29 @@ def test_the_longest_idle_model_of_the_lowest_priority_leaves() -> None:
 
 def test_busy_models_are_waited_for_and_models_that_stay_are_not() -> None:
     missing = missing_places("b", CODERS, ["a"])
-    assert choose_leavers(missing, CODERS, [Holder("a", busy=True)]) is NoRoom.WAIT
-    assert choose_leavers(missing, CODERS, [Holder("a", may_leave=False, leaving=True)]) is NoRoom.WAIT
-    assert choose_leavers(missing, CODERS, [Holder("a", may_leave=False)]) is NoRoom.NEVER
+    assert choose_leavers(missing, [holder("a", CODERS, busy=True)]) is NoRoom.WAIT
+    assert choose_leavers(missing, [holder("a", CODERS, may_leave=False, leaving=True)]) is NoRoom.WAIT
+    assert choose_leavers(missing, [holder("a", CODERS, may_leave=False)]) is NoRoom.NEVER
 
 
 def test_a_model_of_two_groups_needs_a_place_in_both() -> None:
     groups = {"one": GroupConfig(models=["big", "x"]), "two": GroupConfig(models=["big", "y"])}
     missing = missing_places("big", groups, ["x", "y"])
     assert missing == {"one": 1, "two": 1}
-    assert set(choose_leavers(missing, groups, [Holder("x"), Holder("y")])) == {"x", "y"}  # type: ignore[arg-type]
-    assert choose_leavers(missing, groups, [Holder("x"), Holder("y", busy=True)]) is NoRoom.WAIT, "none leaves in vain"
+    assert set(choose_leavers(missing, [holder("x", groups), holder("y", groups)])) == {"x", "y"}  # type: ignore[arg-type]
+    assert choose_leavers(missing, [holder("x", groups), holder("y", groups, busy=True)]) is NoRoom.WAIT, (
+        "none leaves in vain"
+    )
     assert missing_places("y", groups, ["x"]) == {}
     assert share_group("x", "big", groups)
     assert not share_group("x", "y", groups)
 
 
 def test_a_lowered_limit_is_a_surplus_of_models_that_do_not_leave_yet() -> None:
-    assert surplus(CODERS, [Holder("a"), Holder("b"), Holder("c", leaving=True)]) == {"coders": 1}
-    assert surplus(CODERS, [Holder("a"), Holder("b", leaving=True)]) == {}
+    assert surplus(CODERS, [holder("a", CODERS), holder("b", CODERS), holder("c", CODERS, leaving=True)]) == {
+        "coders": 1
+    }
+    assert surplus(CODERS, [holder("a", CODERS), holder("b", CODERS, leaving=True)]) == {}
 
 
 @dataclass
@@ -86,10 +110,11 @@ class Box:
     def holding(self) -> set[str]:
         return {*self.placed, *self.loading, *self.ready, *self.leaving}
 
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[EvictionCandidate]:
         return [
-            Holder(
+            holder(
                 m,
+                self.groups,
                 busy=m not in self.ready or m in self.busy,
                 leaving=m in self.leaving,
                 priority=self.priorities[m],
@@ -128,7 +153,7 @@ class Box:
         if model not in self.placed:
             missing = missing_places(model, self.groups, self.holding)
             if missing:
-                chosen = choose_leavers(missing, self.groups, self.holders())
+                chosen = choose_leavers(missing, self.holders())
                 self._leave_or_wait(model, chosen, one_loads=bool(self.placed or self.loading))
                 return
             self.placed.add(model)
