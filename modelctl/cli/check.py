@@ -18,6 +18,7 @@ from protocol.names import nearest
 from protocol.process.paths import default_runtime_dir
 from protocol.process.shown import masked
 from protocol.process.worker_spec import missing_for_gateway
+from supervisor.config.yaml_source import ConfigError
 from supervisor.workers.environment import loss
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     Each directory is checked as the model's worker checks it before it loads. Exit code 78 if anything is wrong.
     """
     from supervisor.config.folder_scanner import examine_with_folders
-    from supervisor.config.yaml_source import ConfigError
 
     try:
         examined, found = examine_with_folders(find_config(file, default_runtime_dir()), installed=not elsewhere)
@@ -101,7 +101,6 @@ _OF_FOLDERS = {"unread": "not looked into", "refused": "not served", "waiting": 
 def _of_port(examined: "Examined") -> "list[Problem]":
     """Return the problems that keep the supervisor from opening the TCP port of the file."""
     from supervisor.config.file import opening_of
-    from supervisor.config.yaml_source import ConfigError
 
     try:
         opening_of(examined.config)
@@ -250,7 +249,6 @@ def config(
     """
     from supervisor.config.folder_scanner import examine_with_folders
     from supervisor.config.report import settings_of
-    from supervisor.config.yaml_source import ConfigError
 
     if models and is_file(models[0]):
         if file is not None:

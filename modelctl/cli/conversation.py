@@ -152,7 +152,7 @@ class ChatSession:
         most = sampling.get("max_tokens")
         self.history = History(system, context, most if type(most) is int else None)
         self._told_of_dropping = False
-        self._client = runner.run(_connect(runtime_dir))
+        self._client = runner.run(AsyncClient(**way_to(runtime_dir), reconnect=False).connect())
 
     def close(self) -> None:
         self._runner.run(self._client.close())
@@ -327,12 +327,6 @@ class _Interrupts:
 
     def _give_hint(self) -> None:
         click.echo("\n(the model does not react; Ctrl-C again leaves it)", err=True)
-
-
-async def _connect(runtime_dir: Path) -> AsyncClient:
-    client = AsyncClient(**way_to(runtime_dir), reconnect=False)
-    await client.__aenter__()
-    return client
 
 
 # Hold a conversation in the terminal: each line is a question or a command.

@@ -96,8 +96,7 @@ def port_of(config: "Config", running: dict[str, Any] | None) -> Iterator[Findin
         address = config.gateway.listen
         yield _port("gateway", str(address), address.host, address.port, ours.get("gateway"))
     if (endpoint := config.supervisor.listen) is not None:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        yield _port("supervisor.listen", endpoint, host.strip("[]"), int(port), ours.get("tcp"))
+        yield _port("supervisor.listen", endpoint, *split_endpoint(endpoint), ours.get("tcp"))
 
 
 def _port(what: str, address: str, host: str, port: int, ours: dict[str, Any] | None) -> Finding:
@@ -451,14 +450,9 @@ def doctor(file: Path | None, as_json: bool, runtime_dir: Path) -> int:
 
 def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
     examined, wrong = _examine(file, runtime_dir)
-    engines = frozenset[str]()
-    if examined is not None:
-        engines = frozenset(spec.config.engine for spec in examined.config.models.values())
+    models = [] if examined is None else [spec.config for spec in examined.config.models.values()]
+    on_gpu = any(model.engine == "exllamav2" or model.gpu not in (None, "cpu", "auto") for model in models)
     workers = 0 if examined is None else examined.config.worker_count
-    on_gpu = examined is not None and any(
-        spec.config.engine == "exllamav2" or spec.config.gpu not in (None, "cpu", "auto")
-        for spec in examined.config.models.values()
-    )
     yield from within("machine", lambda: look(runtime_dir, log_dir(runtime_dir), workers))
     with looking_at("the driver and the GPUs"):
         nvml = read_nvml()
@@ -468,7 +462,7 @@ def _look(file: Path | None, runtime_dir: Path) -> Iterator[Finding]:
         yield from gpu_of(gpu, known)
     with looking_at("torch and exllamav2"):
         engine = read_engine()
-    yield from engine_of(engine, nvml, engines)
+    yield from engine_of(engine, nvml, frozenset(model.engine for model in models))
     yield from wrong
     if examined is not None:
         seen = examined

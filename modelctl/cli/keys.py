@@ -273,7 +273,7 @@ def set_(name: str, config: Path | None, store: "KeyStore", as_json: bool, **giv
 @as_json
 def list_(config: Path | None, store: "KeyStore", watch: bool, as_json: bool) -> None:
     """List the keys that are admitted."""
-    show(store.entries, lambda entries: keys_text(entries, terminal_width()), as_json=as_json, again=watch)
+    show(store.entries, keys_text, as_json=as_json, again=watch)
 
 
 def keys_text(entries: Sequence[dict[str, Any]], width: int | None) -> str:

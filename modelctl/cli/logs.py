@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from modelctl.cli import exit_codes, options
-from modelctl.cli.options import Duration, connect, is_remote, json_options
+from modelctl.cli.options import connect, duration_of, is_remote, json_options
 from modelctl.cli.root import CommandFailure, command, painted, say, take_text
 from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
 from protocol.errors import ConnectionLost
@@ -44,7 +44,7 @@ Read = Callable[..., dict[str, Any]]
 )
 @click.argument("model", default=SUPERVISOR_NAME, shell_complete=options.models)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
-@click.option("--since", type=Duration(), metavar="DURATION", help="Show the lines of the last 90s, 15m, 1h, 2d.")
+@click.option("--since", type=duration_of, metavar="DURATION", help="Show the lines of the last 90s, 15m, 1h, 2d.")
 @click.option(
     "-n", "--lines", type=click.IntRange(min=0), default=None, help="The most lines to show, the last ones."
     "  [default: 50, or all with --since]",
@@ -212,7 +212,7 @@ Event = dict[str, Any]
 )
 @options.some
 @click.option("-f", "--follow", is_flag=True, help="Go on printing, also when the supervisor is started again.")
-@click.option("--since", type=Duration(), metavar="DURATION", help="Show the events of the last 90s, 15m, 1h, 2d.")
+@click.option("--since", type=duration_of, metavar="DURATION", help="Show the events of the last 90s, 15m, 1h, 2d.")
 @click.option(
     "-n", "--lines", type=click.IntRange(min=0), default=None, help="The most events to show.  [default: 50, or all"
     " with --since]",
@@ -231,7 +231,7 @@ def events(
     most = (50 if since is None else None) if lines is None else lines
     live = _Live(runtime_dir)
     kept = [] if is_remote() else list(read_events(log_dir(runtime_dir)))
-    if not (known := live.new()) and not live.connected:
+    if not (known := live.new()) and live.client is None:
         click.echo("modelctl: no supervisor is running: these are the events of the last ones", err=True)
     remembered = known[0]["time"] if known else float("inf")  # the first that the supervisor remembers
     every = [*(event for event in kept if event["time"] < remembered), *known]
@@ -251,13 +251,10 @@ class _Live:
 
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
-        self._client: Any = None
+        self.client: Any = None
+        """None if none runs."""
         self._after: int | None = None
         self._newest = 0.0  # time of the newest event that was returned
-
-    @property
-    def connected(self) -> bool:
-        return self._client is not None
 
     def new(self) -> list[Event]:
         """Return the events since the last call, the oldest first. The first call returns all that are remembered.
@@ -265,29 +262,27 @@ class _Live:
         Raises ConnectionLost if a supervisor on another machine cannot be reached.
         """
         try:
-            if self._client is None:
-                self._client, self._after = connect(self._runtime_dir, admin=True), None
+            if self.client is None:
+                self.client, self._after = connect(self._runtime_dir, admin=True), None
             fresh = list(self._read())
         except ConnectionLost:
             if is_remote():
                 raise
-            self._client = None
+            self.client = None
             return []
         self._newest = max((event["time"] for event in fresh), default=self._newest)
         return fresh
 
     def workers(self) -> Sequence[options.Worker]:
         """Return the status of the workers of the supervisor that runs; nothing if none does."""
-        if self._client is None:
-            return ()
-        workers: Sequence[options.Worker] = self._client.status()["models"]
+        workers: Sequence[options.Worker] = () if self.client is None else self.client.status()["models"]
         return workers
 
     def _read(self) -> Iterator[Event]:
         again = self._after is None  # a new supervisor also remembers the events of the one before
         more = True
         while more:
-            reply = self._client.events(after=self._after or 0, limit=KEPT)
+            reply = self.client.events(after=self._after or 0, limit=KEPT)
             yield from (event for event in reply["events"] if not again or event["time"] > self._newest)
             self._after = reply["last"]
             more = reply["last"] < reply["newest"]

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from modelctl.cli import exit_codes
 from modelctl.cli.root import CommandFailure, command, in_colour, need
-from modelctl.cli.tables import ELLIPSIS
+from modelctl.cli.tables import ELLIPSIS, terminal_width
 from protocol.process.paths import default_runtime_dir
 from protocol.process.shown import steer
 from supervisor.config.spelling import CLOCK_UNITS, parse_duration
@@ -233,17 +233,13 @@ def user_directory() -> Path | None:
 # The type of options that take a duration.
 
 
-class Duration(click.ParamType[float]):
-    """Seconds, given as ``90s``, ``15m``, ``1h`` or ``2d``."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds of a text."""
-        try:
-            return parse_duration(value, (*CLOCK_UNITS, "d"))
-        except ValueError:
-            self.fail(f"{value!r} is no duration: give one such as 90s, 15m, 1h or 2d, a week at most", param, ctx)
+def duration_of(text: str) -> float:
+    """Return the seconds of ``90s``, ``15m``, ``1h`` or ``2d``. Raises BadParameter. The type of an option."""
+    try:
+        return parse_duration(text, (*CLOCK_UNITS, "d"))
+    except ValueError:
+        message = f"{text!r} is no duration: give one such as 90s, 15m, 1h or 2d, a week at most"
+        raise click.BadParameter(message) from None
 
 
 # The command completion, and the names of models for the shell's completion of other commands.
@@ -490,7 +486,7 @@ watch = click.option("-w", "--watch", is_flag=True, help="Look again each second
 
 def show(
     read: Callable[[], T],
-    text: Callable[[T], str],
+    text: Callable[[T, int | None], str],
     *,
     as_json: bool,
     again: bool = False,
@@ -498,6 +494,7 @@ def show(
 ) -> None:
     """Print what ``read`` returns, as JSON or as the text that ``text`` makes of it.
 
+    text     gets the value, and the columns of the terminal; None for all columns
     as_json  print JSON; with ``again``, each look is one line
     as_data  makes of the value what is printed as JSON; without it, that is the value itself
     again    go on until Ctrl-C. On a terminal, a further look takes the place of the one before
@@ -505,7 +502,7 @@ def show(
 
     def look() -> str:
         value = read()
-        return json.dumps(as_data(value), indent=None if again else 2) if as_json else text(value)
+        return json.dumps(as_data(value), indent=None if again else 2) if as_json else text(value, terminal_width())
 
     click.echo(look())
     in_place = again and not as_json and sys.stdout.isatty()

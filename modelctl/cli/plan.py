@@ -11,7 +11,7 @@ import click
 from modelctl.cli import exit_codes
 from modelctl.cli.options import as_json, config_file, connect, find_config, runtime_dir_option, show, watch
 from modelctl.cli.root import CommandFailure, command
-from modelctl.cli.tables import GAP, Column, clean, name_lines, table, terminal_width, wrapped
+from modelctl.cli.tables import GAP, Column, clean, name_lines, table, wrapped
 from supervisor.config.reading import AUTO, is_name, labels_of
 from supervisor.config.spelling import size
 
@@ -151,7 +151,7 @@ def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, 
 
     show(
         read,
-        lambda box: "\n".join([plan_text(latest, box, names, terminal_width(), asleep.lines()), *groups_of]),
+        lambda box, width: "\n".join([plan_text(latest, box, names, width, asleep.lines()), *groups_of]),
         as_data=lambda box: {
             **_as_data(latest, box), "host_memory": asleep.as_data(), "names": names, "groups": groups,
         },

@@ -79,8 +79,7 @@ def requests(models: tuple[str, ...], ended: bool, limit: int, watch: bool, as_j
                 return reply | {"requests": [each for each in reply["requests"] if _is_of(each, wanted)][-limit:]}
             return client.requests(limit) if wanted is None else of_models(client.requests(MOST), wanted, limit)
 
-        text = ended_text_of if ended else requests_text
-        show(read, lambda reply: text(reply, terminal_width()), as_json=as_json, again=watch)
+        show(read, ended_text_of if ended else requests_text, as_json=as_json, again=watch)
 
 
 def _wanted(client: "Client", given: Sequence[str]) -> set[str]:
@@ -332,11 +331,11 @@ def usage(
     if as_csv and as_json:
         raise click.UsageError("give --csv or --json, not both")
     with connect(runtime_dir) as client:
-        show(
-            lambda: grouped(_read(client, key, model, since), by),
-            lambda answer: csv_of(answer, by) if as_csv else usage_text(answer, terminal_width(), by),
-            as_json=as_json, again=watch,
-        )  # fmt: skip
+
+        def text(answer: dict[str, Any], width: int | None) -> str:
+            return csv_of(answer, by) if as_csv else usage_text(answer, width, by)
+
+        show(lambda: grouped(_read(client, key, model, since), by), text, as_json=as_json, again=watch)
 
 
 def _read(client: "Client", key: str | None, model: str | None, since: str | None) -> dict[str, Any]:

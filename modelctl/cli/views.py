@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,7 +11,7 @@ import click
 from modelctl.cli import options, root, tables
 from modelctl.cli.options import connect, json_options, show, watch
 from modelctl.cli.root import command, completed
-from modelctl.cli.tables import Column, clean, table, terminal_width, wrapped
+from modelctl.cli.tables import Column, clean, table, wrapped
 from supervisor.config.spelling import duration, percentage_of, size
 
 if TYPE_CHECKING:
@@ -188,12 +189,7 @@ def ps(models: tuple[str, ...], watch: bool, as_json: bool, runtime_dir: Path) -
     --watch and --json, each look is a line.
     """
     with connect(runtime_dir, admin=True) as client:
-        show(
-            lambda: _read(client, models),
-            lambda answer: ps_text(answer["models"], terminal_width()),
-            as_data=lambda answer: answer["models"],
-            as_json=as_json, again=watch,
-        )  # fmt: skip
+        show(lambda: _read(client, models)["models"], ps_text, as_json=as_json, again=watch)
 
 
 def _read(client: "Client", models: Sequence[str]) -> dict[str, Any]:
@@ -241,11 +237,8 @@ def status(models: tuple[str, ...], verbose: bool, watch: bool, as_json: bool, r
     Without --verbose, only known values and problems are shown.
     """
     with connect(runtime_dir, admin=True) as client:
-        show(
-            lambda: _read(client, models),
-            lambda answer: status_text(answer, terminal_width(), verbose=verbose, of_supervisor=not models),
-            as_json=as_json, again=watch,
-        )  # fmt: skip
+        text = partial(status_text, verbose=verbose, of_supervisor=not models)
+        show(lambda: _read(client, models), text, as_json=as_json, again=watch)
 
 
 def status_text(answer: dict[str, Any], width: int | None, *, verbose: bool, of_supervisor: bool) -> str:
@@ -377,11 +370,7 @@ def cluster(watch: bool, as_json: bool, runtime_dir: Path) -> None:
     the workers of each machine, and those that wait for one.
     """
     with connect(runtime_dir, admin=True) as client:
-        show(
-            lambda: described(client.status()),
-            lambda found: cluster_text(found, terminal_width()),
-            as_json=as_json, again=watch,
-        )  # fmt: skip
+        show(lambda: described(client.status()), cluster_text, as_json=as_json, again=watch)
 
 
 def described(status: Values) -> dict[str, Any] | None:
@@ -392,28 +381,23 @@ def described(status: Values) -> dict[str, Any] | None:
     found = status["supervisor"]["cluster"]
     if found is None:
         return None
-    workers: dict[str | None, list[Values]] = {}
-    for worker in status["models"]:
-        workers.setdefault(worker["node"], []).append(worker)
+
+    def workers_on(node: str | None) -> list[dict[str, Any]]:
+        own = (worker for worker in status["models"] if worker["node"] == node)
+        return [{key: worker[key] for key in ("name", "model", "state")} for worker in own]
+
+    nodes = found["nodes"]
     return {
         **found,
         "nodes": [
-            {
-                **node,
-                "workers": _listed([*workers.get(node["name"], ()), *(workers.get(None, ()) if node["own"] else ())]),
-            }
-            for node in found["nodes"]
+            {**node, "workers": workers_on(node["name"]) + (workers_on(None) if node["own"] else [])} for node in nodes
         ],
         "waiting": [
-            {"name": worker["name"], "node": worker["node"], "reason": worker["reason"]}
+            {key: worker[key] for key in ("name", "node", "reason")}
             for worker in status["models"]
             if worker["state"] == "starting" and worker["reason"]
         ],
     }
-
-
-def _listed(workers: Sequence[Values]) -> list[dict[str, Any]]:
-    return [{key: worker[key] for key in ("name", "model", "state")} for worker in workers]
 
 
 def cluster_text(found: Values | None, width: int | None) -> str:
