@@ -372,7 +372,6 @@ _TOKENS = click.IntRange(1, 1_000_000)
 @command(
     ("modelctl bench llama-8b", "Measure one model with 1, 8 and 32 requests at once"),
     ("modelctl bench llama-8b stories -c 1,16 -p 512 -n 256 -o speed.json", "Measure two models, keep the figures"),
-    ("modelctl bench llama-8b -c 1,2,4,8,16 --plot speed.svg", "Draw tokens per second over streams"),
 )
 @options.named
 @click.option(
@@ -397,14 +396,14 @@ _TOKENS = click.IntRange(1, 1_000_000)
     help="How often each number of streams is measured.",
 )  # fmt: skip
 @click.option("--warmups", "--num-warmups", type=click.IntRange(0, 100), default=1, show_default=True,
-              help="Runs before, with short answers, that are not counted.")  # fmt: skip
+              help="Runs before, which are not counted.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random prompts.")
 @click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     callback=_writable,
-    help="Write what --json prints into this file, too.",
+    help="Write the JSON into this file, too.",
 )
 @click.option(
     "--plot",
@@ -412,7 +411,7 @@ _TOKENS = click.IntRange(1, 1_000_000)
     metavar="FILE.svg",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     callback=_writable,
-    help="Draw tokens per second over streams into this file.",
+    help="Draw tokens per second into this file.",
 )
 @json_options
 def bench(
@@ -420,10 +419,8 @@ def bench(
 ) -> None:
     """Measure how fast models of the running supervisor answer.
 
-    Several MODELs are measured one after the other. MODEL may be a pattern in quotes, such as 'llama-*'.
-
-    In each run as many requests are sent at once as there are streams, over one connection, greedy, all of the same
-    length. Ctrl-C cancels them and shows the results so far.
+    MODEL may be a pattern in quotes, such as 'llama-*'. Requests are greedy, and all of the same length. Ctrl-C shows
+    the results so far.
     """
     report = _Report(out, drawn, as_json)
     try:

@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 @command(
     ("modelctl check", "Check ./models.yaml and the models that it names"),
     ("modelctl check --elsewhere models.yaml", "Check a file that is for another machine"),
-    ("modelctl check --json-schema > models.schema.json", "Write the JSON schema of models.yaml, for an editor"),
 )
 @config_file
 @click.option(
     "--elsewhere",
     is_flag=True,
-    help="The file is for another machine: do not check this machine's GPUs and installed packages.",
+    help="The file is for another machine: do not check GPUs and packages here.",
 )
 @instead(
     "--json-schema",
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 def check(file: Path | None, elsewhere: bool, as_json: bool) -> int:
     """Check a models.yaml (FILE) and the models' directories, and say all that is wrong, line by line. Starts nothing.
 
-    Each directory is checked as the model's worker checks it before it loads. Exit code 78 if anything is wrong.
+    Exit code 78 if anything is wrong.
     """
     from supervisor.config.folder_scanner import examine_with_folders
 
@@ -227,7 +226,6 @@ def _tell(of_file: "Collection[Problem]", of_machine: "Collection[Problem]", as_
 @command(
     ("modelctl config", "Show what models.yaml and the environment set, and where"),
     ("modelctl config letters --all", "Show every key of one model, defaults too"),
-    ("modelctl config ./other.yaml letters", "Show the keys of a model of another file"),
 )
 @click.argument("models", nargs=-1, metavar="[FILE] [MODEL]...", shell_complete=options.models)
 @click.option(
@@ -243,9 +241,8 @@ def config(
 ) -> int:
     """Show the value of each key, and where it comes from: of models.yaml (FILE), or of each MODEL in it.
 
-    FILE has a slash, or ends with .yaml or .yml. Values are written as YAML.
-    The last of these wins: the default, the model's tabby_config.yml, models.yaml, the environment
-    (MODELCTL_SECTION__KEY), a flag. Starts nothing.
+    FILE has a slash, or ends with .yaml or .yml. The last of these wins: the default, the model's tabby_config.yml,
+    models.yaml, the environment (MODELCTL_SECTION__KEY), a flag.
     """
     from supervisor.config.folder_scanner import examine_with_folders
     from supervisor.config.report import settings_of

@@ -426,7 +426,6 @@ INDENT: Final = 6
 
 @command(
     ("modelctl doctor", "Look at drivers, GPUs, packages, disks, models.yaml and the cluster"),
-    ("modelctl doctor --json", "The same for a program"),
 )
 @config_file
 @as_json
@@ -434,8 +433,7 @@ INDENT: Final = 6
 def doctor(file: Path | None, as_json: bool, runtime_dir: Path) -> int:
     """Look at everything that serving a models.yaml (FILE) needs. Each line says ok, or what to do.
 
-    Nothing is changed, and nothing hangs: each look has a deadline. If a model is ready, it generates four tokens. With
-    a section cluster, a short task of Ray has a look at each other machine. Exit code 1 if something is bad.
+    Nothing is changed. If a model is ready, it generates four tokens. Exit code 1 if something is bad.
     """
     found: list[Finding] = []
     for finding in _look(file, runtime_dir):

@@ -77,13 +77,13 @@ class Draft:
     "roots",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
-    help="Directory into which files of the models may be links. May be repeated.",
+    help="Directory into which files of the models may be links.",
 )
 @click.option(
     "--from",
     "foreign",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Translate TabbyAPI's config.yml or llama-swap's config.yaml. Nothing that it names is run.",
+    help="Translate TabbyAPI's config.yml or llama-swap's config.yaml.",
 )
 @click.option(
     "--http",
@@ -98,9 +98,8 @@ def init(
     """Write ./models.yaml. Starts nothing.
 
     With DIRECTORY, the file gets an entry for each model at or below DIRECTORY that an engine can load, and a section
-    `gateway`, which opens OpenAI's and Anthropic's APIs and the page. With --from, it gets what another program's file
-    says, and the command lists what has no counterpart. Without both, the file is a sample with the demo models, which
-    run on the CPU, and with every key explained.
+    `gateway` for HTTP. With --from, it gets what another program's file says. Without both, the file is a sample with
+    the demo models and with every key explained.
     """
     if foreign is not None and directory is not None:
         raise click.UsageError("give a DIRECTORY or --from, not both: the file of --from names its models")

@@ -124,9 +124,7 @@ def _value(text: str, is_number: bool) -> str | int | None:
 @command(
     ("modelctl keys new laptop", "Make a key that may send requests"),
     ("modelctl keys new ops --rights status,admin", "Make a key for an operator"),
-    ("modelctl keys new guest --max-in-flight 4 --tokens-per-day 200000", "Make a key with limits"),
     ("modelctl keys new web --http --models 'letters,qwen*' --expires 30d", "Make a token for a client over HTTP"),
-    ("modelctl keys new web --token-file web.token", "Admit a token that clients have already"),
     of=keys,
 )
 @click.argument("name")
@@ -153,8 +151,7 @@ def new(
 ) -> None:
     """Make a key for client NAME. Its secret is written to the key file, once, and kept nowhere else.
 
-    With --http the secret is a token. It is shown once, and only its SHA-256 is kept. Without --rights, a key may send
-    requests (infer).
+    Without --rights, a key may send requests (infer).
     """
     from supervisor.keys.records import KeysProblem, check_name
     from supervisor.keys.store import read_token
@@ -253,8 +250,7 @@ def _gateway_url(examined: "tuple[Path, Config] | None") -> str | None:
 def set_(name: str, config: Path | None, store: "KeyStore", as_json: bool, **given: str | None) -> None:
     """Change rights and limits of the key of client NAME. `none` takes a limit away.
 
-    Options that are not given stay as they are. A running supervisor sees the change within a second. Requests that
-    were accepted before go on.
+    Options that are not given stay as they are. Requests that were accepted before go on.
     """
     changes = _parsed(given)
     if not changes:
@@ -284,16 +280,13 @@ def keys_text(entries: Sequence[dict[str, Any]], width: int | None) -> str:
     return table(COLUMNS, [_row(entry) for entry in entries], width)
 
 
-@command(("modelctl keys revoke laptop", "End the connections of a key, and admit it no more"), of=keys)
+@command(("modelctl keys revoke laptop", "Admit a key no more"), of=keys)
 @click.argument("name")
 @_config_option
 @_keys_option
 @as_json
 def revoke(name: str, config: Path | None, store: "KeyStore", as_json: bool) -> None:
-    """Remove the key of client NAME from the list.
-
-    The supervisor ends the key's requests and connections within a second.
-    """
+    """Remove the key of client NAME from the list, and end its requests and connections."""
     store.revoke(name)
     click.echo(json.dumps({"revoked": name}) if as_json else f"key {name!r} is revoked")
 

@@ -40,7 +40,7 @@ Read = Callable[..., dict[str, Any]]
 @command(
     ("modelctl logs", "Show the last lines of the supervisor's log"),
     ("modelctl logs -f llama-8b", "Follow a model's log"),
-    ("modelctl logs gateway --since 1h", "Show what the gateway has said in the last hour"),
+    ("modelctl logs gateway --since 1h", "Show the gateway's last hour"),
 )
 @click.argument("model", default=SUPERVISOR_NAME, shell_complete=options.models)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as the log grows.")
@@ -56,8 +56,8 @@ def logs(
 ) -> None:
     """Show a model's log, or the supervisor's own; MODEL may be `gateway`, too.
 
-    Where MODEL has several workers, MODEL:2 is the second. With --connect, at most the last 1000 lines are shown
-    without --since, and the key needs the right `admin`. On a terminal, control characters are shown as U+FFFD.
+    MODEL:2 is the second worker of MODEL. With --connect, at most the last 1000 lines are shown without --since, and
+    the key needs the right `admin`.
     """
     take_text(raw=raw)
     begin = None if since is None else time.time() - since
@@ -207,8 +207,7 @@ Event = dict[str, Any]
 
 @command(
     ("modelctl events", "Show the last 50 events"),
-    ("modelctl events --since 8h", "Show what happened tonight"),
-    ("modelctl events llama-8b --follow", "Show the events of a model, and each new one"),
+    ("modelctl events llama-8b --since 8h --follow", "Show what happened to a model tonight, and each new event"),
 )
 @options.some
 @click.option("-f", "--follow", is_flag=True, help="Go on printing, also when the supervisor is started again.")
@@ -224,8 +223,6 @@ def events(
     """Show starts, deaths, reloads, evictions and other events, with their causes: all, or those of each MODEL.
 
     MODEL may be a pattern in quotes, such as 'llama-*', or a model that only the events still know.
-    Events are kept on disk. So those of a supervisor that has ended can be shown, too. With --json, each event is a
-    line of JSON.
     """
     begin = 0.0 if since is None else time.time() - since
     most = (50 if since is None else None) if lines is None else lines
@@ -342,8 +339,7 @@ def line_of(event: Event, width: int | None) -> str:
 
 @command(
     ("modelctl log-level", "Show the levels"),
-    ("modelctl log-level llama-8b debug", "Have the workers of a model write more, without a restart"),
-    ("modelctl log-level info", "Set all levels"),
+    ("modelctl log-level llama-8b debug", "Have the workers of a model write more"),
 )
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=options.models)
 @click.argument("level", required=False, metavar="[LEVEL]", type=click.Choice(LEVELS))

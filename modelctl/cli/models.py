@@ -47,14 +47,13 @@ if TYPE_CHECKING:
 @command(
     ("modelctl start llama-8b", "Start a model and wait until it is ready"),
     ("modelctl start llama-8b stories --no-wait", "Start two models, and do not wait for them"),
-    ("modelctl start --all", "Start every model that is not up"),
 )
 @options.or_all
 @order_options
 def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Start each MODEL and show how it loads.
 
-    MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
+    MODEL may be a pattern in quotes, such as 'llama-*'.
     """
     what = "the start of {} goes on: `modelctl ps` shows it, `modelctl stop` ends it"
     with ordering(runtime_dir, models, what, every=every) as (client, names):
@@ -65,8 +64,7 @@ def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, ru
 
 @command(
     ("modelctl stop llama-8b", "Let the requests of a model finish, then end its process"),
-    ("modelctl stop llama-8b --now", "End a process now; its requests end with an error"),
-    ("modelctl stop 'llama-*'", "Stop the models whose names begin like this"),
+    ("modelctl stop 'llama-*' --now", "End the models whose names begin like this now"),
 )
 @options.or_all
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
@@ -74,7 +72,7 @@ def start(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, ru
 def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop each MODEL once its requests are finished.
 
-    MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files.
+    MODEL may be a pattern in quotes, such as 'llama-*'.
     """
     faster = "" if now else ", `modelctl stop --now` ends its requests"
     what = "the stop of {} goes on: `modelctl ps` shows it" + faster
@@ -83,7 +81,6 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
 
 
 @command(
-    ("modelctl unload llama-8b", "End the process of a model; its next request starts it again"),
     ("modelctl unload --all", "Give the memory of all models back until somebody asks for them"),
 )
 @options.or_all
@@ -91,8 +88,7 @@ def stop(models: tuple[str, ...], every: bool, now: bool, no_wait: bool, as_json
 def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop each MODEL once its requests are finished; its next request starts it again.
 
-    MODEL may be a pattern in quotes, such as 'llama-*', so that the shell does not take it for names of files. Requests
-    that wait for a model bring it back at once: `modelctl stop` ends them.
+    MODEL may be a pattern in quotes, such as 'llama-*'. Requests that wait for a model bring it back at once.
     """
     what = "the unloading of {} goes on: `modelctl ps` shows it"
     with ordering(runtime_dir, models, what, every=every) as (client, names):
@@ -100,16 +96,14 @@ def unload(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, r
 
 
 @command(
-    ("modelctl restart llama-8b", "Restart a model; its requests wait meanwhile"),
-    ("modelctl restart --all", "Restart every model"),
+    ("modelctl restart llama-8b", "Restart a model"),
 )
 @options.or_all
 @order_options
 def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, runtime_dir: Path) -> None:
     """Stop each MODEL and start it again; its requests wait meanwhile.
 
-    If a model has several workers, they are restarted one after the other. MODEL may be a pattern in quotes, such as
-    'llama-*', so that the shell does not take it for names of files.
+    Several workers of a model are restarted one after the other. MODEL may be a pattern in quotes, such as 'llama-*'.
     """
     what = "the restart of {} goes on: `modelctl ps` shows it"
     with ordering(runtime_dir, models, what, every=every) as (client, names):
@@ -122,16 +116,12 @@ def restart(models: tuple[str, ...], every: bool, no_wait: bool, as_json: bool, 
 
 
 @command(
-    ("modelctl shutdown", "Let all requests finish, then end all models and the supervisor"),
-    ("modelctl shutdown --now", "End everything now"),
+    ("modelctl shutdown", "Let all requests finish, then end everything"),
 )
 @click.option("--now", is_flag=True, help="Do not wait for running requests; they end with an error.")
 @json_options
 def shutdown(now: bool, as_json: bool, runtime_dir: Path) -> None:
-    """Stop every model, then the supervisor.
-
-    Returns when the supervisor is gone.
-    """
+    """Stop every model, then the supervisor."""
     with connect(runtime_dir, admin=True) as client:
         pid = client.status()["supervisor"]["pid"]
         pidfd = _pidfd_of(listener_of(client), pid)
@@ -256,7 +246,6 @@ def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pat
 @command(
     ("modelctl reload", "Apply what has changed in models.yaml"),
     ("modelctl reload llama-8b", "Give one model new workers, since its weights on disk have changed"),
-    ("modelctl reload 'llama-*'", "Give each of these models new workers"),
 )
 @options.some
 @click.option("--beside", "how", flag_value="beside", help="Start each new worker beside the old one.")
@@ -265,10 +254,9 @@ def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pat
 def reload(models: tuple[str, ...], how: str | None, no_wait: bool, as_json: bool, runtime_dir: Path) -> int:
     """Apply models.yaml as it is now; no request is lost.
 
-    Models that have not changed keep their processes. With MODEL, only that model is reloaded: its workers are replaced
-    even if nothing has changed, and the section supervisor is not applied. A new worker is started beside the old one
-    if both fit. Otherwise requests wait while the worker is replaced. MODEL may be a pattern in quotes: 'llama-*'.
-    A file with an error changes nothing.
+    Models that have not changed keep their processes. With MODEL, only that model is reloaded, even if nothing has
+    changed. A new worker is started beside the old one if both fit. Otherwise requests wait while the worker is
+    replaced. MODEL may be a pattern in quotes: 'llama-*'. A file with an error changes nothing.
     """
     with connect(runtime_dir, admin=True) as client:
         # A supervisor on another machine reports the errors of its file itself.

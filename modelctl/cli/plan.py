@@ -102,15 +102,15 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
 
 
 @command(
-    ("modelctl plan", "Show which models of ./models.yaml fit on the GPUs of this machine"),
-    ("modelctl plan models.yaml --gpus 24G,24G", "Show which models would fit on two GPUs of 24 GiB"),
+    ("modelctl plan", "Show which models of ./models.yaml fit on this machine"),
+    ("modelctl plan models.yaml --gpus 24G,24G", "Show which would fit on two GPUs of 24 GiB"),
 )
 @config_file
 @click.option(
     "--gpus",
     metavar="SIZES",
     callback=_gpus,
-    help="Plan for a box with these GPUs, empty, such as 24G,24G,48G, instead of this one.",
+    help="Plan for a box with these empty GPUs, such as 24G,24G,48G.",
 )
 @watch
 @as_json
@@ -118,10 +118,8 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
 def plan(file: Path | None, gpus: list[int] | None, watch: bool, as_json: bool, runtime_dir: Path) -> int:
     """Show which models of a models.yaml (FILE) fit on the GPUs. Starts nothing.
 
-    Shows what each model would take of which GPU, and the host memory of lazy models while they sleep. Models on other
-    machines are listed with their machine. --watch reads the GPUs again, not the file.
-
-    Exit code 3 if those that start with the supervisor do not all find room, 1 if one of them cannot be loaded at all.
+    --watch reads the GPUs again, not the file. Exit code 3 if the models that start with the supervisor do not all find
+    room, 1 if one of them cannot be loaded at all.
     """
     from supervisor.config.folder_scanner import examine_with_folders
     from supervisor.config.yaml_source import ConfigError

@@ -310,7 +310,7 @@ LOOK_S: Final = 120.0
               "[default: beside MODEL's, such as llama-8b-4.0bpw]")  # fmt: skip
 @click.option("--gpu", type=click.IntRange(0), help="The GPU to use.  [default: the one with the most free memory]")
 @click.option("--measurement", metavar="FILE", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="measurement.json of an earlier result of the same model; saves the measuring.")  # fmt: skip
+              help="measurement.json of an earlier result of the same model.")  # fmt: skip
 @click.option("--no-test", is_flag=True, help="Leave out the test generation.")
 @click.option("-c", "--config", metavar="FILE", type=click.Path(path_type=Path),
               help="The models.yaml that has MODEL.")  # fmt: skip
@@ -328,10 +328,8 @@ def quantize(
 ) -> None:
     """Convert MODEL, in 16 bits, to EXL2. MODEL is a directory, or a name in models.yaml.
 
-    ExLlamaV2's own converter measures, quantizes and compiles, on one GPU, for minutes to hours. It saves its state
-    every three minutes in DIR.job. After Ctrl-C, or any other end, the same command goes on from there.
-
-    At the end the new model is loaded and generates some tokens, and its entry for models.yaml is printed.
+    It takes minutes to hours on one GPU. The state is saved every three minutes in DIR.job. After Ctrl-C, or any other
+    end, the same command goes on from there.
     """
     from supervisor.placement.estimates import CONTEXT
 

@@ -43,9 +43,7 @@ ENDED_COLUMNS = (
 
 @command(
     ("modelctl requests", "List the unfinished requests, the oldest first"),
-    ("modelctl requests 'llama-*'", "List those of some models"),
-    ("modelctl requests --json", "The same for a program, with all that is known"),
-    ("modelctl requests --ended -n 20", "List the last 20 requests that have ended, the newest last"),
+    ("modelctl requests --ended -n 20", "List the last 20 requests that have ended"),
 )
 @options.some
 @click.option("--ended", is_flag=True, help="List the last requests that have ended, the newest last.")
@@ -62,9 +60,8 @@ ENDED_COLUMNS = (
 def requests(models: tuple[str, ...], ended: bool, limit: int, watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """List the unfinished requests, or those of each MODEL; a pattern such as 'llama-*' needs quotes.
 
-    PROMPT, CACHED and ANSWER count tokens; ~ marks an estimate. With --ended: END is the finish reason or the error,
-    WAITED the time until a worker began, FIRST TOKEN and TOOK the time until the first token and the end, and TOK/S the
-    speed behind the first token.
+    PROMPT, CACHED and ANSWER count tokens; ~ marks an estimate. With --ended, WAITED is the time until a worker began,
+    and TOK/S the speed behind the first token.
     """
     if not ended and limit > MOST:
         raise click.BadParameter(f"{limit} is more than {MOST} unfinished requests.", param_hint="--limit")
@@ -131,15 +128,13 @@ def ended_text_of(reply: dict[str, Any], width: int | None) -> str:
 
 @command(
     ("modelctl cancel 12-3", "End a request, which `modelctl requests` lists as 12-3"),
-    ("modelctl cancel req_0a1b2c", "End a request by the header x-request-id of its HTTP answer"),
 )
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @json_options
 def cancel(ids: tuple[str, ...], as_json: bool, runtime_dir: Path) -> None:
     """Cancel requests of any client.
 
-    ID is the name of a request in `modelctl requests`, or the id of an HTTP request or of its answer, as for
-    `modelctl story`. The client gets what was computed until then, with the finish reason `cancelled`.
+    ID is one as for `modelctl story`. The client gets what was computed until then, with the finish reason `cancelled`.
     """
     with connect(runtime_dir, admin=True) as client:
         for each in ids:
@@ -183,7 +178,6 @@ INDENT = 12
 @command(
     ("modelctl story 12-3", "Tell what became of request 12-3 of `modelctl requests`"),
     ("modelctl story req_0a1b2c", "The same by the header x-request-id of an HTTP answer"),
-    ("modelctl story chatcmpl-4d5e6f --json", "By the id of an answer, for a program"),
 )
 @click.argument("id_", metavar="ID")
 @json_options
@@ -295,12 +289,10 @@ def _by(context: click.Context, option: click.Parameter, given: str) -> tuple[st
 @command(
     ("modelctl usage", "Show the tokens of every key, model and day"),
     ("modelctl usage --key laptop --since 7d", "Show those of one key in the last seven days"),
-    ("modelctl usage --by key --since 30d", "Show the sum of each key over thirty days"),
     ("modelctl usage --by month,model --csv", "Print the sum of each month and model for a spreadsheet"),
-    ("modelctl usage --model llama-8b --since 2026-01-01 --json", "Print those of one model as JSON"),
 )
 @click.option("--key", metavar="NAME", help="Only this key; an empty text for requests without a key.")
-@click.option("--model", metavar="NAME", help="Only this model, or those of a quoted pattern: 'llama-*'.")
+@click.option("--model", metavar="NAME", help="Only this model, or those of a pattern.")
 @click.option("--since", metavar="DAY", callback=_since, help="First day: 2026-01-31, or 7d for the last seven days.")
 @click.option(
     "--by",
@@ -308,7 +300,7 @@ def _by(context: click.Context, option: click.Parameter, given: str) -> tuple[st
     callback=_by,
     default="day,key,model",
     show_default=True,
-    help="Sums by key, model, day or month; several with commas.",
+    help="Of key, model, day and month, with commas.",
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, without the sum of all.")
 @watch
@@ -323,7 +315,7 @@ def usage(
     as_json: bool,
     runtime_dir: Path,
 ) -> None:
-    """Show requests and tokens by key, model and day (UTC), or by what --by names.
+    """Show requests and tokens by key, model and day (UTC).
 
     IN are tokens of prompts, CACHED those of them that the model's cache had, and OUT tokens of answers. A key without
     the rights status and admin sees its own usage only.

@@ -219,7 +219,6 @@ def _draw_option(name: str, meaning: str, usual: float) -> Callable[[F], F]:
     ('modelctl run letters "sort: d b a c ->"', "Print one answer"),
     ("modelctl run stories", "Hold a conversation"),
     ('modelctl run llama-8b "Summarize this." < report.txt', "Ask about a file"),
-    ('modelctl run llama-8b "Name a colour." --choice red --choice blue', "Choose one of two answers"),
     ('modelctl run llama-8b "Hello" --set top_a=0.2 --json', "Set any option; print lines of JSON"),
 )
 @click.argument("model", shell_complete=completion.models)
@@ -233,16 +232,16 @@ def _draw_option(name: str, meaning: str, usual: float) -> Callable[[F], F]:
 @_draw_option("--min-p", "Leave out tokens less likely than this share of the likeliest.", 0.0)
 @_draw_option("--repetition-penalty", "Above 1, tokens that came before are less likely.", 1.0)
 @click.option("--min-tokens", type=int, help="Least tokens of an answer.  [default: 0]")
-@click.option("--seed", type=int, help="Seed of the draws: the same seed draws the same tokens.  [default: random]")
-@click.option("--stop", multiple=True, help="String that ends the answer; may be given several times.")
+@click.option("--seed", type=int, help="Seed of the draws.  [default: random]")
+@click.option("--stop", multiple=True, help="String that ends the answer; may be repeated.")
 @click.option(
     "--json-schema",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     callback=_schema,
-    help="File with a JSON schema: the answer is JSON that validates.",
+    help="The answer is JSON that validates by the schema in this file.",
 )
 @click.option("--regex", help="The whole answer matches this regular expression.")
-@click.option("--choice", multiple=True, help="A text that the answer may be; may be given several times.")
+@click.option("--choice", multiple=True, help="A text that the answer may be; repeat it.")
 @click.option(
     "--priority",
     type=click.Choice(["interactive", "normal", "batch"]),
@@ -253,7 +252,7 @@ def _draw_option(name: str, meaning: str, usual: float) -> Callable[[F], F]:
     "deadline_ms",
     metavar="DURATION",
     callback=_milliseconds,
-    help="Longest wait for an answer's end: seconds, or such as 500ms, 30s or 5m.",
+    help="Longest wait for an answer's end, such as 500ms, 30s or 5m.",
 )
 @click.option(
     "--set",
@@ -261,7 +260,7 @@ def _draw_option(name: str, meaning: str, usual: float) -> Callable[[F], F]:
     multiple=True,
     metavar="NAME=VALUE",
     callback=_fields,
-    help="Any other field of a request; VALUE is JSON, or else text. May be given several times.",
+    help="Any other field of a request; VALUE is JSON, or else text. May be repeated.",
 )
 @click.option("--raw-output", is_flag=True, help="Print control characters of the answer as they are.")
 @click.option("--logprobs", is_flag=True, help="With --json: each token's log-probability.")
@@ -284,9 +283,6 @@ def run(
     between. A terminal without PROMPT holds a conversation: /help lists its commands, /bye or Ctrl-D ends it.
 
     With --json, each piece of the answer is a line of JSON, and the last line has the whole text and the figures.
-
-    On a terminal, control characters of the answer are shown as U+FFFD.
-
     Ctrl-C ends the answer; a second Ctrl-C does not wait for the model.
     """
     take_text(raw=raw_output)

@@ -388,7 +388,6 @@ PATIENCE_S = 35.0
 
 @command(
     ("modelctl gateway --connect tcp://192.168.1.5:5570 --key-file web.key", "Serve another machine's models"),
-    ("modelctl gateway --listen 9000 --auth none", "Serve the models of this machine, for a try, without tokens"),
 )
 @click.option("--listen", metavar="ADDRESS:PORT", help="Address and port to listen on.  [default: 127.0.0.1:8000]")
 @click.option("--auth", metavar="keys|none", help="none: requests need no token; for loopback only.  [default: keys]")
@@ -414,10 +413,8 @@ PATIENCE_S = 35.0
 def gateway(runtime_dir: Path, log_level: str, log_format: str, **given: Any) -> int:
     """Serve OpenAI's API over HTTP in this terminal, for a supervisor that runs already.
 
-    The supervisor on this machine needs no such command: the section `gateway` of models.yaml does the same. For one on
-    another machine, give --connect and a key with the right `gateway` (`modelctl keys new NAME --rights gateway`).
-
-    The options are the keys of the section `gateway`, and those of the log.
+    On the supervisor's machine, the section `gateway` of models.yaml does the same. For another machine, give --connect
+    and a key with the right `gateway`. The options are keys of the section `gateway`.
     """
     from protocol.client.transport import ClientKey
     from protocol.process.logs import begin_log, never_wait

@@ -339,9 +339,8 @@ def service() -> None:
 
 
 @command(
-    ("modelctl service install --user models.yaml", "Write a service of your own for the models of a models.yaml"),
+    ("modelctl service install --user models.yaml", "Write a service of your own"),
     ("modelctl service install --system --run-as modelctl /etc/modelctl/models.yaml", "Write one of the machine"),
-    ("modelctl service install --dry-run", "Show the service, and what would keep it from working"),
     of=service,
 )
 @config_file
@@ -357,8 +356,8 @@ def install(
 ) -> None:
     """Write the systemd unit for the models of a models.yaml (FILE), with this environment's modelctl.
 
-    Without --system and --user, root means the machine's service, and anybody else a service of their own. The command
-    starts nothing. It says what to type next.
+    Without --system and --user, root means the machine's service, and anybody else their own. Starts nothing, and says
+    what to type next.
     """
     chosen = _chosen(scope)
     if run_as is not None and chosen is ServiceScope.USER:

@@ -185,8 +185,7 @@ UNWELL = ("failed", "backoff")
 def ps(models: tuple[str, ...], watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """List the models, or each MODEL: names, or quoted patterns such as 'llama-*'.
 
-    A narrow terminal shows fewer columns, and the whole reason of a failure below them. A pipe gets all columns. With
-    --watch and --json, each look is a line.
+    A narrow terminal shows fewer columns. A pipe gets all of them.
     """
     with connect(runtime_dir, admin=True) as client:
         show(lambda: _read(client, models)["models"], ps_text, as_json=as_json, again=watch)
@@ -223,9 +222,7 @@ def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
 
 
 @command(
-    ("modelctl status", "Show the supervisor and each model in some ten lines"),
     ("modelctl status llama-8b --verbose", "Show everything that is known of one model"),
-    ("modelctl status 'llama-*' --watch", "Look at some models again each second"),
 )
 @options.some
 @click.option("-v", "--verbose", is_flag=True, help="Show everything that is known.")
@@ -354,9 +351,7 @@ LATE_S: Final = 10.0
 
 
 @command(
-    ("modelctl cluster", "Show the machines of the Ray cluster, and the workers on each"),
-    ("modelctl cluster --watch", "Look again each second"),
-    ("modelctl cluster --json", "Print it for a program"),
+    ("modelctl cluster --watch", "Show the machines, and look again each second"),
 )
 @watch
 @json_options
@@ -364,10 +359,7 @@ def cluster(watch: bool, as_json: bool, runtime_dir: Path) -> None:
     """Show the Ray cluster: its machines, their GPUs, and the workers on them.
 
     LEASED are GPUs that Ray has lent to anybody. HEARD is the time since a worker's agent was last heard. VERSION is
-    known once a worker was started there. The supervisor's machine has the mark (here).
-
-    --json prints null without a section `cluster` in models.yaml. Else it prints this section of `status --json`, with
-    the workers of each machine, and those that wait for one.
+    known once a worker was started there. --json prints null without a section `cluster` in models.yaml.
     """
     with connect(runtime_dir, admin=True) as client:
         show(lambda: described(client.status()), cluster_text, as_json=as_json, again=watch)

@@ -15,9 +15,9 @@ from tools.docs.markdown import page, table, text
 INTRODUCTION = """\
 `modelctl COMMAND --help` shows the text of a command in the terminal. Most commands talk to the supervisor that runs on
 this machine under your user. With `--json` a command prints JSON, and an error is JSON on standard error. A command
-that goes on prints a line for each look (`--watch`), event (`--follow`) or piece of an answer (`run`). MODEL... stands
-for names, and for patterns in quotes such as `'llama-*'`, so that the shell does not take them for names of files."""
-COMMON = 5
+that goes on prints one line of JSON at a time. MODEL... stands for names, and for patterns in quotes such as
+`'llama-*'`."""
+COMMON = 4
 """An option that so many commands have, with the same explanation, is explained once."""
 _PATTERN = re.compile(
     r"\s*MODEL may be a pattern in quotes[^.]*\.|; a pattern such as 'llama-\*' needs quotes|: names, or quoted "
@@ -86,7 +86,8 @@ def walk(context: click.Context) -> Iterator[click.Context]:
 def _part(context: click.Context, common: Sequence[tuple[str, str]]) -> Iterator[str]:
     command = context.command
     yield f"## {context.command_path}"
-    yield f"`{' '.join([context.command_path, *command.collect_usage_pieces(context)])}`"
+    pieces = [piece for piece in command.collect_usage_pieces(context) if piece != command.options_metavar]
+    yield f"`{' '.join([context.command_path, *pieces])}`"
     yield text(_PATTERN.sub("", inspect.cleandoc(command.help or "")).strip())
     if own := [record for record in option_records(context) if record not in common]:
         yield _options(own)
