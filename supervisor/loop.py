@@ -215,7 +215,7 @@ class Supervisor:
         # Models and their workers.
         back = back_endpoint(runtime.path)
         self._fleet = Fleet(config, self._scheduler, timers, self._launchers, self._effects, runtime.path, back, log)
-        self._on_demand = OnDemandLoader(self._fleet, self._fleet.registry)
+        self._on_demand = OnDemandLoader(self._fleet)
         self._gateway = GatewayProcesses(config.gateway, supervisors_settings(config, runtime.path), log, self._helpers)
         self._logs = LogControl(self._fleet.registry, log, self._gateway, self._effects)
         self._folders = FolderKeeper(config, self._take_found, log, self._helpers)

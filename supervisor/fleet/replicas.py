@@ -5,7 +5,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ SPEEDS = 120
 """Values of ``tokens_per_s`` that are kept."""
 
 
+@dataclass(eq=False, repr=False)
 class Replica:
     """The record of one worker of a model: its life, and its present process if there is one.
 
@@ -49,74 +50,67 @@ class Replica:
     now    monotonic seconds
     """
 
-    def __init__(
-        self,
-        name: str,
-        label: str,
-        spec: ModelSpec,
-        policy: RestartPolicy,
-        log_path: Path,
-        now: float,
-        *,
-        current: bool = True,
-        generation: int = 0,
-    ) -> None:
-        self.name = name
-        self.label = label
-        self.life = WorkerLife(name, now, policy)
-        self.spec = self.desired_spec = spec
-        """The specification of the present process, or of the next one if there is none; and that of the next one. They
-        differ while a process of an older specification runs."""
-        self.current = current
-        """Whether the label means this worker, and not another one that has the same label."""
-        self.log_path = log_path
-        self.log_begin: int | None = 0
-        """Bytes that the log held before the present process."""
-        self.generation = generation
-        self.memory = WorkerMemory()
-        """The GPU memory that the worker needs, and what its process holds."""
-        self.process: Launched | None = None
-        self.waits = ""
-        """What a start or a wake waits for, for people; "" for nothing that takes long."""
-        self.yields_to = ""
-        """The model for whose load the worker takes no new requests; "" if it takes some."""
-        self.routing_id = b""
-        self.log_style = LogStyle()
-        """How the present process writes its log."""
-        self.killed_for: str | None = None
-        """Why the supervisor killed the present process. None if it did not."""
-        self.kill_reason = "killed"
-        """The reason in the exit report of a process that the supervisor has killed."""
-        self.detector: HangDetector | None = None
-        """The progress of the present process. None if there is no process, or it does not show its progress."""
-        self.last_exit: ExitReport | None = None
-        self.last_exit_at = 0.0
-        """The time of ``last_exit`` in seconds since 1970."""
-        self.restarts = 0
-        self.progress: dict[str, Any] = {}
+    name: str
+    label: str
+    spec: ModelSpec
+    """The specification of the present process, or of the next one if there is none."""
+    policy: InitVar[RestartPolicy]
+    log_path: Path
+    now: InitVar[float]
+    current: bool = True
+    """Whether the label means this worker, and not another one that has the same label."""
+    generation: int = 0
+    log_begin: int | None = 0
+    """Bytes that the log held before the present process."""
+    memory: WorkerMemory = field(default_factory=WorkerMemory)
+    """The GPU memory that the worker needs, and what its process holds."""
+    process: Launched | None = None
+    waits: str = ""
+    """What a start or a wake waits for, for people; "" for nothing that takes long."""
+    yields_to: str = ""
+    """The model for whose load the worker takes no new requests; "" if it takes some."""
+    routing_id: bytes = b""
+    log_style: LogStyle = field(default_factory=LogStyle)
+    """How the present process writes its log."""
+    killed_for: str | None = None
+    """Why the supervisor killed the present process. None if it did not."""
+    kill_reason: str = "killed"
+    """The reason in the exit report of a process that the supervisor has killed."""
+    detector: HangDetector | None = None
+    """The progress of the present process. None if there is no process, or it does not show its progress."""
+    last_exit: ExitReport | None = None
+    last_exit_at: float = 0.0
+    """The time of ``last_exit`` in seconds since 1970."""
+    restarts: int = 0
+    progress: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    """The contents of READY: context, max_jobs, device, attention, ..."""
+    stats: dict[str, Any] = field(default_factory=dict)
+    ladder: list[Timer] = field(default_factory=list)
+    drain_timer: Timer | None = None
+    backoff_timer: Timer | None = None
+    last_active: float = 0.0
+    stay_s: float | None = None
+    """Idle seconds after which a request wants the worker to be unloaded; infinity for never, None for unset."""
+    sleep_wanted: str | None = None
+    """Why the worker is to sleep as soon as it has no request. None if nobody has ordered that."""
+    host_bytes: int = 0
+    """Host memory that the worker takes because it sleeps, or keeps for its next sleep."""
+    wake_s: float | None = None
+    """Seconds that its last wake took."""
+    woken: int = 0
+    """How many times the present process has been woken."""
+    tokens_per_s: float = 0.0
+    speeds: deque[float] = field(default_factory=lambda: deque(maxlen=SPEEDS))
+    """The newest values of ``tokens_per_s``, one for each second."""
+    tokens_seen: int = 0
+
+    def __post_init__(self, policy: RestartPolicy, now: float) -> None:
+        self.life = WorkerLife(self.name, now, policy)
+        self.desired_spec = self.spec
+        """The specification of the next process. It differs from ``spec`` while an older process runs."""
         self._prepared: dict[str, Any] | None = None
         """``Launched.progress`` as ``prepared_further`` saw it last."""
-        self.info: dict[str, Any] = {}
-        """The contents of READY: context, max_jobs, device, attention, ..."""
-        self.stats: dict[str, Any] = {}
-        self.ladder: list[Timer] = []
-        self.drain_timer: Timer | None = None
-        self.backoff_timer: Timer | None = None
-        self.last_active = 0.0
-        self.stay_s: float | None = None
-        """Idle seconds after which a request wants the worker to be unloaded; infinity for never, None for unset."""
-        self.sleep_wanted: str | None = None
-        """Why the worker is to sleep as soon as it has no request. None if nobody has ordered that."""
-        self.host_bytes = 0
-        """Host memory that the worker takes because it sleeps, or keeps for its next sleep."""
-        self.wake_s: float | None = None
-        """Seconds that its last wake took."""
-        self.woken = 0
-        """How many times the present process has been woken."""
-        self.tokens_per_s = 0.0
-        self.speeds: deque[float] = deque(maxlen=SPEEDS)
-        """The newest values of ``tokens_per_s``, one for each second."""
-        self.tokens_seen = 0
 
     @property
     def ttl(self) -> float | None:

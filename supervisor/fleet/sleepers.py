@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,21 @@ class Sleepers:
         configured = self._registry.config.supervisor.host_memory
         return self._default_bound if configured is None else configured
 
-    def room(self, replicas: Iterable[Replica]) -> int:
-        """Return the bytes of host memory for workers that fall asleep now."""
-        return host_memory.room(_copies(replicas), self.bound)
+    @property
+    def room(self) -> int:
+        """The bytes of host memory for workers that fall asleep now."""
+        return host_memory.room(self._copies(), self.bound)
+
+    def _copies(self, *, without: str = "") -> list[HostCopy]:
+        return [
+            HostCopy(
+                replica.name,
+                replica.sleep_bytes if replica.state is WorkerState.FALLING_ASLEEP else replica.host_bytes,
+                replica.life.since if replica.state is WorkerState.ASLEEP else None,
+            )
+            for replica in self._registry.replicas.values()
+            if replica.process is not None and replica.name != without
+        ]
 
     def seconds(self, replica: Replica) -> float:
         """Return the seconds that waking a worker takes, as far as this machine has been measured."""
@@ -67,8 +79,7 @@ class Sleepers:
 
         It may if nothing has to leave for it. The memory counts as taken from now on.
         """
-        copies = [copy for copy in _copies(self._registry.replicas.values()) if copy.worker != replica.name]
-        if not size or host_memory.to_unload(size, copies, self.bound) != ():
+        if not size or host_memory.to_unload(size, self._copies(without=replica.name), self.bound) != ():
             return False
         replica.host_bytes = size
         return True
@@ -81,8 +92,7 @@ class Sleepers:
         """Order a worker to sleep that is ready, idle and able to sleep. It is unloaded if host memory has no room."""
         replica = self._registry.replicas[worker]
         replica.stay_s = replica.sleep_wanted = None
-        copies = [copy for copy in _copies(self._registry.replicas.values()) if copy.worker != worker]
-        leave = host_memory.to_unload(replica.sleep_bytes, copies, self.bound)
+        leave = host_memory.to_unload(replica.sleep_bytes, self._copies(without=worker), self.bound)
         if leave is None:
             size, bound = gib(replica.sleep_bytes), gib(self.bound)
             why = f"it would take {size} GiB of host memory to sleep, and models may take {bound} (host_memory)"
@@ -141,18 +151,6 @@ class Sleepers:
 
     def _say(self, replica: Replica, text: str) -> None:
         self._log.warning("%s: %s", replica.shown, text, extra=noted(EventKind.EVICTION, replica.log_name))
-
-
-def _copies(replicas: Iterable[Replica]) -> list[HostCopy]:
-    return [
-        HostCopy(
-            replica.name,
-            replica.sleep_bytes if replica.state is WorkerState.FALLING_ASLEEP else replica.host_bytes,
-            replica.life.since if replica.state is WorkerState.ASLEEP else None,
-        )
-        for replica in replicas
-        if replica.process is not None
-    ]
 
 
 # The places of models in groups: who has one, and which models leave for another one. ``placement.groups`` decides.

@@ -50,6 +50,7 @@ from supervisor.placement.policy import (
     Needs,
     Placed,
     PlacementRefused,
+    Room,
     gib,
     near_cpus,
     place,
@@ -261,14 +262,13 @@ class Admission:
         candidates  the workers that may leave
         """
         assert self._gpu_request is not None
-        registry, replica = self._starts.registry, self.replica
-        host_room = self._starts.sleepers.room(registry.replicas.values())
-        chosen = choose(missing, candidates, one_suffices=self._gpu_request.one_suffices, host_room=host_room)
+        sleepers, one_suffices = self._starts.sleepers, self._gpu_request.one_suffices
+        chosen = choose(missing, candidates, one_suffices=one_suffices, host_room=sleepers.room)
         if isinstance(chosen, NoRoom):
             return chosen
         self._say_evicted(missing, chosen)
         for eviction in chosen:
-            self._starts.sleepers.evict(eviction.worker, f"evicted for {replica.label}", sleeps=eviction.sleeps)
+            sleepers.evict(eviction.worker, f"evicted for {self.replica.label}", sleeps=eviction.sleeps)
         return tuple(eviction.worker for eviction in chosen)
 
     def _candidates(self, reading: Sequence[Gpu], now: float) -> list[EvictionCandidate]:
@@ -348,6 +348,7 @@ class Admission:
     def _end(self) -> None:
         self.stage = Stage.OVER
         self._stop_waiting()
+        self.replica.waits = ""  # for room elsewhere
         self._starts.remove(self)
 
 
@@ -455,8 +456,7 @@ class Start(Admission):
             starts.say_unseen()
             decision = place_unseen(self._gpu_request, starts.outer)
         else:
-            limits = starts.registry.config.supervisor.vram_limit
-            decision = place(self._gpu_request, needs, rooms(reading, starts.holdings(), limits), starts.outer)
+            decision = place(self._gpu_request, needs, starts.rooms(reading), starts.outer)
         if isinstance(decision, Placed):
             memory.placed, memory.cpus = decision, near_cpus(decision.gpus, starts.cpus)
             self._say_placed(decision, memory)
@@ -559,10 +559,6 @@ class Start(Admission):
         self._refuse_soon(ExitReport(0, "asked", "stopped before it was spawned", retry=False))
         return True
 
-    def _end(self) -> None:
-        super()._end()
-        self.replica.waits = ""  # for room elsewhere
-
     def _refuse_place(self, why: str) -> None:
         self._refuse_soon(not_admitted("no room", why, retry=bool(self.replica.life.history.recent)))
 
@@ -615,8 +611,7 @@ class WakeAdmission(Admission):
                 self._turn_away(PlacementRefused(f"the GPUs cannot be read: {starts.vram.trouble}"))
             return
         self._no_reading_since = None
-        limits = starts.registry.config.supervisor.vram_limit
-        refused = room_to_wake(memory.placed, memory.comes_back(reading), rooms(reading, starts.holdings(), limits))
+        refused = room_to_wake(memory.placed, memory.comes_back(reading), starts.rooms(reading))
         if refused is None:
             self._tell()
         elif not self._waits_for_room(refused):
@@ -763,13 +758,16 @@ class Starts:
         reading = self.vram.reading()
         if needs is None or reading is None:
             return False
-        there = rooms(reading, self.holdings(), self.registry.config.supervisor.vram_limit)
-        return isinstance(place(gpu_request, needs, there, self.outer), Placed)
+        return isinstance(place(gpu_request, needs, self.rooms(reading), self.outer), Placed)
 
     def holdings(self) -> list[Holding]:
         """Return what each process was admitted with."""
         memories = (replica.memory for replica in self.registry.replicas.values())
         return [memory.holding for memory in memories if memory.holding is not None]
+
+    def rooms(self, reading: Sequence[Gpu]) -> list[Room]:
+        """Return the room on every GPU."""
+        return rooms(reading, self.holdings(), self.registry.config.supervisor.vram_limit)
 
     def at_next_turn(self, call: Callable[[], None]) -> None:
         self.timers.at(time.monotonic(), call)

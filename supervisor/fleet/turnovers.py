@@ -28,7 +28,7 @@ from supervisor.config.rules import NO_SLEEP, name_problems
 from supervisor.config.server import FIXED_CHANGED, FIXED_KEYS, FIXED_SECTIONS, GatewayConfig, SupervisorConfig
 from supervisor.config.yaml_source import ConfigError
 from supervisor.fleet.fleet import Fleet
-from supervisor.fleet.replicas import Replica, ReplicaRegistry
+from supervisor.fleet.replicas import Replica
 from supervisor.logs.events import EventKind, noted
 from supervisor.reactor import Timers
 from supervisor.requests.scheduler import Scheduler
@@ -254,7 +254,9 @@ class Turnovers:
         elif old.desired is not Desired.UP:  # the worker is down, or goes down because somebody ordered it
             step.kind, step.start = "add", False
             fleet.respec(old, step.spec)  # used when somebody starts it
-        elif old.state in _UP and self._fits_beside(old, step, turnover.how):
+        elif old.state in _UP and (
+            turnover.how is How.BESIDE or (turnover.how is How.AUTO and fleet.starts.fits_beside(old, step.spec))
+        ):
             step.kind = "beside"
             step.new = registry.add(step.label, step.spec, replaces=old)
             fleet.start(step.new.name, cause)
@@ -262,10 +264,6 @@ class Turnovers:
             step.kind = "exchange"
             fleet.respec(old, step.spec)
             fleet.restart(old.name, cause)
-
-    def _fits_beside(self, old: Replica, step: TurnoverStep, how: How) -> bool:
-        assert step.spec is not None
-        return how is How.BESIDE or (how is How.AUTO and self._fleet.starts.fits_beside(old, step.spec))
 
     def _is_over(self, step: TurnoverStep, cause: str) -> bool:
         """Return whether the step is over."""
@@ -513,9 +511,9 @@ class OnDemandLoader:
     Every method runs on the supervisor's one thread.
     """
 
-    def __init__(self, fleet: Fleet, registry: ReplicaRegistry) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._registry = registry
+        self._registry = fleet.registry
 
     def begin(self) -> None:
         """Start the models that start with the supervisor. Let requests start those that are lazy."""

@@ -146,8 +146,8 @@ def _lost(code: int) -> Estimated:
 
 @dataclass
 class _Running:
+    worker: str
     process: "subprocess.Popen[bytes]"
-    pidfd: int
     answer: int
     done: Callable[[Estimated], None] | None
     timer: Timer | None = None
@@ -162,8 +162,8 @@ class Estimator:
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
         self._epoll = select.epoll()
-        self._running: dict[str, _Running] = {}
-        self._by_pidfd: dict[int, _Running] = {}
+        self._running: dict[int, _Running] = {}
+        """By pidfd."""
 
     @property
     def descriptor(self) -> int:
@@ -183,24 +183,23 @@ class Estimator:
             process.wait()
             os.close(answer)
             raise
-        running = _Running(process, pidfd, answer, done)
-        self._running[worker] = self._by_pidfd[pidfd] = running
+        running = self._running[pidfd] = _Running(worker, process, answer, done)
         self._epoll.register(pidfd, select.EPOLLIN)
         running.timer = self._timers.at(time.monotonic() + ESTIMATE_S, lambda: self._too_late(running))
 
     def forget(self, worker: str) -> bool:
         """Cancel a worker's question. Return whether there was one without an answer."""
-        running = self._running.pop(worker, None)
-        if running is None or running.done is None:
-            return False
-        running.done = None
-        running.process.kill()
-        return True
+        for running in self._running.values():
+            if running.worker == worker and running.done is not None:
+                running.done = None
+                running.process.kill()
+                return True
+        return False
 
     def ended(self) -> None:
         """Take in the answers of the processes that have ended."""
         for pidfd, _ in self._epoll.poll(0):
-            running = self._by_pidfd.pop(pidfd)
+            running = self._running.pop(pidfd)
             self._epoll.unregister(pidfd)
             os.close(pidfd)
             code = running.process.wait()
@@ -214,8 +213,6 @@ class Estimator:
         if running.timer is not None:
             running.timer.cancel()
         done, running.done = running.done, None
-        for worker in [worker for worker, r in self._running.items() if r is running]:
-            del self._running[worker]
         if done is not None:
             done(estimated)
 
@@ -496,14 +493,14 @@ def fit(
     started: list[Outcome] = []
     outcomes = []
     for candidate in order:
-        outcome = _try_in_groups(candidate, gpus, started, limits, outer, groups or {})
+        outcome = _try(candidate, gpus, started, limits, outer, groups or {})
         if candidate.autostart and outcome.why_not is None:
             started.append(outcome)
         outcomes.append(outcome)
     return outcomes
 
 
-def _try_in_groups(
+def _try(
     candidate: PlacementCandidate,
     gpus: Sequence[Gpu],
     started: Sequence[Outcome],
@@ -530,26 +527,17 @@ def _try_in_groups(
             number = -1 - len(holdings)  # a simulated process: no real process has a negative number
             gpus = [_with(gpu, number, other.placed.bytes.get(gpu.index, 0)) for gpu in gpus]
             holdings.append(Holding(other.candidate.worker, number, other.placed.bytes, loading=False))
-    return replace(_try(candidate, gpus, holdings, limits, outer), leaving=leaving)
+    outcome = Outcome(candidate, leaving=leaving)
+    if candidate.estimated.faults:
+        return replace(outcome, why_not="; ".join(fault.message for fault in candidate.estimated.faults))
+    if candidate.gpu_request is None:
+        return outcome
+    verdict = place(candidate.gpu_request, candidate.estimated.needs, rooms(gpus, holdings, limits), outer)
+    if isinstance(verdict, PlacementRefused):
+        return replace(outcome, why_not=verdict.message, no_room=bool(verdict.missing))
+    return replace(outcome, placed=verdict)
 
 
 def _with(gpu: Gpu, pid: int, size: int) -> Gpu:
     held = {**gpu.processes, pid: size} if size else gpu.processes
     return replace(gpu, used=gpu.used + size, free=gpu.free - size, processes=held)
-
-
-def _try(
-    candidate: PlacementCandidate,
-    gpus: Sequence[Gpu],
-    holdings: Sequence[Holding],
-    limits: Mapping[str, Limit] | Limit | None,
-    outer: str | None,
-) -> Outcome:
-    if candidate.estimated.faults:
-        return Outcome(candidate, why_not="; ".join(fault.message for fault in candidate.estimated.faults))
-    if candidate.gpu_request is None:
-        return Outcome(candidate)
-    verdict = place(candidate.gpu_request, candidate.estimated.needs, rooms(gpus, holdings, limits), outer)
-    if isinstance(verdict, PlacementRefused):
-        return Outcome(candidate, why_not=verdict.message, no_room=bool(verdict.missing))
-    return Outcome(candidate, verdict)

@@ -105,7 +105,7 @@ def test_what_takes_too_long_is_ended_and_may_be_tried_again(hanging: Path, monk
     assert (reported.retry, reported.needs) == (True, None)
     assert reported.error is not None
     assert "could not be read within" in reported.error
-    wait_until(lambda: not asking.turn() or not asking.estimator._by_pidfd, 30)
+    wait_until(lambda: not asking.turn() or not asking.estimator._running, 30)
     assert ask_now([Question(spec(hanging))] * 2) == [reported, reported]
     asking.estimator._epoll.close()
     assert set(os.listdir("/proc/self/fd")) == before
@@ -151,10 +151,10 @@ def test_a_question_that_is_forgotten_is_not_answered(hanging: Path) -> None:
     asking.estimator.ask("m", Question(spec(hanging)), asking.message.append)
     assert asking.estimator.forget("m")
     assert not asking.estimator.forget("m")
-    wait_until(lambda: asking.turn() or not asking.estimator._by_pidfd, 30)
+    wait_until(lambda: asking.turn() or not asking.estimator._running, 30)
     # a reader that is killed from outside gives an error that says so
     asking.estimator.ask("m", Question(spec(hanging)), asking.message.append)
-    os.kill(next(iter(asking.estimator._by_pidfd.values())).process.pid, signal.SIGKILL)
+    os.kill(next(iter(asking.estimator._running.values())).process.pid, signal.SIGKILL)
     (reported,) = wait_until(asking.turn, 30)
     assert (reported.error, reported.retry) == (
         "the process that reads its files ended (signal 9) without an answer",
