@@ -228,7 +228,7 @@ class ChatSession:
                 else:
                     print(delta.text, end="", flush=True)
         except asyncio.CancelledError:
-            if not interrupts.impatient:
+            if interrupts.pressed < 2:
                 raise
         except WireError:
             if stream.text and not quiet:
@@ -305,10 +305,6 @@ class _Interrupts:
         self._hint: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
-
-    @property
-    def impatient(self) -> bool:
-        return self.pressed > 1
 
     def close(self) -> None:
         if self._hint is not None:

@@ -25,6 +25,7 @@ from modelctl.cli.findings import (
     driver_of,
     engine_of,
     gpu_of,
+    halves,
     look,
     looking_at,
     names_of,
@@ -80,7 +81,7 @@ def runtime_directory(runtime_dir: Path) -> Iterator[Finding]:
         check_place(runtime_dir)
         check_private(runtime_dir, runtime_dir.lstat(), or_roots=False)
     except (NotPrivate, OSError) as e:
-        says, _, remedy = str(e).rpartition("; ")
+        says, remedy = halves(str(e))
         yield bad("permissions", says or str(e), remedy if says else "see the path")
     else:
         yield ok("permissions", f"{runtime_dir} is private")
@@ -220,8 +221,7 @@ def token_of(environment: Mapping[str, str]) -> Iterator[Finding]:
         remedy = "copy it from the first machine, or make it with `ray get-auth-token --generate`"
         yield bad("Ray's token", f"there is no file {file}", remedy)
     except NotPrivate as e:
-        says, _, remedy = str(e).rpartition("; ")
-        yield bad("Ray's token", says, remedy)
+        yield bad("Ray's token", *halves(str(e)))
     except OSError as e:
         yield bad("Ray's token", f"{file}: {e.strerror or e}", "see the path")
     else:

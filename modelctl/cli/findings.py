@@ -281,7 +281,7 @@ def look(runtime_dir: Path, logs: Path, workers: int) -> Iterator[Finding]:
     """
     yield python_of(platform.python_version_tuple()[:2])
     if (message := loss()) is not None:
-        yield warn("compiled modules", *_halves(message))
+        yield warn("compiled modules", *halves(message))
     else:
         yield ok("compiled modules", "in use")
     yield descriptors_of(resource.getrlimit(resource.RLIMIT_NOFILE)[1], needed(workers, 3))
@@ -397,7 +397,7 @@ def _room_of_cgroup() -> int | None:
         return None
 
 
-def _halves(message: str) -> tuple[str, str]:
+def halves(message: str) -> tuple[str, str]:
     """Return what a message says, and its remedy behind the last semicolon."""
     says, _, remedy = message.rpartition("; ")
     return says, remedy

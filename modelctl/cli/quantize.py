@@ -27,7 +27,6 @@ from modelctl.cli.options import as_json, end, ending_by, find_config
 from modelctl.cli.root import CommandFailure, command
 from modelctl.cli.serve import SERVE, child_environment, client_of
 from modelctl.cli.waiting import REDRAW_S, LiveLines, ModelStatus, Progress, Shown, settled_up, shown, until
-from protocol.client.sync_client import Client
 from protocol.errors import ConnectionLost, WireError
 from protocol.limits import SUPERVISOR_NAME
 from protocol.process.birth import die_with
@@ -267,16 +266,6 @@ def _environment() -> dict[str, str]:
 
 
 def _ask(name: str, runtime_dir: Path, serving: "subprocess.Popen[bytes]", lines: LiveLines) -> dict[str, Any]:
-    if (client := client_of(serving, runtime_dir, log_path(runtime_dir, SUPERVISOR_NAME))) is not None:
-        with suppress(ConnectionLost), client:
-            return _answer(client, name, lines)
-        serving.wait()
-    assert serving.stderr is not None
-    why = serving.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-    raise CommandFailure(exit_codes.FAILED, "trial", f"{name} cannot be served: {why}")
-
-
-def _answer(client: Client, name: str, lines: LiveLines) -> dict[str, Any]:
     def settled(status: dict[str, Any]) -> ModelStatus | None:
         model: ModelStatus = status["models"][0]
         if settled_up(model):
@@ -284,12 +273,17 @@ def _answer(client: Client, name: str, lines: LiveLines) -> dict[str, Any]:
         lines.show({name: shown(model)})
         return None
 
-    model = until(client, settled)
-    if model["state"] != "ready":
-        raise CommandFailure(exit_codes.FAILED, "trial", f"{name} does not load: {model['reason']}")
-    began = time.monotonic()
-    answer = client.complete(name, PROMPT, max_tokens=TOKENS, deadline_ms=int(1000 * ANSWER_S))
-    return {"tokens": answer.usage["completion_tokens"], "seconds": round(time.monotonic() - began, 3)}
+    if (client := client_of(serving, runtime_dir, log_path(runtime_dir, SUPERVISOR_NAME))) is not None:
+        with suppress(ConnectionLost), client:
+            if (model := until(client, settled))["state"] != "ready":
+                raise CommandFailure(exit_codes.FAILED, "trial", f"{name} does not load: {model['reason']}")
+            began = time.monotonic()
+            answer = client.complete(name, PROMPT, max_tokens=TOKENS, deadline_ms=int(1000 * ANSWER_S))
+            return {"tokens": answer.usage["completion_tokens"], "seconds": round(time.monotonic() - began, 3)}
+        serving.wait()
+    assert serving.stderr is not None
+    why = serving.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+    raise CommandFailure(exit_codes.FAILED, "trial", f"{name} cannot be served: {why}")
 
 
 TRIAL_CONTEXT: Final = 2048

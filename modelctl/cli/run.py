@@ -115,45 +115,40 @@ def read_prompt(given: str | None, *, converses: bool) -> str | None:
         return given
     terminal = sys.stdin.isatty()
     if given == "-":
-        return _as_text(_read_all())
+        return _read_all()
     if given is None:
         if terminal and converses:
             return None
-        text = _as_text(_read_all())
+        text = _read_all()
         if not text.strip():
             raise click.UsageError("standard input is empty: give a PROMPT, or pipe one in")
         return text
     if terminal:
         return given
-    piped = _as_text(_read_all(hint=True))
+    piped = _read_all(hint=True)
     return f"{piped}\n\n{given}" if piped.strip() else given
 
 
-def _read_all(*, hint: bool = False) -> bytes:
-    """Read standard input to its end.
+def _read_all(*, hint: bool = False) -> str:
+    """Read standard input to its end, as text.
+
+    The final line end of ``echo`` and editors is left out, because it would change the answers of some models.
 
     hint  print a hint if nothing comes for a while, because the end of the input may never come
     """
-    descriptor, parts = sys.stdin.fileno(), list[bytes]()
+    descriptor, data = sys.stdin.fileno(), bytearray()
     if hint and not select.select([descriptor], [], [], HINT_AFTER_S)[0]:
         click.echo(
             "modelctl: waiting for standard input, which is sent with PROMPT; </dev/null (ssh: -n) leaves it out",
             err=True,
         )
     while part := os.read(descriptor, 1 << 20):
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _as_text(data: bytes) -> str:
-    """Return the text without the final line end of ``echo`` and editors, which would change the answers of some
-    models."""
+        data += part
     try:
         text = data.decode()
     except UnicodeDecodeError as e:
-        raise click.UsageError(
-            f"standard input is not UTF-8 text: byte {data[e.start]:#04x} at offset {e.start}"
-        ) from None
+        message = f"standard input is not UTF-8 text: byte {data[e.start]:#04x} at offset {e.start}"
+        raise click.UsageError(message) from None
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -209,15 +209,12 @@ def ps_text(models: list[dict[str, Any]], width: int | None) -> str:
 
     reasons = [clean(completed(m.get("reason") or "-")) for m in models]
     whole = shown(reasons)
-    unseen = [m["state"] in UNWELL and reason not in whole for m, reason in zip(models, reasons, strict=True)]
-    if not any(unseen):
+    of = dict(zip((m["name"] for m in models), reasons, strict=True))
+    below = {m["name"] for m in models if m["state"] in UNWELL and of[m["name"]] not in whole}
+    if not below:
         return whole
-    texts = [
-        wrapped(f"{m['name']}: {reason}", width, 2)
-        for m, reason, below in zip(models, reasons, unseen, strict=True)
-        if below
-    ]
-    kept = ["see below" if below else reason for reason, below in zip(reasons, unseen, strict=True)]
+    kept = ["see below" if name in below else reason for name, reason in of.items()]
+    texts = [wrapped(f"{name}: {reason}", width, 2) for name, reason in of.items() if name in below]
     return "\n".join([shown(kept), "", *texts])
 
 
