@@ -76,10 +76,7 @@ def keys() -> None:
 
 
 _RATE = "  [default: no limit]"
-_MODELS_HELP = (
-    "Names of models, or patterns such as qwen*; several with commas. They count for the models' aliases and variants, "
-    "too.  [default: all]"
-)
+_MODELS_HELP = "Names of models, or patterns such as qwen*; several with commas.  [default: all]"
 _LIMITS = {
     "rights": ("--rights", "Of infer, status, admin, gateway; several with commas."),
     "models": ("--models", _MODELS_HELP),

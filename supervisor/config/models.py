@@ -78,28 +78,25 @@ class VariantConfig:
 
     sampling: dict[str, Any] | None = None
     """Defaults for options that a request leaves out. They replace the values of the same names in the model's own
-    ``sampling``. The model's ``limits`` apply.
+    ``sampling``.
 
     Default: the model's own
     Example: {temperature: 0.2, max_tokens: 1024}
     """
     forced: dict[str, Any] | None = None
-    """Values for all requests, see ``forced`` of a model. They replace the values of the same names in the model's own
-    ``forced``.
+    """Values for all requests. They replace the values of the same names in the model's own ``forced``.
 
     Default: the model's own
     Example: {temperature: 0}
     """
     template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template, for conversations that do not set them. They replace the values of the same names
-    in the model's own ``template_kwargs``.
+    """Variables of the chat template. They replace the values of the same names in the model's own ``template_kwargs``.
 
     Default: the model's own
     Example: {enable_thinking: false}
     """
     listed: bool | None = None
-    """Show the variant's names to clients, see ``listed`` of a model. A model with ``listed: false`` may have variants
-    with ``listed: true``: then clients find only these.
+    """Show the variant's names to clients. A model with ``listed: false`` may have variants with ``listed: true``.
 
     Default: the model's own
     Example: false
@@ -113,8 +110,7 @@ class ModelConfig:
     model_dir: UserPath = field(metadata=WORKERS | {ONE: "is the directory of one model; write it"})
     """Directory of the model, with config.json, tokenizer.json and the weights (``*.safetensors``).
 
-    The path is absolute, or relative to models.yaml. ``demo:letters``, ``demo:stories`` and ``demo:agent`` are shipped
-    with modelctl.
+    ``demo:letters``, ``demo:stories`` and ``demo:agent`` are shipped with modelctl.
 
     Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
     """
@@ -130,21 +126,20 @@ class ModelConfig:
     """The GPU or GPUs of every worker of this model.
 
     An index counts as nvidia-smi counts. ``auto`` is the GPU with the most free memory. A list splits the model over
-    several GPUs, which engine exllamav2 can do.
+    several GPUs.
 
     Default: required for exllamav2, cpu for the other engines
     Example: [0, 1]
     """
     gpus: Annotated[int, Within(1, MOST_GPUS)] = field(default=1, metadata=WORKERS)
-    """With ``gpu: auto``: the number of GPUs of every worker, all of one machine, for engines that can use several.
+    """With ``gpu: auto``: the number of GPUs of every worker.
 
     Example: 2
     """
     node: Node = field(default=None, metadata=WORKERS)
     """The [other machines](operate.md#workers-on-other-machines) of the ``cluster`` on which the model's workers run.
 
-    A name means one machine. ``auto`` is any machine, the supervisor's own first, and ``others`` any but that one.
-    Labels such as ``zone=a,disk=fast`` mean the other machines that have them. There ``gpu`` is ``auto`` or ``cpu``.
+    On other machines ``gpu`` is ``auto`` or ``cpu``.
 
     Default: the supervisor's own
     Example: big-box
@@ -152,8 +147,7 @@ class ModelConfig:
     vram: Vram = None
     """GPU memory of each worker in all, as nvidia-smi shows it.
 
-    It replaces the estimate, and it makes placement possible for engines without an estimate. One size is divided
-    evenly among several GPUs. A list has one size for each GPU.
+    It replaces the estimate. One size is divided evenly among several GPUs. A list has one size for each GPU.
 
     Default: the estimate of the engine
     Example: 12GiB
@@ -165,7 +159,7 @@ class ModelConfig:
     Example: 16384
     """
     max_batch_size: Annotated[int, Within(1, 1024)] = field(default=8, metadata=WORKERS)
-    """Most requests that a worker decodes together. Further requests wait in the queue.
+    """Most requests that a worker decodes together. Others wait.
 
     Example: 16
     """
@@ -182,8 +176,6 @@ class ModelConfig:
     """
     chunk_size: Tokens | None = field(default=None, metadata=BOTH)
     """Most prompt tokens that one step of the engine computes. For engine exllamav2, a multiple of 256.
-
-    A smaller chunk makes the other requests wait less while a long prompt is read.
 
     Default: 2048 for exllamav2, or the context where that is less
     Example: 1024
@@ -215,10 +207,9 @@ class ModelConfig:
     Example: [512, 96]
     """
     tensor_parallel: bool | None = field(default=None, metadata=EXLLAMAV2)
-    """Split every layer over the worker's GPUs, instead of placing whole layers. See ``gpu`` and ``gpus``.
+    """Split every layer over the worker's GPUs, instead of placing whole layers.
 
-    It needs EXL2 weights of Llama, Mistral or Qwen2. Use it for a model that fits on no single GPU: it is slower than
-    one GPU.
+    It needs EXL2 weights of Llama, Mistral or Qwen2. It is slower than one GPU.
 
     Example: true
     """
@@ -263,11 +254,10 @@ class ModelConfig:
     Example: [{dir: ~/loras/pirate, scaling: 1.0}]
     """
     graphs: bool | None = field(default=None, metadata=EXLLAMAV2)
-    """Capture the steps of decoding as CUDA graphs when the model is loaded. Queue each one before the last is read.
+    """Capture the steps of decoding as CUDA graphs when the model is loaded.
 
-    A step is then one launch instead of hundreds, which makes a model several times faster. Chunks of prompts beside
-    running answers are captured, too. It takes some 100 MB of GPU memory and a second of loading. Where a model cannot
-    be captured, `status` says why, and it is served as with false. A seed gives another answer with false.
+    This makes a model several times faster, and takes some 100 MB of GPU memory and a second of loading. A model that
+    cannot be captured is served as with false. A seed gives another answer with false.
 
     Default: true
     Example: false
@@ -275,34 +265,32 @@ class ModelConfig:
     max_gap_ms: Annotated[int, Within(1, 60_000)] | None = field(default=None, metadata=EXLLAMAV2)
     """The longest pause of running answers while other prompts are read, in milliseconds.
 
-    A prompt is read in chunks, and answers wait for each chunk. A chunk is as large as this limit allows, and at least
-    256 tokens. A lower limit gives smoother streams and reads prompts more slowly. It needs ``graphs``.
+    A lower limit gives smoother streams and reads prompts more slowly. It needs ``graphs``.
 
     Default: 30
     Example: 60
     """
     threads: Annotated[int, Within(1, 1024)] | None = field(default=None, metadata=TRANSFORMERS)
-    """CPU threads of each worker. One thread keeps several models from competing for the cores.
+    """CPU threads of each worker.
 
     Example: 4
     """
     replicas: Annotated[int, Within(1, 64)] = 1
-    """Workers that serve this model. Each one is a process with its own weights and cache, on the same ``gpu``.
+    """Workers that serve this model, each with its own weights and cache, on the same ``gpu``.
 
-    With ``gpu: auto`` each worker is placed on its own. The supervisor sends a request to the worker that has its
-    prefix in the cache, or to the one with the least work. If one worker dies, the others go on.
+    With ``gpu: auto`` each worker is placed on its own.
 
     Example: 2
     """
     max_queue: Annotated[int, Within(1, 100_000)] = _QUEUE.requests
-    """Most requests that may wait for this model. The supervisor refuses further requests as ``overloaded``.
+    """Most requests that may wait for this model. Further ones are refused as ``overloaded``.
 
     Example: 64
     """
     max_queue_tokens: Annotated[int, Within(1, 1 << 30)] = _QUEUE.tokens
     """Most prompt tokens that may wait for this model, of all waiting requests together.
 
-    The supervisor does not tokenize. It counts four bytes of a prompt as one token.
+    Four bytes of a prompt count as one token.
 
     Example: 1000000
     """
@@ -318,8 +306,7 @@ class ModelConfig:
     forced: dict[str, Any] | None = field(default=None, metadata=TOLD)
     """Values of options that count for every request, whatever the request asks for.
 
-    A request with another value is served with the forced one. The header ``x-modelctl-changed`` of its answer and
-    `modelctl story` say so. A request without the option gets the forced value, too. It wins over ``sampling``.
+    A request with another value is served with the forced one. The header ``x-modelctl-changed`` of its answer says so.
     [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here.
 
     Default: requests choose
@@ -328,9 +315,8 @@ class ModelConfig:
     limits: dict[str, Any] | None = field(default=None, metadata=TOLD)
     """Limits that a request may not exceed, by the option's name. ``prompt_tokens`` limits the length of the prompt.
 
-    A request beyond a limit is refused with an error that names the option. Its value is never reduced silently. A
-    request without max_tokens gets the limit of max_tokens. [Options of a request](http-api.md#options-of-a-request)
-    marks the options that may stand here.
+    A request beyond a limit is refused. A request without max_tokens gets the limit of max_tokens.
+    [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here.
 
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
@@ -338,56 +324,48 @@ class ModelConfig:
     chat_template: UserPath | None = field(default=None, metadata=BOTH)
     """The chat template for all conversations, in place of the one that the model's directory has.
 
-    A value with ``/`` or with ``.jinja`` at its end is a file of at most 1 MiB: absolute, or relative to models.yaml.
-    On another machine of the ``cluster`` the file must have the same path. Any other value is the name of a template
-    in the list that tokenizer_config.json has, such as ``tool_use``.
+    A value with ``/`` or with ``.jinja`` at its end is a file: absolute, or relative to models.yaml. On another machine
+    of the ``cluster`` it must have the same path. Any other value is the name of a template in tokenizer_config.json.
 
     Default: the template of the model's directory
     Example: templates/chatml.jinja
     """
     template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template, for conversations that do not set them. A request's own values win. A reload
-    changes them without a restart of workers.
+    """Variables of the chat template, for conversations that do not set them.
 
     Default: none
     Example: {enable_thinking: false}
     """
     description: Description = field(default=None, metadata={ONE: "is the description of one model; write it"})
-    """The purpose of the model, in one line for people. `modelctl status`, the page and GET /v1/models show it. Line
-    breaks become spaces. A reload changes it without a restart of workers.
+    """The purpose of the model, in one line for people. `modelctl status`, the page and GET /v1/models show it.
 
     Default: none
     Example: "for code: slow, and the best that we have"
     """
     aliases: list[str] = field(default_factory=list, metadata={ONE: "are names of one model; write them"})
-    """Further names of the model, for clients that ask for a fixed name. Letters, digits, ``.``, ``_``, ``-``, ``/``
-    and ``:``, as in Ollama's names. A name belongs to one model only, and may be neither that of a variant
-    (``NAME:VARIANT``) nor that of a worker (``NAME:2``). A reload changes aliases without a restart of workers.
+    """Further names of the model, of letters, digits, ``.``, ``_``, ``-``, ``/`` and ``:``. A name belongs to one model
+    only, and may be neither that of a variant (``NAME:VARIANT``) nor that of a worker (``NAME:2``).
 
     Example: [gpt-4o-mini, claude-local, "llama3.2:latest"]
     """
     variants: dict[str, VariantConfig] = field(default_factory=dict)
     """Settings under a name of their own. A request reaches the variant ``precise`` of the model ``qwen`` as
-    ``qwen:precise``. The workers are the model's own. A reload changes variants without a restart of workers.
+    ``qwen:precise``. The workers are the model's own.
 
     Example: {precise: {sampling: {temperature: 0.2}}}
     """
     listed: bool = True
     """Show the model's names to clients that ask which models there are.
 
-    With ``false``, requests that name the model are served as before. But GET /v1/models, the shell's completion and
-    hints after a mistyped name leave out the model, its aliases and its variants. `modelctl ps`, `modelctl status` and
-    the page show it. This is no protection: a key made with ``--models`` can use its own models only. A reload changes
-    it without a restart of workers.
+    With ``false``, requests that name the model are served as before. This is no protection: to let a key use some
+    models only, make it with ``--models``.
 
     Example: false
     """
     tool_format: ToolFormat = field(default=None, metadata=TOLD)
-    """The format in which the model writes calls of tools. ``off``: the model does not call tools. Its reasoning and
-    its text are told apart all the same.
+    """The format in which the model writes calls of tools. ``off``: the model does not call tools.
 
     [Formats of calls](http-api.md#formats-of-calls) names them all, such as ``hermes``, ``llama3`` and ``json``.
-    ``status`` shows the format of a loaded model.
 
     Default: the format that the chat template shows
     Example: hermes
@@ -399,15 +377,15 @@ class ModelConfig:
     Example: {start: <think>, end: </think>}
     """
     step_timeout: Lease | None = field(default=None, metadata=WORKERS)
-    """Longest time that one step of the engine may take. After that time the supervisor kills the worker as hung.
+    """Longest time that one step of the engine may take. After it the supervisor kills the worker as hung.
 
     Default: the value of supervisor.watch.step
     Example: 2m
     """
     load_timeout: Lease | None = None
-    """Longest time that one part of a load may take, such as one module of the weights or one step of the warm-up.
+    """Longest time that one part of a load may take, such as one module of the weights.
 
-    After that time the supervisor kills the worker as hung. The whole load may take longer.
+    The whole load may take longer.
 
     Default: the value of supervisor.watch.load
     Example: 10m
@@ -421,7 +399,7 @@ class ModelConfig:
     lazy: bool = False
     """Start the model with the first request that asks for it.
 
-    A lazy model that is idle is unloaded when another model needs its GPU memory.
+    A lazy model that is idle makes room when another model needs its GPU memory.
 
     Example: true
     """
@@ -434,8 +412,7 @@ class ModelConfig:
     sleep: Sleep = field(default="ram", metadata=LAZY)
     """For a lazy model: what becomes of it when another model needs its GPU memory, and after ``sleep_after``.
 
-    ``ram``: it goes to sleep, if its engine can. Its process lives, its weights stay in host memory, and the next
-    request wakes it. ``off``: it is unloaded.
+    ``ram``: it [goes to sleep](operate.md#models-that-sleep), if its engine can. ``off``: it is unloaded.
 
     Example: off
     """
@@ -448,8 +425,6 @@ class ModelConfig:
     sleep_cache: HostMemory = field(default=None, metadata=EXLLAMAV2 | LAZY)
     """For a lazy model: host memory for the cached prompts of a model that sleeps. They are not computed again then.
 
-    The prompts that were used last are kept. Without it, a model that wakes has an empty cache.
-
     Default: none is kept
     Example: 4GiB
     """
@@ -459,12 +434,12 @@ class ModelConfig:
     Example: true
     """
     priority: Annotated[int, Within(-1000, 1000)] = field(default=0, metadata=LAZY)
-    """For a lazy model: models of lower priority are unloaded first when GPU memory is needed.
+    """For a lazy model: models of lower priority make room first.
 
     Example: 10
     """
     options: dict[str, Any] | None = field(default=None, metadata=WORKERS)
-    """Settings of an engine that is named by an import string. The engine checks them when it loads.
+    """Settings of an engine that is named by an import string.
 
     Default: none
     Example: {rate: 100}

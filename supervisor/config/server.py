@@ -111,10 +111,7 @@ OptionalSize = Annotated[int | None, ReadWith(parse_size, "size")]
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """The section ``gateway``. With it the supervisor starts a gateway, which serves OpenAI's API over HTTP.
-
-    A reload applies changes: new processes take the connections, and the old processes complete their answers.
-    """
+    """The section ``gateway``. With it the supervisor starts a gateway, which serves OpenAI's API over HTTP."""
 
     listen: GatewayListen = field(default_factory=lambda: Address("127.0.0.1", DEFAULT_PORT))
     """Address and port of the gateway. Either may be left out.
@@ -123,19 +120,19 @@ class GatewayConfig:
     """
     auth: Literal["keys", "none"] = "keys"
     """Authentication of requests. ``keys``: every request needs a token (``modelctl keys new NAME --http`` makes one).
-    ``none``: no request needs a token. Then everybody who can reach the port may use and stop the models. So with
-    ``none`` the gateway may listen only on an address of this machine (127.0.0.1 or [::1]).
+    ``none``: everybody who can reach the port may use and stop the models. So it may
+    listen only on an address of this machine (127.0.0.1 or [::1]).
 
     Example: none
     """
     processes: Annotated[int, Within(1, 64)] = 1
-    """Number of gateway processes that share the port. One process serves about a thousand streams.
+    """Gateway processes that share the port. One serves about a thousand streams.
 
     Example: 4
     """
     allowed_hosts: list[HostName] = field(default_factory=list)
     """Names by which clients may call the gateway, besides localhost and the address itself. A request with another
-    name in its Host header is refused. So a web page cannot reach the gateway by a name of its own.
+    name in its Host header is refused.
 
     Example: [models.example.org]
     """
@@ -162,37 +159,35 @@ class GatewayConfig:
     Example: 64MiB
     """
     body_memory: OptionalSize = None
-    """Most bytes of all bodies together that one gateway process holds at one time. A body counts from its first byte
-    until the supervisor has read the request, with the memory of what the gateway makes of it. One key may use a
-    quarter of the bytes, so that four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
+    """Most bytes of all bodies together that one gateway process holds at one time. One key may use a quarter of the
+    bytes, so that four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
 
     Default: 256MiB, or four times max_body if that is more
     Example: 1GiB
     """
     stored_items: Annotated[int | None, ReadWith(parse_stored, "size or 0")] = None
     """Most bytes of items of /v1/responses that the gateway keeps in its memory, for clients that refer to earlier
-    items and responses. They are kept for an hour at most, and never on disk. One key may use an eighth of them. 0
-    keeps nothing. With several ``processes`` nothing is kept: a client's next request may reach another process.
+    items and responses. They are kept for an hour at most. One key may use an eighth of the bytes. 0 keeps nothing, and
+    with several ``processes`` nothing is kept.
 
     Default: 128MiB, or 0 with several processes
     Example: 0
     """
     keepalive: Literal["comment", "chunk", "off"] = "comment"
-    """Sign of life on a stream that was silent for ten seconds. ``comment``: a comment of server-sent events, which
-    says what the request waits for. ``chunk``: a chunk without text, for clients that fail at comments. ``off``: none.
+    """Sign of life on a stream that was silent for ten seconds. ``comment``: a comment of server-sent events.
+    ``chunk``: a chunk without text, for clients that fail at comments. ``off``: none.
 
     Example: chunk
     """
     progress: ProgressPlace = "comment"
     """Where a stream of /v1/chat/completions tells of the load of its model. ``comment``: in the comments of
-    ``keepalive`` only. ``reasoning``: besides, in short lines of reasoning before the answer, for chat programs that
-    hide comments.
+    ``keepalive``. ``reasoning``: also in short lines of reasoning before the answer.
 
     Example: reasoning
     """
     reasoning_key: ReasoningKey = "reasoning_content"
-    """Key of the reasoning in the messages and deltas of /v1/chat/completions. Most clients read
-    ``reasoning_content``; clients of newer versions of vLLM and of OpenRouter read ``reasoning``.
+    """Key of the reasoning in /v1/chat/completions. Most clients read ``reasoning_content``; those of
+    newer versions of vLLM and of OpenRouter read ``reasoning``.
 
     Example: reasoning
     """
@@ -233,7 +228,7 @@ class RestartConfig:
     """The rules by which the supervisor restarts a model whose worker ended unexpectedly, and gives up."""
 
     limit: Annotated[int, Within(1, 1000)] = _RESTART.limit
-    """Unexpected ends within the window after which the model is ``failed``. An operator has to start it again.
+    """Unexpected ends within the window after which the model is ``failed``.
 
     Example: 10
     """
@@ -248,7 +243,7 @@ class RestartConfig:
     Example: 1s
     """
     max: Duration = _RESTART.max_s
-    """Longest pause before a restart. Up to a fifth is added at random.
+    """Longest pause before a restart.
 
     Example: 1m
     """
@@ -285,13 +280,12 @@ class PoisonConfig:
     limit: Annotated[int, Within(1, 1000)] = _POISON.limit
     """Deaths of workers that are blamed on a request, after which it ends as ``poisoned``.
 
-    A death is blamed on the only request that the worker computed, or on the request that is on probation. A death
-    with several requests in the worker puts each of them on probation, and is blamed on none.
+    A death with several requests in the worker is blamed on none of them; each is then tried alone.
 
     Example: 3
     """
     window: Duration = _POISON.window_s
-    """Time after the last death for which a request, and every request with the same payload, is remembered.
+    """Time after the last death for which a request is remembered.
 
     Example: 1h
     """
@@ -302,10 +296,7 @@ _WATCH = DEFAULT_LEASES
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """The longest time that a worker may show no progress. After that time the supervisor kills it as hung.
-
-    A reload changes these times for workers that are started after it.
-    """
+    """The longest time that a worker may show no progress. After that time the supervisor kills it as hung."""
 
     start: Lease = _WATCH.start_s
     """Longest time from the start of the process to the first line of the worker's own code.
@@ -315,19 +306,17 @@ class WatchConfig:
     load: Lease = _WATCH.load_s
     """Longest time for one part of a load: the import of the engine, a module of the weights, or a warm-up step.
 
-    The whole load may take longer.
-
     Example: 10m
     """
     idle: Lease = _WATCH.idle_s
-    """Longest time while the worker has nothing to compute. An idle worker shows progress five times a second.
+    """Longest time while the worker has nothing to compute.
 
     Example: 30s
     """
     step: Lease = _WATCH.step_s
     """Longest time for one step of the engine: one chunk of a prompt (chunk_size) and one token of each answer.
 
-    The whole prompt may take longer. The encoding of one prompt counts as a step, too.
+    The whole prompt may take longer.
 
     Example: 2m
     """
@@ -343,7 +332,7 @@ class UsageConfig:
     """The ledger of usage: requests and tokens by key, model and day. A change takes a restart of the supervisor."""
 
     record: bool = True
-    """Count the tokens of requests, and keep the counts in a file. A full or broken disk never refuses a request.
+    """Count the tokens of requests, and keep the counts in a file. A full or broken disk refuses no request.
 
     Example: false
     """
@@ -354,8 +343,7 @@ class UsageConfig:
     Example: /var/lib/modelctl/usage.sqlite3
     """
     keep: Days = 400
-    """Days that are kept, today included. A day begins at midnight UTC. Older days are deleted once they have been too
-    old for 24 hours of the supervisor's running time, so that a clock that jumps deletes nothing.
+    """Days that are kept, today included. Older days are deleted after 24 hours of running.
 
     Example: 90d
     """
@@ -368,8 +356,8 @@ _HELD = SendBufferLimits()
 class HeldConfig:
     """The most bytes of answers that wait in the supervisor for clients that read slowly.
 
-    Above a limit one stream ends as ``slow_consumer``: of the streams under this limit, the one that holds most. A
-    token takes about 28 bytes, and 120 bytes with five log-probabilities. A reload applies changes at once.
+    Above a limit the stream that holds most ends as ``slow_consumer``. A token takes about 28 bytes, and 120
+    with five log-probabilities.
     """
 
     stream: HeldSize = _HELD.of_stream
@@ -383,7 +371,7 @@ class HeldConfig:
     Example: 64MiB
     """
     all: HeldSize = _HELD.of_all
-    """Bytes that may wait for all clients together. The supervisor may grow by about this much memory.
+    """Bytes that may wait for all clients together.
 
     Example: 256MiB
     """
@@ -400,35 +388,33 @@ class SupervisorConfig:
     usage: UsageConfig = field(default_factory=UsageConfig, metadata=AT_START)
     held: HeldConfig = field(default_factory=HeldConfig)
     log_level: Level = "info"
-    """The least level of the lines in the logs of the supervisor, the workers and the gateway: ``debug``, ``info``,
-    ``warning`` or ``error``.
+    """The least level of the lines in the logs of the supervisor, the workers and the gateway.
 
-    ``modelctl log-level`` changes it until the supervisor ends. A reload that changes this key applies it to all logs.
+    ``modelctl log-level`` changes it until the supervisor ends.
 
     Example: debug
     """
     log_format: Format = "human"
-    """How these logs are written, and what `serve` prints: lines for people, or ``json`` for one JSON object in a line.
+    """How these logs are written: lines for people, or one JSON object in a line.
 
     Example: json
     """
     model_roots: list[UserPath] | None = field(default=None, metadata=LATER)
     """Directories into which the files of models' directories may be links: absolute, or relative to models.yaml.
-    Weights may be links to other places, too, see [Security](security.md#linked-files). Changed roots apply to workers
-    that are started from now on.
+    Weights may be links to other places, too, see [Security](security.md#linked-files).
 
     Default: files may be links into the model's own directory and Hugging Face's cache only
     Example: [/mnt/disk2/models]
     """
     request_log: UserPath | None = None
-    """File that gets a line of JSON for each request that ends: absolute, or relative to models.yaml. No line has texts
-    of prompts or answers.
+    """File that gets a [line of JSON](operate.md#the-request-log) for each request that ends: absolute, or relative to
+    models.yaml.
 
     Default: no request log is written
     Example: /var/log/modelctl/requests.jsonl
     """
     listen: Listen = field(default=None, metadata=AT_START)
-    """TCP endpoint for clients with a key (``modelctl keys new``). A change takes a restart of the supervisor.
+    """TCP endpoint for [clients with a key](security.md#open-a-port). A change takes a restart of the supervisor.
 
     Default: the supervisor listens on no port
     Example: tcp://192.168.1.5:5570
@@ -448,8 +434,7 @@ class SupervisorConfig:
     vram_limit: VramLimit = field(default=None, metadata=LATER)
     """Most memory of a GPU that all models together may take: one limit for every GPU, or a map from GPU to limit.
 
-    One limit for every GPU holds on all machines of a cluster. In a map, an index means a GPU of the supervisor's own
-    machine, and a UUID a GPU of any machine.
+    In a map, an index means a GPU of the supervisor's own machine, and a UUID a GPU of any machine.
 
     Default: no limit
     Example: {0: 20GiB, 1: 90%}
@@ -458,7 +443,7 @@ class SupervisorConfig:
     host_memory: HostMemory = None
     """Most host memory that the models may take that sleep, or that keep a copy of their weights there.
 
-    When another model is to sleep, and this would be too much, those that have slept longest are unloaded.
+    Beyond it, those that have slept longest are unloaded.
 
     Default: half of the memory that the machine and its cgroup have free when the supervisor starts
     Example: 64GiB
@@ -467,8 +452,7 @@ class SupervisorConfig:
     spare: Annotated[int, Within(0, 1)] = 1
     """Spare workers for each engine: processes that have imported PyTorch and wait for a model, without GPU memory.
 
-    A start, and a restart after a death, then take some seconds less. Each holds some hundred MiB of host memory. With
-    a `cluster`, other machines with GPUs have them too, for the models that may run there.
+    A start then takes some seconds less. Each holds some hundred MiB of host memory.
 
     Example: 0
     """
@@ -509,10 +493,7 @@ class SupervisorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """One group of models, an entry of the map ``groups``. A model may be in several groups.
-
-    A request for a model of a full group first makes an idle model of the group leave, as a request for memory does.
-    """
+    """One group of models, an entry of the map ``groups``. A model may be in several groups."""
 
     models: list[str]
     """The models of the group, by their names in this file.
@@ -530,12 +511,10 @@ class GroupConfig:
 class ModelStoreConfig:
     """Copying of model directories to the machines of the cluster. Without ``listen`` each directory must have the same
     path on all machines.
-
-    A process beside the supervisor sends the directories, with checksums, to the machines whose workers need them.
     """
 
     listen: Listen = None
-    """TCP endpoint of that process: an address of this machine that the other machines can reach.
+    """TCP endpoint that sends them: an address of this machine that the other machines can reach.
 
     Default: no directories are copied
     Example: tcp://192.168.1.5:5572
@@ -546,8 +525,7 @@ class ModelStoreConfig:
     Example: /var/cache/modelctl
     """
     size: StoreSize = 200 << 30
-    """Bytes that all copies on a machine may have together. The copy that was used longest ago makes room. One that a
-    worker uses is never removed.
+    """Bytes that all copies on a machine may have together. The copy that was used longest ago makes room.
 
     Example: 500GiB
     """
@@ -573,8 +551,7 @@ class ClusterConfig:
     """
     model_store: ModelStoreConfig = field(default_factory=ModelStoreConfig)
     lease: Lease = 10.0
-    """Time without a sign of life after which a machine counts as lost. Its workers end themselves after the same time,
-    counted by them.
+    """Time without a sign of life after which a machine counts as lost. Its workers end themselves after the same time.
 
     Example: 30s
     """
@@ -607,31 +584,26 @@ class FileConfig:
     """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir, aliases and description.
 
     A model's own key wins, also with the value ``null``. The maps ``sampling``, ``forced``, ``limits``, ``variants``,
-    ``template_kwargs`` and ``options`` are merged by their keys, so a model replaces single options. A key that a
-    model's engine does not know does not apply to that model. A key that is for lazy models applies to lazy models
-    only. A default wins over the model's ``tabby_config.yml``. `modelctl config` shows what each model gets, and from
-    which line.
+    ``template_kwargs`` and ``options`` are merged by their keys. A key does not apply to a model whose engine does not
+    know it. A key that is for lazy models applies to lazy models only.
 
     Default: none
     Example: {gpu: auto, lazy: true, ttl: 10m, sampling: {temperature: 0.7}}
     """
     default_model: str | None = None
-    """Name of the model for requests that name none: a model, an alias, or a variant. A request that names an unknown
-    model is refused all the same.
+    """Name of the model for requests that name none: a model, an alias, or a variant.
 
     Default: a request without a model is refused
     Example: qwen
     """
     folders: list[FolderConfig] = field(default_factory=list)
     """Directories whose models are served without an entry of their own, see
-    [Models of a folder](operate.md#models-of-a-folder). A path, or a list of paths and maps. With folders,
-    ``models`` may be left out.
+    [Models of a folder](operate.md#models-of-a-folder). A path, or a list of paths and maps.
 
     Example: [{path: /data/models, defaults: {cache_mode: Q8, ttl: 10m}}]
     """
     groups: dict[str, GroupConfig] = field(default_factory=dict)
-    """Groups of models, of which a limited number is loaded at once. To let one model never be loaded beside another
-    one, make a group of these two.
+    """[Groups of models](operate.md#groups-of-models), of which a limited number is loaded at once.
 
     Example: {coders: {models: [qwen, deepseek], loaded: 1}}
     """

@@ -31,10 +31,8 @@ ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers"
 """The engines that modelctl has, and the class with the defaults of their own keys."""
 IMPORTED = "an import string"
 INTRODUCTION = """\
-models.yaml describes all models of a supervisor. `modelctl` looks for it at `--config`, `$MODELCTL_CONFIG`,
-`./models.yaml`, the file of the supervisor that runs, and `~/.config/modelctl/models.yaml`. `modelctl check` names
-every fault with its line: an unknown key, a wrong type, a missing directory, keys that contradict each other. No
-value is corrected silently. `modelctl reload` applies a changed file.
+models.yaml describes all models of a supervisor. `modelctl check` names every fault with its line. No value is
+corrected silently. `modelctl reload` applies a changed file.
 
 ```yaml
 models:
@@ -50,10 +48,9 @@ supervisor: # may be left out
 * A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size** is `20GiB` or `20G` (2³⁰ bytes
   each), `20GB` (10⁹ bytes), or a number of bytes. A **share** of a GPU is `90%`.
 * Paths may begin with `~`. Relative ones start from the directory of models.yaml; if that is a link, from the link's.
-* [`defaults`](#defaults) holds keys for all models. Keys at the top that begin with `x-` mean nothing to modelctl,
-  and may hold what some models share: `x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each of
-  them.
-* Words such as `no` and `on` are true or false in YAML; in quotes they are text.
+* [`defaults`](#defaults) holds keys for all models. Keys at the top that begin with `x-` may hold what some models
+  share: `x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each of them.
+
 * `modelctl check --json-schema` prints a JSON schema for editors. `modelctl init` names it in the file; in a file of
   your own, write `# yaml-language-server: $schema=PATH`.
 
@@ -69,16 +66,15 @@ models:
 
 `${NAME}` is the value of a variable of the environment, which must be set. `${NAME:-default}` has a default, for one
 that is not set or empty. `$${` stands for `${`. A variable brings one value, no list and no map, and not the name of
-a key or model. On a line with braces YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value is read as a
-number where the key wants one, but stays text in `sampling`, `limits`, `template_kwargs` and `options`.
+a key or model. On a line with braces YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value stays text in
+`sampling`, `limits`, `template_kwargs` and `options`.
 
 A value may be a secret: `modelctl config`, the page, errors, events and logs show `${NAME}` in its place. What a
-value becomes in use shows: an alias, the address of an open port, the size of a cache. An error of an engine of your
-own may show a part of a path, or an option of fewer than eight characters.
+value becomes in use shows, such as an alias or the address of an open port. An error of an engine of your own may
+show a part of a path, or an option of fewer than eight characters.
 
-The supervisor reads variables when it starts. A reload uses these values; a new value takes a restart. Commands that
-read the file themselves, such as `check`, use those of their shell. A service gets them in its unit:
-`Environment=MODELS=/srv/models`.
+A new value takes a restart of the supervisor. Commands that read the file themselves, such as `check`, use the
+variables of their shell. A service gets them in its unit: `Environment=MODELS=/srv/models`.
 
 ## Variables that set keys
 
@@ -94,7 +90,7 @@ read the file themselves, such as `check`, use those of their shell. A service g
 | `MODELCTL_DEFAULT_MODEL=llama-3.1-8b` | `default_model` |
 
 A value is YAML: `MODELCTL_MODELS__B__ALIASES='[x, y]'`. A mapping replaces the file's whole mapping. No variable adds
-a model. One that sets no key, or does not fit, is an error.
+a model.
 
 The last of these wins: the default, the model's `tabby_config.yml`, `defaults`, the model's keys, the environment, a
 flag. `modelctl config` shows the value of each key and where it comes from:
@@ -110,11 +106,9 @@ supervisor.stall               2m                              MODELCTL_SUPERVIS
 
 ## tabby_config.yml
 
-For engine `exllamav2`, this file in a model's directory gives defaults, with TabbyAPI's keys at the top or below
-`model`: `max_seq_len`, `cache_size`, `cache_mode`, `chunk_size`, `max_batch_size`, `gpu_split`, `autosplit_reserve`,
-`tensor_parallel`, `rope_scale`, `rope_alpha`, `tool_format`, the markers of `reasoning`, and of `draft_model`, which
-must lie beside the model, its name, `draft_cache_mode`, `draft_rope_scale`, `draft_rope_alpha` and
-`draft_num_tokens`. What does not fit is left out, and `check`, `config` and the log say so."""
+For engine `exllamav2`, this file in a model's directory gives defaults, with [TabbyAPI's keys of a
+model](guide.md#tabbyapi). A draft model must lie beside the model. What does not fit is left out, and `check`, `config`
+and the log say so."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +141,7 @@ def configuration_page() -> str:
     """Return the page."""
     return page(
         "models.yaml",
-        "supervisor/config/models.py, supervisor/config/server.py and supervisor/config/server.py",
+        "supervisor/config/models.py and supervisor/config/server.py",
         INTRODUCTION,
         *(part for title, kind, prefix in _sections() for part in _part(title, kind, prefix)),
     )
@@ -236,6 +230,8 @@ def type_name(hint: Any) -> str:
 
 
 _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number", float: "number", dict: "map"}
+_OBVIOUS = re.compile(r"true or false|whole number|number|duration|`")
+"""Types whose name says how a value is written. The page has no example of one."""
 _NOUN = re.compile(r"\b(number|text|path|name|origin)\b")
 _PLURAL: dict[Any, str] = {
     LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)",
@@ -313,4 +309,5 @@ def _part(title: str, kind: type, prefix: str) -> Iterator[str]:
         yield key.description
         default = "Required." if key.default == "required" else f"Default: {key.default}."
         engines = "" if key.engines in ("", "all") else f"Engine: {key.engines}. "
-        yield f"Value: {key.type}. {default} {engines}Example: `{key.example}`"
+        example = "" if _OBVIOUS.match(key.type) else f"Example: `{key.example}`"
+        yield f"Value: {key.type}. {default} {engines}{example}".rstrip()
