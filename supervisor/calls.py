@@ -386,13 +386,13 @@ class Calls:
         replicas = self._current(model, asked.caller)
         self._parts.shutdown.check_not_begun()
         for replica in replicas:
-            self._parts.fleet.start(replica.name, f"start {_by(asked.caller)}")
+            self._parts.fleet.start(replica, f"start {_by(asked.caller)}")
         return _ordered(replicas)
 
     def stop(self, asked: CheckedCall, model: str, now: bool = False) -> Result:
         replicas = self._replicas(model, asked.caller)
         for replica in replicas:
-            self._parts.fleet.stop(replica.name, f"stop {_by(asked.caller)}", now=now)
+            self._parts.fleet.stop(replica, f"stop {_by(asked.caller)}", now=now)
         return _ordered(replicas)
 
     def unload(self, asked: CheckedCall, model: str) -> Result:
@@ -400,9 +400,9 @@ class Calls:
         cause = f"unload {_by(asked.caller)}"
         for replica in replicas:
             if replica.current:
-                self._parts.fleet.let_go_of(replica.name, cause)
+                self._parts.fleet.let_go_of(replica, cause)
             else:  # a reload brings it, or lets it leave: no request shall start it beside the other one
-                self._parts.fleet.stop(replica.name, cause)
+                self._parts.fleet.stop(replica, cause)
         return _ordered(replicas)
 
     def sleep(self, asked: CheckedCall, model: str) -> Result:
@@ -426,7 +426,7 @@ class Calls:
         up = [replica for replica in replicas if replica.desired is Desired.UP and replica.state not in AT_REST]
         for replica in replicas:
             if len(replicas) == 1 or replica not in up:  # a worker that is down is just started
-                self._parts.fleet.restart(replica.name, cause)
+                self._parts.fleet.restart(replica, cause)
         if up and len(replicas) > 1:
             turnover = self._parts.reloads.restart_in_turns(up, cause)
         workers = {r.shown: {"state": str(r.state), "generation": wanted[r.shown]} for r in replicas}

@@ -186,8 +186,8 @@ class SupervisorShutdown:
             # This goes before the errors that end waiting requests, so that clients know the reason.
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
             self._effects.add(ToClient(channel, frame) for channel in self._clients.channels_for_requests())
-        for name in self._fleet.registry.replicas:
-            self._fleet.stop(name, cause, now=now)
+        for replica in self._fleet.registry.replicas.values():
+            self._fleet.stop(replica, cause, now=now)
 
     @property
     def is_done(self) -> bool:

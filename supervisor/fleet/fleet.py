@@ -160,47 +160,41 @@ class Fleet:
 
     # --- orders -------------------------------------------------------------------------------------------------
 
-    def start(self, worker: str, cause: str) -> None:
+    def start(self, replica: Replica, cause: str) -> None:
         """Order a worker up, whatever it does now. A worker on its way down is started again when it has stopped. One
         that sleeps is woken."""
-        replica = self.registry.replicas[worker]
         replica.sleep_wanted = None
         self.carry_out(replica, replica.life.start(time.monotonic(), cause))
 
-    def rest(self, worker: str, cause: str) -> None:
+    def rest(self, replica: Replica, cause: str) -> None:
         """Let the first request for its model start a worker that is stopped or has failed."""
-        replica = self.registry.replicas[worker]
         self.carry_out(replica, replica.life.rest(time.monotonic(), cause))
 
-    def unload(self, worker: str, cause: str) -> None:
+    def unload(self, replica: Replica, cause: str) -> None:
         """End the process of a worker that is ready and idle, or asleep. Its next request starts it again."""
-        replica = self.registry.replicas[worker]
         replica.stay_s = None
         self.carry_out(replica, replica.life.unload(time.monotonic(), cause))
 
-    def let_go_of(self, worker: str, cause: str) -> None:
+    def let_go_of(self, replica: Replica, cause: str) -> None:
         """End the process of a worker, whatever it does now, when its requests have finished. Its next request starts
         it again, also if models.yaml does not make it lazy."""
-        replica = self.registry.replicas[worker]
         replica.stay_s = replica.sleep_wanted = None
         if (transition := replica.life.let_go_of(time.monotonic(), cause)) is not None:
             self.carry_out(replica, transition)
             self._settle(replica)  # one in backoff has no process whose end would do this
 
-    def stop(self, worker: str, cause: str, *, now: bool = False) -> None:
+    def stop(self, replica: Replica, cause: str, *, now: bool = False) -> None:
         """Stop a worker.
 
         By default the worker finishes its requests first, for at most the time for draining. With ``now`` it ends at
         once.
         """
-        replica = self.registry.replicas[worker]
         replica.stay_s = None
         if (transition := replica.life.stop(time.monotonic(), cause, at_once=now)) is not None:
             self.carry_out(replica, transition)
 
-    def restart(self, worker: str, cause: str) -> None:
+    def restart(self, replica: Replica, cause: str) -> None:
         """Stop a worker, then start it; requests wait meanwhile. A worker without a process is just started."""
-        replica = self.registry.replicas[worker]
         self.carry_out(replica, replica.life.restart(time.monotonic(), cause))
 
     def respec(self, replica: Replica, spec: ModelSpec) -> None:
@@ -208,7 +202,7 @@ class Fleet:
         was_lazy = replica.spec.config.lazy
         self.registry.respec(replica, spec)
         if replica.state is WorkerState.ASLEEP:
-            self.unload(replica.name, "its configuration has changed")
+            self.unload(replica, "its configuration has changed")
         self._follow_lazy(replica, was_lazy)
 
     def adopt_settings(self, replica: Replica, spec: ModelSpec) -> None:
@@ -224,9 +218,9 @@ class Fleet:
         """Let requests start a stopped worker that has become lazy, and stop an unloaded one that is lazy no more."""
         lazy = replica.spec.config.lazy
         if replica.state in ON_DEMAND and was_lazy and not lazy:
-            self.stop(replica.name, "it is not lazy any more")
+            self.stop(replica, "it is not lazy any more")
         elif replica.state is WorkerState.STOPPED and lazy and not was_lazy and replica.desired is not Desired.UP:
-            self.rest(replica.name, "lazy")
+            self.rest(replica, "lazy")
 
     @property
     def all_stopped(self) -> bool:
@@ -354,7 +348,7 @@ class Fleet:
 
     def _try_room_again(self, replica: Replica) -> None:
         if replica.state is WorkerState.FAILED and replica.lacks_room:  # a reload may have changed it
-            self.rest(replica.name, "there may be room by now")
+            self.rest(replica, "there may be room by now")
 
     def after_events(self, replica: Replica) -> None:
         """End the drain of a worker if it has no request left. Call this when requests of the worker have ended."""

@@ -36,7 +36,7 @@ class Sleepers:
     carry_out  does what follows from a transition in a worker's life
     """
 
-    _unload: Callable[[str, str], None]
+    _unload: Callable[[Replica, str], None]
     _carry_out: Callable[[Replica, Transition], None]
     _registry: ReplicaRegistry
     _vram: Vram
@@ -88,27 +88,23 @@ class Sleepers:
         """Correct what a worker takes ahead: it has said how much host memory it needs to sleep."""
         replica.host_bytes = replica.sleep_bytes if replica.host_bytes else 0
 
-    def put_to_sleep(self, worker: str, cause: str) -> None:
+    def put_to_sleep(self, replica: Replica, cause: str) -> None:
         """Order a worker to sleep that is ready, idle and able to sleep. It is unloaded if host memory has no room."""
-        replica = self._registry.replicas[worker]
         replica.stay_s = replica.sleep_wanted = None
-        leave = host_memory.to_unload(replica.sleep_bytes, self._copies(without=worker), self.bound)
+        leave = host_memory.to_unload(replica.sleep_bytes, self._copies(without=replica.name), self.bound)
         if leave is None:
             size, bound = gib(replica.sleep_bytes), gib(self.bound)
             why = f"it would take {size} GiB of host memory to sleep, and models may take {bound} (host_memory)"
             self._say(replica, f"is unloaded: {why}")
-            self._unload(worker, f"{cause}; {why}")
+            self._unload(replica, f"{cause}; {why}")
             return
         for other in leave:
-            self._unload(other, f"made room in host memory for {replica.label}")
+            self._unload(self._registry.replicas[other], f"made room in host memory for {replica.label}")
         self._carry_out(replica, replica.life.sleep(time.monotonic(), cause))
 
     def evict(self, worker: str, cause: str, *, sleeps: bool) -> None:
         """Put an idle worker to sleep, or unload it, because another one needs its memory or its place."""
-        if sleeps:
-            self.put_to_sleep(worker, cause)
-        else:
-            self._unload(worker, cause)
+        (self.put_to_sleep if sleeps else self._unload)(self._registry.replicas[worker], cause)
 
     def slept(self, replica: Replica, facts: dict[str, Any]) -> None:
         """Take note that a worker sleeps, or end it because it cannot sleep."""
@@ -128,7 +124,7 @@ class Sleepers:
         if (woken := life.settle(now)) is not None:
             self._carry_out(replica, woken)
         elif replica.state is WorkerState.ASLEEP and replica.desired_spec is not replica.spec:
-            self._unload(replica.name, "its configuration has changed")
+            self._unload(replica, "its configuration has changed")
 
     # --- waking -------------------------------------------------------------------------------------------------
 

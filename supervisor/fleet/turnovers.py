@@ -239,15 +239,15 @@ class Turnovers:
         if step.spec is None:
             step.kind = "retire"
             if old is not None:
-                fleet.stop(old.name, cause)
+                fleet.stop(old, cause)
         elif old is None:
             step.kind = "add"
             step.new = registry.add(step.label, step.spec)
             step.generation = step.new.generation
             if step.start:
-                fleet.start(step.new.name, cause)
+                fleet.start(step.new, cause)
             elif step.spec.config.lazy:
-                fleet.rest(step.new.name, cause)
+                fleet.rest(step.new, cause)
         elif not step.forced and old.desired_spec.process_key == step.spec.process_key:
             step.kind, step.start = "keep", False
             fleet.adopt_settings(old, step.spec)
@@ -259,18 +259,18 @@ class Turnovers:
         ):
             step.kind = "beside"
             step.new = registry.add(step.label, step.spec, replaces=old)
-            fleet.start(step.new.name, cause)
+            fleet.start(step.new, cause)
         else:
             step.kind = "exchange"
             fleet.respec(old, step.spec)
-            fleet.restart(old.name, cause)
+            fleet.restart(old, cause)
 
     def _is_over(self, step: TurnoverStep, cause: str) -> bool:
         """Return whether the step is over."""
         match step.kind:
             case "retire":
                 if step.old is not None and step.old.desired is not Desired.DOWN:  # another order came meanwhile
-                    self._fleet.stop(step.old.name, cause)
+                    self._fleet.stop(step.old, cause)
                 return self._is_gone(step.old)
             case "add" | "keep":
                 worker = step.new or step.old
@@ -291,7 +291,7 @@ class Turnovers:
         if new.state is WorkerState.READY:
             step.handed_over = True
             self._registry.hand_over(old, new)
-            self._fleet.stop(old.name, cause)
+            self._fleet.stop(old, cause)
         elif new.state in (*AT_REST, WorkerState.BACKOFF):
             # The successor gets one try only, since the old worker is still there. An order to stop the model has
             # stopped both workers.
@@ -303,7 +303,7 @@ class Turnovers:
                 step.failure += "; the old one goes on"
             elif step.spec is not None:
                 self._fleet.respec(old, step.spec)
-            self._fleet.stop(new.name, "it did not come up", now=True)
+            self._fleet.stop(new, "it did not come up", now=True)
 
     def _is_up(self, step: TurnoverStep, worker: Replica) -> bool:
         if worker.state in AT_REST and (worker.state is WorkerState.FAILED or worker.desired is not Desired.UP):
@@ -517,17 +517,17 @@ class OnDemandLoader:
 
     def begin(self) -> None:
         """Start the models that start with the supervisor. Let requests start those that are lazy."""
-        for name, replica in self._registry.replicas.items():
+        for replica in self._registry.replicas.values():
             if replica.spec.autostart:
-                self._fleet.start(name, "autostart")
+                self._fleet.start(replica, "autostart")
             elif replica.spec.config.lazy:
-                self._fleet.rest(name, "lazy")
+                self._fleet.rest(replica, "lazy")
 
     def wake(self, model: str) -> None:
         """Start the unloaded workers of a model, and wake those that sleep, because a request waits for it."""
         for replica in self._registry.of_model(model):
             if replica.state in ON_DEMAND:
-                self._fleet.start(replica.name, "a request")
+                self._fleet.start(replica, "a request")
 
     def check_stay(self, model: str, seconds: float, field: str) -> None:
         """Raise WireError (UNSUPPORTED) if a request cannot say how long this model stays loaded.
@@ -558,13 +558,13 @@ class OnDemandLoader:
             idle = self._registry.is_idle(replica)
             ttl, after, idle_s = replica.ttl, replica.spec.config.sleep_after, now - replica.last_active
             if ttl is not None and (idle or replica.state is WorkerState.ASLEEP) and idle_s >= ttl:
-                self._fleet.unload(replica.name, f"idle for {ttl:g} s")
+                self._fleet.unload(replica, f"idle for {ttl:g} s")
             elif not idle or not replica.can_sleep:
                 continue
             elif replica.sleep_wanted is not None:
-                self._fleet.sleepers.put_to_sleep(replica.name, replica.sleep_wanted)
+                self._fleet.sleepers.put_to_sleep(replica, replica.sleep_wanted)
             elif after is not None and idle_s >= after:
-                self._fleet.sleepers.put_to_sleep(replica.name, f"idle for {after:g} s")
+                self._fleet.sleepers.put_to_sleep(replica, f"idle for {after:g} s")
 
     def sleep(self, replica: Replica, cause: str) -> None:
         """Put a worker to sleep as soon as it has no request. Raises WireError if it cannot sleep."""
@@ -588,7 +588,7 @@ class OnDemandLoader:
         if why is not None:
             raise WireError(ErrorCode.UNSUPPORTED, f"model {name!r} cannot sleep: {why}")
         if self._registry.is_idle(replica):
-            self._fleet.sleepers.put_to_sleep(replica.name, cause)
+            self._fleet.sleepers.put_to_sleep(replica, cause)
         else:
             replica.sleep_wanted = cause
 
@@ -600,4 +600,4 @@ class OnDemandLoader:
             raise WireError(ErrorCode.MODEL_NOT_RUNNING, message)
         replica.sleep_wanted = None
         if replica.state in (WorkerState.ASLEEP, WorkerState.FALLING_ASLEEP):
-            self._fleet.start(replica.name, cause)
+            self._fleet.start(replica, cause)

@@ -231,6 +231,11 @@ class Room:
         return self.free if self.under_limit is None else min(self.free, self.under_limit)
 
     @property
+    def held(self) -> Mapping[str, int]:
+        """Return worker → bytes that it holds, and is about to take."""
+        return Counter(self.ours) + Counter(self.coming)
+
+    @property
     def others(self) -> int:
         """Return the bytes that the driver and processes other than our workers hold."""
         return max(0, self.gpu.total - self.gpu.free - sum(self.ours.values()))
@@ -282,11 +287,7 @@ def _room(gpu: Gpu, holdings: Sequence[Holding], limit: int | None) -> Room:
         elif held is None:
             held = placed  # NVML does not list this pid (another pid namespace), or does not say how many bytes
         ours[holding.worker] += held or 0
-    return Room(gpu, limit, _above_zero(ours), _above_zero(coming))
-
-
-def _above_zero(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in sizes.items() if size}
+    return Room(gpu, limit, +ours, +coming)  # without those that hold nothing
 
 
 def limit_of(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> int | None:
@@ -449,14 +450,9 @@ def _on(chosen: Sequence[Room], needs: Needs | None, split: Split, devices: str)
             f"{gib(share)} on GPU {gpu.index}" for gpu, share in zip(gpus, shares, strict=True)
         )  # fmt: skip
         text += f"; it would take {parts}"
-    elif enough := [name for name, held in _ours(chosen[0]).items() if held >= missing[gpus[0].index]]:
+    elif enough := [name for name, held in chosen[0].held.items() if held >= missing[gpus[0].index]]:
         text += f"; without {enough[0]} it would fit"
     return PlacementRefused(text, {index: short for index, short in missing.items() if short > 0})
-
-
-def _ours(room: Room) -> dict[str, int]:
-    names = {**room.ours, **room.coming}
-    return {name: room.ours.get(name, 0) + room.coming.get(name, 0) for name in names}
 
 
 def room_text(room: Room) -> str:

@@ -63,7 +63,7 @@ class Vram:
         self._opened = self._serves = False
         self._timers = timers
         self._log = log
-        self._said: set[str] = set()
+        self._said_unknown = False
         self._returns = VramReturns()
         self._last: tuple[float, list[Gpu]] | None = None
         self._polling = False
@@ -144,11 +144,12 @@ class Vram:
             self._settled(Return(worker, pid, watched.gpus, True, 0.0))
         elif watched.looked == pid:
             watched.returned = "not watched"
-            self._say_once(
-                "unknown pids",
-                f"{worker}: NVML never listed its worker pid {pid} (another pid namespace, as in containers?): "
-                "VRAM of workers like it is not waited for",
-            )
+            if not self._said_unknown:
+                self._said_unknown = True
+                self._log.warning(
+                    "%s: NVML never listed its worker pid %d (another pid namespace, as in containers?): "
+                    "VRAM of workers like it is not waited for", worker, pid,
+                )  # fmt: skip
 
     def when_free(self, worker: str, on_free: Callable[[], None]) -> None:
         """Call ``on_free`` when no dead worker holds memory of this worker's GPUs any more.
@@ -314,11 +315,6 @@ class Vram:
                 watched.looked = watched.ready
                 if listing(reading, watched.ready):
                     watched.seen = watched.ready
-
-    def _say_once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._log.warning("%s", text)
 
 
 def described_gpu(gpu: Gpu, limits: Mapping[str, Limit] | Limit | None) -> dict[str, Any]:

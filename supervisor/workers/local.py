@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -47,17 +46,12 @@ LARGEST_SPEC = 32 << 10
 """Bytes of a packed specification that a spare takes. They fit into a pipe's buffer, so that sending never waits."""
 
 
-@dataclass
-class _Engine:
-    ended: int = 0
-    not_before: float = 0.0
-
-
 class SparePlan:
     """Decides for which engines a spare is made. Times are monotonic seconds, and the caller passes them."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, _Engine] = {}
+        self._ended: dict[str, tuple[int, float]] = {}
+        """Engine → how many spares have ended in a row, and when the next one may be made."""
         self._busy_at = float("-inf")
 
     def missing(self, wanted: Collection[str], there: Collection[str], now: float, *, starting: bool) -> list[str]:
@@ -72,21 +66,21 @@ class SparePlan:
         if now - self._busy_at < QUIET_S:
             return []
         found = []
-        for name in sorted(ENGINES.intersection(wanted).difference(there)):
-            engine = self._engines.setdefault(name, _Engine())
-            if engine.ended < TRIES and now >= engine.not_before:
-                found.append(name)
+        for engine in sorted(ENGINES.intersection(wanted).difference(there)):
+            ended, not_before = self._ended.get(engine, (0, 0.0))
+            if ended < TRIES and now >= not_before:
+                found.append(engine)
         return found
 
     def ended(self, engine: str, now: float) -> bool:
         """Take note that a spare has ended by itself. Return whether another one will be made."""
-        found = self._engines.setdefault(engine, _Engine())
-        found.ended, found.not_before = found.ended + 1, now + PAUSE_S
-        return found.ended < TRIES
+        ended = self._ended.get(engine, (0, 0.0))[0] + 1
+        self._ended[engine] = ended, now + PAUSE_S
+        return ended < TRIES
 
     def used(self, engine: str) -> None:
         """Take note that a spare has become a worker, so spares of this engine work."""
-        self._engines.pop(engine, None)
+        self._ended.pop(engine, None)
 
 
 GUARD_RETRY_S = 1.0
@@ -229,12 +223,13 @@ class SpareProcess(WorkerProcess):
 
     def __init__(self, engine: str, mark: str, log_path: str) -> None:
         self.engine = engine
-        theirs, self._pipe = os.pipe()
+        theirs, ours = os.pipe()
+        self._pipe = open(ours, "wb", buffering=0)  # noqa: SIM115
         try:
             arguments = (engine, os.getpid(), PAGE, log_path, _Inherited(theirs))
             super().__init__(f"spare-{engine}", mark, DEFAULT_LEASES.start_s, _SPARE_MAIN, arguments)
         except BaseException:
-            self._close_pipe()
+            self._pipe.close()
             raise
         finally:
             os.close(theirs)
@@ -252,19 +247,14 @@ class SpareProcess(WorkerProcess):
             return False
         self._page.expect(spec.leases.start_s)  # before the process writes its own leases
         try:
-            os.write(self._pipe, packed)
+            self._pipe.write(packed)
         except OSError:
             return False
-        self._close_pipe()
+        self._pipe.close()
         return True
 
-    def _close_pipe(self) -> None:
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-
     def join(self) -> int:
-        self._close_pipe()
+        self._pipe.close()
         return super().join()
 
 
@@ -285,12 +275,13 @@ class Guard:
         self._environment = environment
         self._titles = titles
         self._groups: set[int] = set()
-        self.pidfd = self._pipe = -1
+        self.pidfd = -1
         self._start()
 
     def _start(self) -> None:
         """Start a guard process that knows the groups watched so far. Raises OSError."""
-        guards_end, self._pipe = os.pipe()
+        guards_end, ours = os.pipe()
+        self._pipe = open(ours, "wb", buffering=0)  # noqa: SIM115
         try:
             # The groups are in the pipe before the process exists. If the supervisor is killed at the next instruction,
             # the new guard still reads them. There is one group for each worker, so the pipe never fills up here.
@@ -313,7 +304,7 @@ class Guard:
                 self._process.wait()
                 raise
         except BaseException:
-            self._close_pipe()
+            self._pipe.close()
             raise
         finally:
             os.close(guards_end)
@@ -334,7 +325,7 @@ class Guard:
             os.close(self.pidfd)
             self.pidfd = -1
             self._process.wait()
-            self._close_pipe()
+            self._pipe.close()
         self._start()
 
     def kill(self) -> None:
@@ -344,22 +335,17 @@ class Guard:
     def close(self) -> None:
         """End the guard, once no worker is left, and reap it."""
         self._tell(".\n")  # so it looks for nothing
-        self._close_pipe()
+        self._pipe.close()
         try:
             self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _close_pipe(self) -> None:
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-
     def _tell(self, line: str) -> None:
-        if self._pipe < 0:
+        if self._pipe.closed:
             return  # no guard could be started yet: ``restart`` gives it all groups
         try:
-            os.write(self._pipe, line.encode())
+            self._pipe.write(line.encode())
         except BrokenPipeError:
             pass  # the guard has ended: its pidfd is readable, and the loop calls ``restart``
 

@@ -75,9 +75,9 @@ class Placing:
         self.placed.append((spec.engine.model, spec.visible_devices))
         return Process()
 
-    def unload(self, worker: str, cause: str) -> None:
+    def unload(self, replica: Replica, cause: str) -> None:
         """Fail, since no model may be unloaded."""
-        raise AssertionError(f"{worker} is unloaded: {cause}")
+        raise AssertionError(f"{replica.name} is unloaded: {cause}")
 
     def not_started(self, replica: Replica, report: ExitReport) -> None:
         assert replica.name not in self.refused, "a start ends once"
