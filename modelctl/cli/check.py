@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 @command(
-    ("modelctl check", "Check ./models.yaml and the models that it names"),
     ("modelctl check --elsewhere models.yaml", "Check a file that is for another machine"),
 )
 @config_file
@@ -224,7 +223,6 @@ def _tell(of_file: "Collection[Problem]", of_machine: "Collection[Problem]", as_
 
 
 @command(
-    ("modelctl config", "Show what models.yaml and the environment set, and where"),
     ("modelctl config letters --all", "Show every key of one model, defaults too"),
 )
 @click.argument("models", nargs=-1, metavar="[FILE] [MODEL]...", shell_complete=options.models)

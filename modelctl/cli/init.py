@@ -67,8 +67,7 @@ class Draft:
 
 @command(
     ("modelctl init ~/models", "Write ./models.yaml with an entry for each model below a directory"),
-    ("modelctl init --from ~/tabbyAPI/config.yml", "Take over the models and options of another server"),
-    ("modelctl init", "Write a sample, whose demo models run on the CPU"),
+    ("modelctl init --from ~/tabbyAPI/config.yml", "Take over the models of another server"),
 )
 @click.argument("directory", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--force", is_flag=True, help="Replace ./models.yaml if there is one.")

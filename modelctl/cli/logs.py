@@ -38,7 +38,6 @@ Read = Callable[..., dict[str, Any]]
 
 
 @command(
-    ("modelctl logs", "Show the last lines of the supervisor's log"),
     ("modelctl logs -f llama-8b", "Follow a model's log"),
     ("modelctl logs gateway --since 1h", "Show the gateway's last hour"),
 )
@@ -206,7 +205,6 @@ Event = dict[str, Any]
 
 
 @command(
-    ("modelctl events", "Show the last 50 events"),
     ("modelctl events llama-8b --since 8h --follow", "Show what happened to a model tonight, and each new event"),
 )
 @options.some
@@ -338,7 +336,6 @@ def line_of(event: Event, width: int | None) -> str:
 
 
 @command(
-    ("modelctl log-level", "Show the levels"),
     ("modelctl log-level llama-8b debug", "Have the workers of a model write more"),
 )
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=options.models)

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 
 @command(
-    ("modelctl start llama-8b", "Start a model and wait until it is ready"),
     ("modelctl start llama-8b stories --no-wait", "Start two models, and do not wait for them"),
 )
 @options.or_all
@@ -244,7 +243,6 @@ def wake(models: tuple[str, ...], no_wait: bool, as_json: bool, runtime_dir: Pat
 
 
 @command(
-    ("modelctl reload", "Apply what has changed in models.yaml"),
     ("modelctl reload llama-8b", "Give one model new workers, since its weights on disk have changed"),
 )
 @options.some

@@ -102,7 +102,6 @@ def _gpus(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
 
 
 @command(
-    ("modelctl plan", "Show which models of ./models.yaml fit on this machine"),
     ("modelctl plan models.yaml --gpus 24G,24G", "Show which would fit on two GPUs of 24 GiB"),
 )
 @config_file

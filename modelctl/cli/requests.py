@@ -42,7 +42,6 @@ ENDED_COLUMNS = (
 
 
 @command(
-    ("modelctl requests", "List the unfinished requests, the oldest first"),
     ("modelctl requests --ended -n 20", "List the last 20 requests that have ended"),
 )
 @options.some
@@ -287,8 +286,7 @@ def _by(context: click.Context, option: click.Parameter, given: str) -> tuple[st
 
 
 @command(
-    ("modelctl usage", "Show the tokens of every key, model and day"),
-    ("modelctl usage --key laptop --since 7d", "Show those of one key in the last seven days"),
+    ("modelctl usage --key laptop --since 7d", "Show the tokens of one key in the last seven days"),
     ("modelctl usage --by month,model --csv", "Print the sum of each month and model for a spreadsheet"),
 )
 @click.option("--key", metavar="NAME", help="Only this key; an empty text for requests without a key.")

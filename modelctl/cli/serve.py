@@ -128,7 +128,6 @@ def _say(text: str) -> None:
 
 
 @command(
-    ("modelctl serve", "Serve the models of ./models.yaml in this terminal"),
     ("modelctl serve --detach /etc/modelctl/models.yaml", "Serve in the background, and wait for the models"),
 )
 @config_file

@@ -268,7 +268,6 @@ _KEY: Final = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
 
 
 @command(
-    ("modelctl top", "Watch the models and the requests of this machine"),
     ("modelctl top --interval 5 --connect tcp://192.168.1.5:5570 --key-file ops.key", "Watch another machine"),
 )
 @click.option(

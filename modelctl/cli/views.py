@@ -175,8 +175,7 @@ UNWELL = ("failed", "backoff")
 
 
 @command(
-    ("modelctl ps", "List the models of the supervisor on this machine"),
-    ("modelctl ps 'llama-*' --watch", "List some of them, and look again each second"),
+    ("modelctl ps 'llama-*' --watch", "List some models, and look again each second"),
     ("modelctl ps --connect tcp://192.168.1.5:5570 --key-file ops.key", "List those of another machine"),
 )
 @options.some

@@ -105,7 +105,7 @@ class VariantConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One entry under ``models``. Most keys have the names that EXL2 users know from other servers."""
+    """One entry under ``models``."""
 
     model_dir: UserPath = field(metadata=WORKERS | {ONE: "is the directory of one model; write it"})
     """Directory of the model, with config.json, tokenizer.json and the weights (``*.safetensors``).
@@ -115,10 +115,8 @@ class ModelConfig:
     Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
     """
     engine: str = field(default="exllamav2", metadata=WORKERS)
-    """Engine that computes the model.
-
-    ``exllamav2`` serves EXL2, GPTQ and fp16 models on NVIDIA GPUs. ``transformers`` serves small models, on the CPU or
-    a GPU, in fp32. An import string ``package.module:Class`` names an engine of your own.
+    """[Engine](engines.md) that computes the model: ``exllamav2``, ``transformers``, or an import string
+    ``package.module:Class`` for one of your own.
 
     Example: transformers
     """

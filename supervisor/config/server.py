@@ -159,16 +159,15 @@ class GatewayConfig:
     Example: 64MiB
     """
     body_memory: OptionalSize = None
-    """Most bytes of all bodies together that one gateway process holds at one time. One key may use a quarter of the
-    bytes, so that four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
+    """Most bytes of all bodies together that one gateway process holds at one time. One key may use a quarter, so that
+    four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
 
     Default: 256MiB, or four times max_body if that is more
     Example: 1GiB
     """
     stored_items: Annotated[int | None, ReadWith(parse_stored, "size or 0")] = None
-    """Most bytes of items of /v1/responses that the gateway keeps in its memory, for clients that refer to earlier
-    items and responses. They are kept for an hour at most. One key may use an eighth of the bytes. 0 keeps nothing, and
-    with several ``processes`` nothing is kept.
+    """Most bytes of items of /v1/responses that the gateway keeps in its memory for an hour, for clients that refer
+    to them. One key may use an eighth. 0 keeps nothing, and with several ``processes`` nothing is kept.
 
     Default: 128MiB, or 0 with several processes
     Example: 0
@@ -251,7 +250,7 @@ class RestartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """The longest time of each step of stopping a worker. After that time the supervisor takes the next step."""
+    """The longest time of each step of stopping a worker."""
 
     drain: Duration = 30.0
     """Time for running requests to finish, before the worker is told to end.
@@ -296,7 +295,7 @@ _WATCH = DEFAULT_LEASES
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """The longest time that a worker may show no progress. After that time the supervisor kills it as hung."""
+    """The longest time that a worker may show no progress before the supervisor kills it as hung."""
 
     start: Lease = _WATCH.start_s
     """Longest time from the start of the process to the first line of the worker's own code.
@@ -354,7 +353,7 @@ _HELD = SendBufferLimits()
 
 @dataclass(frozen=True, kw_only=True)
 class HeldConfig:
-    """The most bytes of answers that wait in the supervisor for clients that read slowly.
+    """The most bytes of answers that wait for clients that read slowly.
 
     Above a limit the stream that holds most ends as ``slow_consumer``. A token takes about 28 bytes, and 120
     with five log-probabilities.
@@ -450,9 +449,8 @@ class SupervisorConfig:
     """
 
     spare: Annotated[int, Within(0, 1)] = 1
-    """Spare workers for each engine: processes that have imported PyTorch and wait for a model, without GPU memory.
-
-    A start then takes some seconds less. Each holds some hundred MiB of host memory.
+    """[Spare workers](operate.md#deaths-and-hangs) for each engine. A start then takes some seconds less. Each holds
+    some hundred MiB of host memory.
 
     Example: 0
     """
@@ -514,7 +512,7 @@ class ModelStoreConfig:
     """
 
     listen: Listen = None
-    """TCP endpoint that sends them: an address of this machine that the other machines can reach.
+    """TCP endpoint of this machine that the other machines can reach.
 
     Default: no directories are copied
     Example: tcp://192.168.1.5:5572
@@ -539,7 +537,7 @@ class ClusterConfig:
     """
 
     advertise: Listen = None
-    """TCP endpoint to which workers on other machines connect: an address of this machine that they can reach.
+    """TCP endpoint of this machine that workers on other machines can reach.
 
     Default: required
     Example: tcp://192.168.1.5:5571
@@ -584,8 +582,7 @@ class FileConfig:
     """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir, aliases and description.
 
     A model's own key wins, also with the value ``null``. The maps ``sampling``, ``forced``, ``limits``, ``variants``,
-    ``template_kwargs`` and ``options`` are merged by their keys. A key does not apply to a model whose engine does not
-    know it. A key that is for lazy models applies to lazy models only.
+    ``template_kwargs`` and ``options`` are merged by their keys. A key applies to the models that may have it.
 
     Default: none
     Example: {gpu: auto, lazy: true, ttl: 10m, sampling: {temperature: 0.7}}

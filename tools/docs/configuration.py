@@ -65,13 +65,13 @@ models:
 ```
 
 `${NAME}` is the value of a variable of the environment, which must be set. `${NAME:-default}` has a default, for one
-that is not set or empty. `$${` stands for `${`. A variable brings one value, no list and no map, and not the name of
-a key or model. On a line with braces YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value stays text in
-`sampling`, `limits`, `template_kwargs` and `options`.
+that is not set or empty. `$${` stands for `${`. A variable brings one value, no list and no map. On a line with
+braces YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value stays text in `sampling`, `limits`,
+`template_kwargs` and `options`.
 
 A value may be a secret: `modelctl config`, the page, errors, events and logs show `${NAME}` in its place. What a
 value becomes in use shows, such as an alias or the address of an open port. An error of an engine of your own may
-show a part of a path, or an option of fewer than eight characters.
+show a part of the value.
 
 A new value takes a restart of the supervisor. Commands that read the file themselves, such as `check`, use the
 variables of their shell. A service gets them in its unit: `Environment=MODELS=/srv/models`.
@@ -84,7 +84,6 @@ variables of their shell. A service gets them in its unit: `Environment=MODELS=/
 |---|---|
 | `MODELCTL_SUPERVISOR__STOP__DRAIN=5m` | `supervisor.stop.drain` |
 | `MODELCTL_GATEWAY__LISTEN=0.0.0.0:8000` | `gateway.listen`, also where the file has no section `gateway` |
-| `MODELCTL_CLUSTER__ADVERTISE=tcp://10.0.0.7:5571` | `cluster.advertise` |
 | `MODELCTL_MODELS__LLAMA_3_1_8B__CACHE_MODE=Q8` | `cache_mode` of `llama-3.1-8b`: other characters become `_` |
 | `MODELCTL_DEFAULTS__CACHE_MODE=Q8` | `cache_mode` of all models without their own |
 | `MODELCTL_DEFAULT_MODEL=llama-3.1-8b` | `default_model` |
