@@ -149,7 +149,7 @@ class Sleepers:
         self._log.warning("%s: %s", replica.shown, text, extra=noted(EventKind.EVICTION, replica.log_name))
 
 
-# The places of models in groups: who has one, and which models leave for another one. ``placement.groups`` decides.
+# The places of models in groups: who has one, and which models leave for another one. ``placement.eviction`` decides.
 
 
 _LEAVING = (*GOING_DOWN, WorkerState.FALLING_ASLEEP)

@@ -1,7 +1,7 @@
 """Starts and wakes of workers: their turn, their places in groups, the wait for GPU memory, and the process.
 
 A start (``Start``) and a wake (``WakeAdmission``) take GPU memory. ``Starts`` says whose turn it is. One that finds
-no room puts idle models to sleep or unloads them, or waits until busy models are idle. ``placement.turns`` says when
+no room puts idle models to sleep or unloads them, or waits until busy models are idle. ``placement.eviction`` says when
 busy models have to take no new requests for that.
 """
 

@@ -116,7 +116,7 @@ def _set_aside(path: Path, stack: ExitStack) -> _Log | None:
 
 
 def _was_cut(present: _Log | None, aside: _Log, inode: int, offset: int) -> bool:
-    """Return whether a position is one in the copy of a log that was emptied, see ``logs.cut``."""
+    """Return whether a position is one in the copy of a log that was emptied, see ``files.cut``."""
     return present is not None and present.status.st_ino == inode and present.size < offset <= aside.size
 
 
