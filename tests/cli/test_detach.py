@@ -154,6 +154,39 @@ def test_a_supervisor_that_does_nothing_is_given_up_and_killed(away: Path) -> No
     assert started.stderr == f"modelctl: the supervisor does not answer; see {away / 'r' / 'logs' / 'supervisor.log'}\n"
 
 
+LATE = """
+import os, sys, time
+if "-q" in sys.orig_argv and not os.path.exists({first!r}):
+    open({first!r}, "w").close()
+    while not os.path.exists({gone!r}):
+        time.sleep(0.01)
+"""
+
+
+def test_a_supervisor_takes_the_place_of_one_that_answered_first(away: Path) -> None:
+    """The command found another supervisor, and waited for the end of its own, which then took that place."""
+    config, runtime_dir = configure(away, {"a": engine(autostart=False)}), away / "r"
+    arguments = ("serve", "--detach", "-c", config, "--runtime-dir", runtime_dir)
+    assert modelctl(*arguments).returncode == 0
+    first, gone = away / "first", away / "gone"
+    (away / "sitecustomize.py").write_text(LATE.format(first=str(first), gone=str(gone)))
+    with subprocess.Popen(
+        [*MODELCTL, *map(str, arguments)],
+        env=environment(PYTHONPATH=f"{away}{os.pathsep}{ROOT}"),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as starting:
+        try:
+            wait_until(first.exists, what="the second supervisor")
+            assert modelctl("shutdown", "--runtime-dir", runtime_dir).returncode == 0
+            gone.touch()
+            _, said = starting.communicate(timeout=60)
+        finally:
+            starting.kill()
+    assert starting.returncode == 0, said
+    assert f"serves {config}" in said
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_the_command_that_a_start_shows_works(tmp_path: Path, lazy: bool) -> None:
     port, place = free_port(), tmp_path / "r"
