@@ -24,6 +24,7 @@ from model_worker.engines.exllamav2.decode.buckets import PASSES, most_captured,
 from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import SCORED_LOGITS, ExLlamaV2Options, Sizes
+from model_worker.engines.exllamav2.products.layout import MOST_ROWS
 from model_worker.engines.model_dir import ModelDir, Tensor
 from model_worker.engines.model_shape import ModelShape, read_shape
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
@@ -242,7 +243,19 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
     graphs += len(passes) * len(page_sizes(pages + 1, quantized))
     # Draws: for each row bias, two tables, weights and a mask of the vocabulary, and candidates (gpu_draws.batched).
     draws = 0 if draft_tokens else rows * (16 * shape.vocab + shape.vocab // 8 + 12 * (MOST + BINS))
-    return _block(2 * rows * padded) + shared + embedded + draws + graphs * shape.layers * NODES * NODE_BYTES
+    own = product_bytes(shape) if directory.is_quantized else 0
+    return _block(2 * rows * padded) + shared + embedded + draws + own + graphs * shape.layers * NODES * NODE_BYTES
+
+
+def product_bytes(shape: ModelShape) -> int:
+    """Return the bytes that products of quantised matrices share: partial sums in fp32, and placed rows in fp16.
+
+    A product has parts until 1.9 blocks come to each processor of the GPU (products.layout). So its sums have some
+    65,536 columns on a GPU of 132 processors, or those of its matrices if these are more.
+    """
+    columns = max(1 << 16, 2 * shape.intermediate)
+    inputs = shape.hidden + shape.heads * shape.head_dim + shape.intermediate
+    return _block(4 * MOST_ROWS * columns) + _block(2 * MOST_ROWS * inputs)
 
 
 def _page_buffers(shape: ModelShape, mode: str) -> int:

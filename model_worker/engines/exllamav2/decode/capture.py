@@ -27,6 +27,7 @@ from model_worker.engines.exllamav2.decode.graphs import (
 from model_worker.engines.exllamav2.decode.loop import ChunkSizer, Computed, DecodeLoop
 from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowTables
 from model_worker.engines.exllamav2.load import Loaded
+from model_worker.engines.exllamav2.products.modules import OwnModules
 from protocol.process.worker_spec import PAGE_TOKENS
 
 # Queue captured steps, draw behind them, and read the tokens when an event says that they are there.
@@ -376,6 +377,8 @@ def make_loop(
     if steps is not None:
         loop = DecodeLoop(generator, steps, generator.iterate_gen, ChunkSizer(loaded.chunk_size, loaded.max_gap_s))
     text = "each step is one captured CUDA graph"
+    if graphs.own is not None and graphs.own.why:
+        text += f"; the package multiplies its quantised matrices: {graphs.own.why}"
     if loop is not None:
         text += ", queued before the last one is read"
     if rows < generator.max_batch_size:
@@ -388,8 +391,12 @@ def _one_by_one(why: str) -> str:
 
 
 def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queries: int) -> DecodeGraphs:
-    finish_tuning(loaded.core, model)
-    kernel_rows = rows_of_kernels(loaded.core, model) if queries == 1 else KERNEL_ROWS
+    own = None if loras else OwnModules(model)
+    if own is not None and own.complete:
+        kernel_rows = KERNEL_ROWS
+    else:
+        finish_tuning(loaded.core, model)
+        kernel_rows = rows_of_kernels(loaded.core, model) if queries == 1 else KERNEL_ROWS
     return DecodeGraphs(
         model,
         cache,
@@ -399,6 +406,7 @@ def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queri
         widths=_widths(loaded, cache),
         queries=queries,
         spare=loaded.cache_size // PAGE_TOKENS,
+        own=own,
     )
 
 
@@ -412,7 +420,7 @@ def _capture(
     passes = [
         DecodeGraphs(
             model, cache, loras, graphs.embedding, rows=[1], widths=_widths(loaded, cache, 1), queries=tokens,
-            spare=graphs.spare, head=False, pools=graphs.pools,
+            spare=graphs.spare, head=False, pools=graphs.pools, own=graphs.own,
         )
         for tokens in PASSES
         if most_rows(model, 1, tokens)

@@ -32,6 +32,7 @@ import triton.language as tl
 from model_worker.engines.exllamav2.decode.buckets import fitting
 from model_worker.engines.exllamav2.gpu_draws.batched import RowDraw, write_words
 from model_worker.engines.exllamav2.gpu_draws.sizes import WORDS
+from model_worker.engines.exllamav2.products.modules import OwnModules
 from model_worker.engines.paged import attention
 
 # What the host writes for a step: tokens, lengths and block tables, in pinned memory and on each GPU.
@@ -228,14 +229,16 @@ class DecodeGraphs:
     queries              tokens for each row
     head                 False: for prompts. The pass ends with the last keys and values, and there are no ``logits``
     pools                memory that the graphs share with other graphs, by GPU
+    own                  the modules that are computed by products of ours; None: none
     drawn                int64 [rows] on the first GPU: where the step before has left its tokens
     """
 
     def __init__(
         self, model: Any, cache: Any, loras: Sequence[Any] | None, embedding: HostEmbedding, *,
         rows: Sequence[int], widths: Sequence[int], queries: int, spare: int, head: bool = True,
-        pools: dict[int, Any] | None = None,
+        pools: dict[int, Any] | None = None, own: OwnModules | None = None,
     ) -> None:  # fmt: skip
+        self.own = own
         self._model, self._cache, self._loras, self.embedding = model, cache, loras or None, embedding
         self.rows, self.widths, self.queries, self.spare, self._head = list(rows), list(widths), queries, spare, head
         self._segments = _segments(model.modules[1:] if head else model.modules[1 : model.last_kv_layer_idx + 1])
@@ -318,7 +321,7 @@ class DecodeGraphs:
         """Compute one GPU's layers on the static tensors."""
         device, modules = self._segments[number]
         hidden = self._embed(device, rows) if number == 0 else self._hidden[device][:rows]
-        for module in modules:
+        for module in self.own.of(modules, rows * self.queries) if self.own is not None else modules:
             hidden = module.forward(hidden, cache=self._cache, attn_params=params, past_len=0, loras=self._loras)
         if device in self._handed_on:
             self._handed_on[device][:rows].copy_(hidden)
