@@ -8,11 +8,15 @@ from tools.docs.performance import ResultFile, result_files
 
 STREAMS = (1, 8, 32)
 RATES = {
-    "modelctl": ("decoding-8b", "8b, {} streams: tokens/s with graphs"),
+    "modelctl, EXL2 of 4.1 bits": ("decoding-8b-exl2", "8b-exl2-rounded, {} streams: tokens/s with graphs"),
     "ExLlamaV2's own generator without a server, in the same run": (
+        "decoding-8b-exl2", "8b-exl2-rounded, {} streams: tokens/s of the package's generator",
+    ),
+    "modelctl, fp16": ("decoding-8b", "8b, {} streams: tokens/s with graphs"),
+    "ExLlamaV2's own generator, fp16, in the same run": (
         "decoding-8b", "8b, {} streams: tokens/s of the package's generator",
     ),
-    "the same on another host with an H200": (
+    "the same on another host": (
         "serving-exllamav2", "8b, {} streams: tokens/s, bare generator in one process",
     ),
 }  # fmt: skip
@@ -78,7 +82,7 @@ def figures(files: dict[str, ResultFile]) -> str:
     verdicts = [result["meets"] for file in files.values() for result in file.results if result["target"]]
     return "\n\n".join(
         (
-            table(("8B in fp16 on one NVIDIA H200, tokens per second", *(f"{n} at once" for n in STREAMS)), rates),
+            table(("8B on one NVIDIA H200, tokens per second", *(f"{n} at once" for n in STREAMS)), rates),
             "Other servers, such as TabbyAPI, vLLM or llama.cpp, were not measured beside it.",
             table(("", "measured", "on"), rows),
             f"[Performance](docs/performance.md) has all figures. {len(verdicts)} of them have a target, and "
