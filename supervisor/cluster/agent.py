@@ -498,7 +498,7 @@ def keep_small(log: Path, sent: int) -> int:
     """Keep the log of a running worker small. Return the position up to which it was sent.
 
     The log is emptied when all of a large one was sent. If it grows faster than it can be sent, only its end is kept.
-    The file itself must stay, see ``logs.cut``. Raises OSError.
+    The file itself must stay, see ``files.cut``. Raises OSError.
     """
     size = log.stat().st_size
     unsent = size - sent

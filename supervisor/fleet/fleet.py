@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -128,33 +129,29 @@ class HangWatch:
 RATE_WINDOW_S = 1.0
 
 
+@dataclass(eq=False, repr=False)
 class Fleet:
     """All workers of all models. Every method runs on the supervisor's one thread."""
 
-    def __init__(
-        self,
-        config: Config,
-        scheduler: Scheduler,
-        timers: Timers,
-        launcher: Launcher,
-        effects: EffectQueue,
-        runtime_dir: Path,
-        back_endpoint: str,
-        log: logging.Logger,
-    ) -> None:
+    config: InitVar[Config]
+    _scheduler: Scheduler
+    _timers: Timers
+    _launcher: Launcher
+    _effects: EffectQueue
+    runtime_dir: InitVar[Path]
+    back_endpoint: InitVar[str]
+    _log: logging.Logger
+
+    def __post_init__(self, config: Config, runtime_dir: Path, back_endpoint: str) -> None:
+        scheduler, timers, effects, log = self._scheduler, self._timers, self._effects, self._log
         self.vram = Vram(timers, log)
         self.registry = ReplicaRegistry(config, scheduler, self.vram, runtime_dir)
         outer, cpus = os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)
         self.sleepers = Sleepers(self.unload, self.carry_out, self.registry, self.vram, log)
         self.starts = Starts(
-            self._ended, self.registry, scheduler, self.vram, launcher, self.sleepers, effects, timers, back_endpoint,
-            outer, cpus, log,
+            self._ended, self.registry, scheduler, self.vram, self._launcher, self.sleepers, effects, timers,
+            back_endpoint, outer, cpus, log,
         )  # fmt: skip
-        self._scheduler = scheduler
-        self._timers = timers
-        self._launcher = launcher
-        self._effects = effects
-        self._log = log
         self._hang_watch = HangWatch(self.kill, log)
         self._start_lines = StartLines(log)
 

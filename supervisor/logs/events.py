@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
@@ -215,12 +214,10 @@ class EventFile(LogFile):
 
     def lost_lines(self, missing: int, why: str) -> str:
         """Return the event that says how many events are missing."""
-        return json.dumps(
-            {
-                "time": round(time.time(), 3), "kind": str(EventKind.SUPERVISOR), "level": "warning", "model": None,
-                "worker": None, "message": f"events lost here: {missing} ({why})",
-            }
-        )  # fmt: skip
+        text = f"events lost here: {missing} ({why})"
+        record = logging.LogRecord("modelctl", logging.WARNING, "", 0, text, None, None)
+        record.event = EventKind.SUPERVISOR, {}
+        return self.format(record)
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:

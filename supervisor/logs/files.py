@@ -309,14 +309,8 @@ class ModelLogs(StyledByModel):
         # "letters~2" replaces "letters" in a turnover, and writes to its log.
         path = self._path_of(worker.partition("~")[0])
         line = self.format(record).replace("\n", " ") + "\n"
-        try:
+        with suppress(OSError):
             make_private(path.parent)
             fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
-        except OSError:
-            return
-        try:
-            os.write(fd, line.encode(errors="backslashreplace"))
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
+            with open(fd, "wb", buffering=0) as file:
+                file.write(line.encode(errors="backslashreplace"))

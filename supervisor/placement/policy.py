@@ -73,9 +73,7 @@ class Needs:
 
     def total(self, gpus: int) -> int:
         """Return the bytes on this number of GPUs together, CUDA contexts included."""
-        if self.declared is not None:
-            return sum(self.declared)
-        return self.weights + self.cache + self.draft + self.workspace + gpus * CONTEXT_BYTES
+        return sum(self.parts(gpus).values())
 
     def parts(self, gpus: int) -> dict[str, int]:
         """Return the bytes by name, as ``plan`` and ``status`` show them. Parts of zero bytes are left out."""

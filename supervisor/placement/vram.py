@@ -182,15 +182,14 @@ class Vram:
         pid  the present process; None if there is none
         """
         watched = self._workers.get(worker)
-        if watched is None:
-            return {"vram_bytes": None, "vram_by_gpu": None, "vram_return": None, "vram_returned_ms": None}
-        held = {str(g.index): g.processes[pid] for g in self._recent() if pid is not None and pid in g.processes}
+        reading = [] if watched is None else self._recent()
+        held = {str(g.index): g.processes[pid] for g in reading if pid is not None and pid in g.processes}
         sizes = [size for size in held.values() if size is not None]
         return {
             "vram_bytes": sum(sizes) if sizes else None,
             "vram_by_gpu": held or None,
-            "vram_return": watched.returned,
-            "vram_returned_ms": watched.returned_ms,
+            "vram_return": watched and watched.returned,
+            "vram_returned_ms": watched and watched.returned_ms,
         }
 
     def holders(self) -> dict[int, str]:

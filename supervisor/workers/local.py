@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,8 @@ class WorkerProcess:
         return self._page.read()
 
     def dump_stacks(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        except ProcessLookupError:
-            pass
 
     def condition(self) -> str:
         stat = stat_of(self.pid)
@@ -344,10 +343,8 @@ class Guard:
     def _tell(self, line: str) -> None:
         if self._pipe.closed:
             return  # no guard could be started yet: ``restart`` gives it all groups
-        try:
+        with suppress(BrokenPipeError):  # the guard has ended: its pidfd is readable, and the loop calls ``restart``
             self._pipe.write(line.encode())
-        except BrokenPipeError:
-            pass  # the guard has ended: its pidfd is readable, and the loop calls ``restart``
 
 
 class LocalLauncher(Launcher):
