@@ -28,9 +28,22 @@ from protocol.process.helper_link import HelperLink, become_helper
 from protocol.process.helper_process import HelperProcess
 from protocol.process.sockets import has_input
 from protocol.process.worker_spec import LinkKeys
-from protocol.records import pack
-from supervisor.cluster.agent_messages import BEAT_S, TO_AGENT, Beat, Ended, Order, Signal, Up
-from supervisor.cluster.driver_messages import TO_DRIVER, AgentLeft, EndAgent, Node, Nodes, StartAgent
+from protocol.values import pack
+from supervisor.cluster.messages import (
+    BEAT_S,
+    TO_AGENT,
+    TO_DRIVER,
+    AgentLeft,
+    Beat,
+    EndAgent,
+    Ended,
+    Node,
+    Nodes,
+    Order,
+    Signal,
+    StartAgent,
+    Up,
+)
 
 PLAN = "plan.json"
 """The file in the driver's directory: peers (number of processes), nodes (number of machines), rate (steps per second

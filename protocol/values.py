@@ -13,12 +13,14 @@ author of models.yaml and a client know different names for a type.
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
+    Generic,
     Literal,
     NotRequired,
     Self,
@@ -31,6 +33,12 @@ from typing import (
     get_type_hints,
     is_typeddict,
 )
+
+from protocol.codec import pack_body, unpack_body
+from protocol.errors import ErrorCode, FrameError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 _HALF = re.compile("[\ud800-\udfff]")
@@ -467,3 +475,41 @@ def _is_text(value: str) -> bool:
 
 def _place(path: Path) -> str:
     return f"{'.'.join(map(str, path))}: " if path else ""
+
+
+# Messages between processes of this project: dataclasses, which cross a socket as maps.
+#
+# A message is one msgpack map. Its key ``kind`` is the name of the class, and the other keys are its fields.
+
+
+def pack(message: "DataclassInstance") -> bytes:
+    """Return a message as bytes."""
+    return pack_body({"kind": type(message).__name__, **asdict(message)})
+
+
+class Kinds(Generic[T]):
+    """The messages that one side takes.
+
+    between  the two sides, for errors
+    kinds    the classes. Their types say which values a field may have, see ``protocol.values``
+    """
+
+    def __init__(self, between: str, *kinds: type[Any]) -> None:
+        self._between = between
+        self._kinds = {kind.__name__: kind for kind in kinds}
+
+    def read(self, packed: bytes) -> T:
+        """Return the message in these bytes. Raises FrameError."""
+        fields = unpack_body(packed)
+        name = str(fields.pop("kind", None))
+        try:
+            message: T = read(self._kinds[name], fields)
+        except KeyError:
+            raise self.wrong("a message of an unknown kind") from None
+        except Unfit:  # its words may hold a name of the other side's, which is not for a log
+            raise self.wrong(f"a message {name} with wrong values") from None
+        return message
+
+    def wrong(self, what: str) -> FrameError:
+        """Return the error for something that the other side cannot mean."""
+        return FrameError(ErrorCode.BAD_FRAME, f"between {self._between}: {what}")

@@ -16,7 +16,7 @@ import pytest
 from modelctl import Client, Progress, Stream
 from protocol import __version__
 from protocol.errors import WireError
-from supervisor.cluster.store_messages import CHUNK
+from supervisor.cluster.messages import CHUNK
 from tests.deterministic_engine import answer
 from tests.keyed import free_port
 from tests.nvml_box import GIB, STRANGER, Box

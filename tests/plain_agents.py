@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from supervisor.cluster.driver_messages import AgentLeft, Node
+from supervisor.cluster.messages import AgentLeft, Node
 from supervisor.config.reading import is_name
 from supervisor.workers.launcher import NoMachineError
 

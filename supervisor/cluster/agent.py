@@ -32,8 +32,9 @@ from protocol.errors import FrameError
 from protocol.process.birth import die_with, set_title
 from protocol.process.sockets import prove_keys
 from protocol.process.worker_spec import LOAD_ERROR_PREFIX, WorkerPhase, WorkerSpec, missing_for
-from protocol.records import pack
-from supervisor.cluster.agent_messages import (
+from protocol.values import pack
+from supervisor.cluster.copies import Fetching, directories_of, moved
+from supervisor.cluster.messages import (
     BEAT_S,
     MAX_LOG,
     TO_AGENT,
@@ -52,7 +53,6 @@ from supervisor.cluster.agent_messages import (
     StoreAccess,
     Up,
 )
-from supervisor.cluster.copies import Fetching, directories_of, moved
 from supervisor.placement.estimates import ESTIMATED, Estimated, Estimator, Question
 from supervisor.placement.gpu_reader import GpuReader
 from supervisor.placement.gpus import Gpu, GpusAbsent, GpusLate, GpusUnknown

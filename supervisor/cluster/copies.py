@@ -24,21 +24,22 @@ from protocol.errors import FrameError
 from protocol.process.paths import NotPrivate, check_private, make_private
 from protocol.process.sockets import prove_keys
 from protocol.process.worker_spec import EngineSpec, LinkKeys
-from protocol.records import pack
-from supervisor.cluster.agent_messages import Copying, StoreAccess
-from supervisor.cluster.store_messages import (
+from protocol.values import pack
+from supervisor.cluster.messages import (
     CHUNK,
     MAX_ANSWER,
     WINDOW,
     Answer,
     AskManifest,
     Chunk,
+    Copying,
     File,
     Listing,
     Manifest,
     Preparing,
     ReadPart,
     Request,
+    StoreAccess,
     StoreFailure,
     read_answer,
 )

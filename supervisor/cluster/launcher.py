@@ -24,8 +24,10 @@ from protocol import __version__
 from protocol.errors import FrameError
 from protocol.process.paths import open_private
 from protocol.process.worker_spec import LinkKeys, Reading, WorkerSpec, read_word
-from protocol.records import pack
-from supervisor.cluster.agent_messages import (
+from protocol.values import pack
+from supervisor.cluster.copies import directories_of
+from supervisor.cluster.machines import RayStarter, is_worth_another_lease
+from supervisor.cluster.messages import (
     BEAT_S,
     FROM_AGENT,
     Admitted,
@@ -43,8 +45,6 @@ from supervisor.cluster.agent_messages import (
     ToAgent,
     Up,
 )
-from supervisor.cluster.copies import directories_of
-from supervisor.cluster.machines import RayStarter, is_worth_another_lease
 from supervisor.cluster.port import RemotePort
 from supervisor.cluster.store import ModelStore
 from supervisor.config.reading import is_name

@@ -12,9 +12,8 @@ from typing import Any, Final
 from protocol.errors import FrameError
 from protocol.process.birth import helper_environment
 from protocol.process.helper_process import HelperProcess
-from protocol.records import pack
-from supervisor.cluster.agent_messages import Refused
-from supervisor.cluster.driver_messages import (
+from protocol.values import pack
+from supervisor.cluster.messages import (
     FROM_DRIVER,
     AgentLeft,
     EndAgent,
@@ -22,6 +21,7 @@ from supervisor.cluster.driver_messages import (
     Looked,
     Node,
     Nodes,
+    Refused,
     StartAgent,
     ToDriver,
     Unusable,

@@ -23,9 +23,9 @@ from typing import Any
 from protocol.codec import unpack_body
 from protocol.errors import FrameError
 from protocol.process.helper_link import HelperLink, become_helper
-from protocol.records import pack
-from supervisor.cluster.agent_messages import read_gpu
-from supervisor.cluster.driver_messages import (
+from protocol.values import pack
+from supervisor.cluster.machines import is_meant
+from supervisor.cluster.messages import (
     TO_DRIVER,
     AgentLeft,
     EndAgent,
@@ -36,8 +36,8 @@ from supervisor.cluster.driver_messages import (
     Nodes,
     StartAgent,
     Unusable,
+    read_gpu,
 )
-from supervisor.cluster.machines import is_meant
 from supervisor.workers.local import SparePlan
 
 # Spare agents: actors ahead of their time, one for each engine and machine. The agent of each has a spare worker.

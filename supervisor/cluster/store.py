@@ -27,9 +27,8 @@ from protocol.errors import FrameError
 from protocol.process.birth import helper_environment
 from protocol.process.helper_link import HelperLink, become_helper
 from protocol.process.helper_process import HelperProcess
-from protocol.records import pack
-from supervisor.cluster.agent_messages import StoreAccess
-from supervisor.cluster.store_messages import (
+from protocol.values import pack
+from supervisor.cluster.messages import (
     DEEPEST,
     MAX_REQUEST,
     MOST_FILES,
@@ -44,6 +43,7 @@ from supervisor.cluster.store_messages import (
     Manifest,
     Preparing,
     ReadPart,
+    StoreAccess,
     StoreFailure,
 )
 from supervisor.helper import Helper, HelperWatch

@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Final
 
-from protocol.records import Kinds
+from protocol.values import Kinds
 
 SERIAL: Final = 0
 """Number that tells a row from earlier rows at the same place."""

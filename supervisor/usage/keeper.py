@@ -20,7 +20,7 @@ import msgpack
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.helper_process import HelperProcess
-from protocol.records import pack
+from protocol.values import pack
 from protocol.verbs import SEES_ALL
 from supervisor.helper import Helper, HelperWatch, writer_environment
 from supervisor.keys.rights import Identity

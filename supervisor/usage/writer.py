@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 from protocol.codec import pack_body
 from protocol.errors import ErrorCode, WireError
 from protocol.process.helper_link import HelperLink, become_helper, serve
-from protocol.records import pack
+from protocol.values import pack
 from supervisor.requests.counters import (
     COUNTS,
     EPOCH,

@@ -15,8 +15,7 @@ from benchmarks.comparison import compare, first_difference, gap
 from benchmarks.harness import Run
 from model_worker.engines.exllamav2.check import check_directory
 from model_worker.engines.exllamav2.vram import estimate, weight_bytes
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import read_shape
+from model_worker.engines.model_dir import ModelDir, read_shape
 from protocol.client.answers import Completion, TokenLogprob
 from protocol.process.worker_spec import EngineSpec
 from tools.demo_models import corpus

@@ -16,17 +16,8 @@ from pathlib import Path
 
 from protocol.process.birth import die_with
 from protocol.process.helper_link import HelperLink
-from protocol.records import pack
-from supervisor.cluster.driver_messages import (
-    FROM_DRIVER,
-    TO_DRIVER,
-    AgentLeft,
-    EndAgent,
-    FromDriver,
-    Node,
-    Nodes,
-    StartAgent,
-)
+from protocol.values import pack
+from supervisor.cluster.messages import FROM_DRIVER, TO_DRIVER, AgentLeft, EndAgent, FromDriver, Node, Nodes, StartAgent
 from tests.chaos.machines import NOTICED
 from tests.chaos.packets import read_packet, write_packet
 

@@ -12,7 +12,7 @@ import psutil
 import zmq
 
 from protocol.errors import ConnectionLost
-from supervisor.cluster.agent_messages import BEAT_S
+from supervisor.cluster.messages import BEAT_S
 from tests.chaos import invariants, vitals
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import Happened, Violation

@@ -23,9 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from protocol.errors import FrameError
-from protocol.records import pack
-from supervisor.cluster.agent_messages import Order
-from supervisor.cluster.driver_messages import TO_DRIVER, AgentLeft, EndAgent, StartAgent
+from protocol.values import pack
+from supervisor.cluster.messages import TO_DRIVER, AgentLeft, EndAgent, Order, StartAgent
 from tests.chaos.packets import read_packet, write_packet
 from tests.serving import MARK, ROOT
 

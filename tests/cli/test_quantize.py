@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from model_worker.engines.exllamav2.conversion import needs
-from model_worker.engines.model_shape import ModelShape
+from model_worker.engines.model_dir import ModelShape
 from modelctl.cli.quantize import check_disk, choose_gpu, stage_of, trouble_of, try_out
 from modelctl.cli.root import CommandFailure
 from modelctl.cli.waiting import LiveLines

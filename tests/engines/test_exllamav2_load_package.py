@@ -15,8 +15,7 @@ from model_worker.engines.exllamav2 import load as exllamav2_load
 from model_worker.engines.exllamav2.check import check
 from model_worker.engines.exllamav2.load import Loaded, Package, load, make_generator
 from model_worker.engines.exllamav2.package_model import compute_as_transformers
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import bytes_of_modules, bytes_of_parameters
+from model_worker.engines.model_dir import ModelDir, bytes_of_modules, bytes_of_parameters
 from model_worker.engines.paged import attention as paged_attention
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.exllamav2_cpu.package import import_package

@@ -9,8 +9,7 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2 import vram
 from model_worker.engines.exllamav2.options import Sizes, read_options
 from model_worker.engines.exllamav2.vram import Estimate, cache_bytes, estimate, scratch_space, weight_bytes
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import read_shape
+from model_worker.engines.model_dir import ModelDir, read_shape
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.exllamav2_cpu.package import import_package
 from tests.engines.synthetic_model import write_llama

@@ -10,8 +10,7 @@ from typing import Any
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.vram import estimate
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import read_shape
+from model_worker.engines.model_dir import ModelDir, read_shape
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
 from protocol.process.worker_spec import EngineSpec

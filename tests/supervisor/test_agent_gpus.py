@@ -16,10 +16,10 @@ import pytest
 from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec
-from protocol.records import pack
+from protocol.values import pack
 from supervisor.cluster.agent import ROOM_WAIT_S
-from supervisor.cluster.agent_messages import FROM_AGENT, Admitted, Gpus, Refused
 from supervisor.cluster.launcher import RemoteWorker, limits_elsewhere
+from supervisor.cluster.messages import FROM_AGENT, Admitted, Gpus, Refused
 from supervisor.config.spelling import Limit
 from supervisor.workers.launcher import Elsewhere
 from tests.hanging_files import hanging_file

@@ -11,8 +11,8 @@ from protocol.messages import Ready
 from protocol.process.worker_spec import EngineSpec, WorkerSpec
 from supervisor.cluster.copies import COPYING
 from supervisor.cluster.launcher import RemoteWorker
+from supervisor.cluster.messages import CHUNK
 from supervisor.cluster.store import ModelStore
-from supervisor.cluster.store_messages import CHUNK
 from tests.cut_cable import Cable
 from tests.keyed import free_port
 from tests.supervisor.test_launchers import LOG, Host, agent_of, gone, log_of, lost

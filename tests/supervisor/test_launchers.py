@@ -405,7 +405,7 @@ def test_a_wrong_key_is_refused(far: Host) -> None:
 def test_another_version_is_refused_by_name(far: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose specification of a worker has a field that this version does not know."""
     monkeypatch.setattr("supervisor.cluster.launcher.__version__", "9.9.9")
-    packing = "supervisor.cluster.agent_messages.pack_spec"
+    packing = "supervisor.cluster.messages.pack_spec"
     monkeypatch.setattr(packing, lambda spec: pack_body({**unpack_body(pack_spec(spec)), "new": 1}))
     spec = far.spec()
     worker = far.start(spec)

@@ -1,7 +1,7 @@
 """What is known of the machines of a cluster: which came, which are gone and for how long."""
 
-from supervisor.cluster.driver_messages import Node
 from supervisor.cluster.machines import GONE_S, MOST_GONE, Machines
+from supervisor.cluster.messages import Node
 
 
 def nodes(*names: str) -> list[Node]:

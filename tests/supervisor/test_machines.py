@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.cluster.agent_messages import Refused
-from supervisor.cluster.driver_messages import Node
 from supervisor.cluster.machines import choose, is_worth_another_lease
+from supervisor.cluster.messages import Node, Refused
 from supervisor.config.reading import AUTO, OTHERS, is_name, labels_of, parse_node
 from supervisor.workers.launcher import NoMachineError
 

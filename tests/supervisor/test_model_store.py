@@ -16,11 +16,19 @@ import pytest
 import zmq
 
 from protocol.process.worker_spec import LinkKeys
-from protocol.records import pack
-from supervisor.cluster.agent_messages import StoreAccess
+from protocol.values import pack
 from supervisor.cluster.copies import COPYING, Fetching
+from supervisor.cluster.messages import (
+    CHUNK,
+    AskManifest,
+    Listing,
+    Manifest,
+    ReadPart,
+    StoreAccess,
+    StoreFailure,
+    read_answer,
+)
 from supervisor.cluster.store import ModelStore
-from supervisor.cluster.store_messages import CHUNK, AskManifest, Listing, Manifest, ReadPart, StoreFailure, read_answer
 from tests.cut_cable import Cable
 from tests.keyed import free_port
 from tests.serving import wait_until

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from supervisor.cluster.driver_messages import KeepSpares, Node
+from supervisor.cluster.messages import KeepSpares, Node
 from supervisor.cluster.ray_driver import Spares
 from supervisor.workers.local import PAUSE_S, QUIET_S, TRIES
 

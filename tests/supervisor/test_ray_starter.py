@@ -24,8 +24,8 @@ from tests.plain_agents import ROOT
 DRIVER = """
 import sys
 from protocol.process.helper_link import become_helper, serve
-from protocol.records import pack
-from supervisor.cluster.driver_messages import *
+from protocol.values import pack
+from supervisor.cluster.messages import *
 machines, gpus = map(int, sys.argv[1].split("x"))
 link = become_helper("driver of Ray")
 nodes = [Node(str(n), f"machine-{n}", "127.0.0.1", gpus, gpus, 0.0, False) for n in range(machines)]

@@ -12,11 +12,9 @@ import zmq
 from protocol.codec import pack_body
 from protocol.errors import FrameError
 from protocol.process.worker_spec import EngineSpec, LinkKeys
-from protocol.records import pack
-from supervisor.cluster.agent_messages import StoreAccess
+from protocol.values import pack
 from supervisor.cluster.copies import CHECKING, Copies, Copy, Fetching, NoRoomError, directories_of, moved
-from supervisor.cluster.store import StoreProblem, scan
-from supervisor.cluster.store_messages import (
+from supervisor.cluster.messages import (
     CHUNK,
     REQUESTS,
     AskManifest,
@@ -25,8 +23,10 @@ from supervisor.cluster.store_messages import (
     Listing,
     Manifest,
     ReadPart,
+    StoreAccess,
     StoreFailure,
 )
+from supervisor.cluster.store import StoreProblem, scan
 from tests.supervisor.test_model_store import Box, write_model
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_worker.engine import LoadError
-from model_worker.engines.model_dir import ModelDir, Options
-from model_worker.engines.model_shape import check_counts, check_names_and_shapes
+from model_worker.engines.model_dir import ModelDir, Options, check_counts, check_names_and_shapes
 from model_worker.engines.opening import open_tokenizer
 from model_worker.engines.vetting import Faults, read_json, refusal, understood
 from protocol.process.worker_spec import EngineSpec, not_installed

@@ -13,8 +13,7 @@ from transformers.utils import logging as transformers_logging
 from model_worker.engine import LoadError, ProgressCallback
 from model_worker.engines import one_line
 from model_worker.engines.embedded.check import NEEDED, cannot_step
-from model_worker.engines.model_dir import ModelDir, Tensor
-from model_worker.engines.model_shape import bytes_of_parameters
+from model_worker.engines.model_dir import ModelDir, Tensor, bytes_of_parameters
 
 _SLACK = 1 << 22
 """Parameters that may be missing before the model counts as too large. The load then names the missing ones."""

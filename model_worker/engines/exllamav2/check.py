@@ -11,8 +11,7 @@ from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.lora import check_adapter
 from model_worker.engines.exllamav2.meaning import check_meaning, check_reach, has_window, open_directory
 from model_worker.engines.exllamav2.options import ExLlamaV2Options, Sizes, read_options, sizes_of
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import ModelShape, check_counts, check_layers, read_shape
+from model_worker.engines.model_dir import ModelDir, ModelShape, check_counts, check_layers, read_shape
 from model_worker.engines.opening import open_tokenizer, open_vocabulary
 from model_worker.engines.vetting import REMEDY, Faults, refusal
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec

@@ -31,7 +31,7 @@ from model_worker.engines.exllamav2 import extension
 from model_worker.engines.exllamav2.check import check_directory
 from model_worker.engines.exllamav2.meaning import open_directory
 from model_worker.engines.exllamav2.package_model import only_the_models_weights
-from model_worker.engines.model_shape import ModelShape, check_layers, read_shape
+from model_worker.engines.model_dir import ModelShape, check_layers, read_shape
 from protocol.process.birth import die_with, set_title
 from protocol.process.worker_spec import install_command, missing_for, not_installed
 

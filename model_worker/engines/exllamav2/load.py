@@ -27,8 +27,7 @@ from model_worker.engines.exllamav2.meaning import layer_kinds
 from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
 from model_worker.engines.exllamav2.package_model import compute_as_transformers, only_the_models_weights, replaced
 from model_worker.engines.exllamav2.sleep import NoSleepError, SleepMemory, obstacle
-from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.model_shape import bytes_of_modules, read_shape
+from model_worker.engines.model_dir import ModelDir, bytes_of_modules, read_shape
 from model_worker.engines.paged import attention as paged_attention
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood

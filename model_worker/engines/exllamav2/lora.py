@@ -14,8 +14,7 @@ from typing import Any
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.options import Adapter
-from model_worker.engines.model_dir import ModelDir, Tensor, read_header
-from model_worker.engines.model_shape import ModelShape, read_shape
+from model_worker.engines.model_dir import ModelDir, ModelShape, Tensor, read_header, read_shape
 from model_worker.engines.vetting import Bounds, read_json, vet
 
 ARCHITECTURES = (

@@ -25,8 +25,7 @@ from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import SCORED_LOGITS, ExLlamaV2Options, Sizes
 from model_worker.engines.exllamav2.products.layout import MOST_ROWS
-from model_worker.engines.model_dir import ModelDir, Tensor
-from model_worker.engines.model_shape import ModelShape, read_shape
+from model_worker.engines.model_dir import ModelDir, ModelShape, Tensor, read_shape
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 
 MAX_DEQUANTIZED = 512 << 20
