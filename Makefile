@@ -80,7 +80,7 @@ test-fuzz-http: $(VENV)/.fuzz-http ## requests drawn from the gateway's OpenAPI 
 	$(BIN)/python -m pytest -s tests/fuzz_http.py
 
 test-browser: $(VENV)/.browser ## the gateway's page in a real browser, with axe-core: Debian's chromium, Node and npm, no GPU
-	$(BIN)/python -m pytest tests/browser/*_view.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser/*_view.py $(PYTEST_ARGS)
 
 test-prometheus: $(VENV)/.test ## a real Prometheus scrapes the gateway: Debian's prometheus, no GPU
 	$(BIN)/python -m pytest tests/scraped_by_prometheus.py
