@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of, caller_of_order, check_keys
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, checked, invalid
 from gateway.openai.models import default_model, listed
 from protocol.errors import ErrorCode, WireError
 from protocol.names import means, unknown_among
@@ -100,7 +100,7 @@ async def load_named(request: Request) -> Response:
     caller = caller_of_order(request)
     name = await default_model(request, _name_in(await _body(request, caller, NAMES)))
     if not name:
-        raise ApiError(400, "model_name is missing: name a model, or set default_model", param="model_name")
+        raise invalid("model_name", "is missing: name a model, or set default_model")
     return await _give(request, caller, "start", name)
 
 
@@ -177,14 +177,14 @@ def _query(request: Request, known: Mapping[str, type]) -> dict[str, Any]:
         raise ApiError(400, f"unknown parameter {name!r}: known are {', '.join(known)}", param=name)
     for name, value in params.items():
         if len(given.getlist(name)) > 1:
-            raise ApiError(400, f"{name} occurs twice in the query: send it once", param=name)
+            raise invalid(name, "occurs twice in the query: send it once")
         if known[name] is int:
             if not (value.isascii() and value.isdecimal() and len(value) < 20):
-                raise ApiError(400, f"{name} is {value[:64]!r}: must be a whole number, 0 or more", param=name)
+                raise invalid(name, f"is {value[:64]!r}: must be a whole number, 0 or more")
             params[name] = int(value)
         elif known[name] is bool:
             if value not in ("true", "false"):
-                raise ApiError(400, f"{name} is {value[:64]!r}: must be true or false", param=name)
+                raise invalid(name, f"is {value[:64]!r}: must be true or false")
             params[name] = value == "true"
     return params
 
@@ -192,9 +192,7 @@ def _query(request: Request, known: Mapping[str, type]) -> dict[str, Any]:
 def _name_in(body: dict[str, Any]) -> str:
     for key in NAMES:
         if (name := body.get(key)) is not None:
-            if not isinstance(name, str):
-                raise ApiError(400, f"{key} must be a text", param=key)
-            return name
+            return checked(key, name, str, "a text")
     return ""
 
 

@@ -12,7 +12,16 @@ from typing import Any, Final
 from gateway.anthropic.blocks import Thinking, reasoning_in
 from gateway.conversation import BETWEEN, IMAGES, OMITTED_FILE, Conversation, image_text
 from gateway.http.answers import Notes, named
-from gateway.http.errors import ApiError, object_in, string_in
+from gateway.http.errors import (
+    JSON_SCHEMA,
+    ApiError,
+    checked,
+    checked_or_none,
+    invalid,
+    object_in,
+    string_in,
+    unsupported,
+)
 from gateway.openai.requests import OWN, ApiRequest, read_chat, read_name
 
 # Turn the messages of Anthropic's API into a conversation. Pure.
@@ -47,13 +56,11 @@ def read_messages(system: Any, given: Any, notes: Notes) -> list[dict[str, Any]]
     if system is not None and (text := BETWEEN.join(_instructions("system", system))):
         conversation.system(text)
     if not isinstance(given, list) or not given:
-        raise ApiError(400, "messages must be an array of at least one message", param="messages")
+        raise invalid("messages", "must be an array of at least one message")
     for i, message in enumerate(given):
         _read_message(conversation, f"messages[{i}]", message, notes)
     if not (read := conversation.messages()):
-        raise ApiError(
-            400, "messages holds instructions without a text only: add a message of the user", param="messages"
-        )
+        raise invalid("messages", "holds instructions without a text only: add a message of the user")
     return read
 
 
@@ -75,18 +82,16 @@ def _maps(given: Any) -> Iterable[dict[str, Any]]:
 
 
 def _read_message(conversation: Conversation, place: str, given: Any, notes: Notes) -> None:
-    if not isinstance(given, dict):
-        raise ApiError(400, f"{place} must be an object with role and content", param=place)
+    checked(place, given, dict, "an object with role and content")
     role, content = given.get("role"), given.get("content")
     if role not in ROLES:
-        raise ApiError(400, f"{place}.role must be one of {', '.join(ROLES)}", param=f"{place}.role")
+        raise invalid(f"{place}.role", f"must be one of {', '.join(ROLES)}")
     if role == "system":
         if text := BETWEEN.join(_instructions(f"{place}.content", content)):
             conversation.system(text)
         return
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list):
-        raise ApiError(400, f"{place}.content must be a string, or an array of blocks", param=f"{place}.content")
+    checked(f"{place}.content", blocks, list, "a string, or an array of blocks")
     if role == "assistant":
         conversation.said("")
     elif not blocks:
@@ -105,7 +110,7 @@ def _read_asked(conversation: Conversation, place: str, block: Any, notes: Notes
         text = BETWEEN.join(_result(f"{place}.content", block.get("content"), notes))
         failed = block.get("is_error")
         if failed not in (None, True, False):
-            raise ApiError(400, f"{place}.is_error must be true or false", param=f"{place}.is_error")
+            raise invalid(f"{place}.is_error", "must be true or false")
         conversation.result(string_in(place, block, "tool_use_id"), f"{FAILED}{text}" if failed else text)
     elif (readable := _readable(block)) is not None:
         conversation.user(readable)
@@ -127,8 +132,7 @@ def _read_said(conversation: Conversation, place: str, block: Any, notes: Notes)
         return  # only Anthropic can read it
     elif kind == "tool_use":
         call_id, name, arguments = string_in(place, block, "id"), string_in(place, block, "name"), block.get("input")
-        if not isinstance(arguments, dict):
-            raise ApiError(400, f"{place}.input must be an object", param=f"{place}.input")
+        checked(f"{place}.input", arguments, dict)
         conversation.called(call_id, name, arguments)
     else:
         notes.change(f"messages: {named(kind)}")
@@ -176,10 +180,8 @@ def _texts(place: str, given: Any) -> list[str]:
     """Return texts that are given as a string or as text blocks."""
     if isinstance(given, str):
         return [given]
-    if not isinstance(given, list):
-        raise ApiError(400, f"{place} must be a string, or an array of text blocks", param=place)
     texts = []
-    for i, block in enumerate(given):
+    for i, block in enumerate(checked(place, given, list, "a string, or an array of text blocks")):
         kind = _kind(f"{place}[{i}]", block)
         if kind != "text":
             raise _not_offered(f"{place}[{i}]", kind, "text")
@@ -189,16 +191,14 @@ def _texts(place: str, given: Any) -> list[str]:
 
 def _kind(place: str, block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str):
-        raise ApiError(400, f"{place} must be an object with a type", param=place)
-    return kind
+    return checked(place, kind, str, "an object with a type")
 
 
 def _not_offered(place: str, kind: str, offered: str) -> ApiError:
-    return ApiError(
-        400, f"{place} is of type {kind[:32]!r}, which is not offered: these models read text, so send blocks of type "
-        f"{offered}", code="unsupported", param=place,
-    )  # fmt: skip
+    return unsupported(
+        place,
+        f"is of type {kind[:32]!r}, which is not offered: these models read text, so send blocks of type {offered}",
+    )
 
 
 NOT_OFFERED: Final = {
@@ -248,7 +248,7 @@ def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) ->
     """
     for name, reason in NOT_OFFERED.items():
         if body.get(name):
-            raise ApiError(400, f"{name} is not offered: {reason}", code="unsupported", param=name)
+            raise unsupported(name, f"is not offered: {reason}")
     for name in sorted(body.keys() - TAKEN):
         if body[name] is not None:
             notes.ignore(name)
@@ -261,9 +261,7 @@ def read_request(body: dict[str, Any], notes: Notes, *, counts: bool = False) ->
             raise ApiError(400, "the last message calls a tool: send its result after it", param="messages")
         chat["continue_final_message"] = True
     if (stops := body.get("stop_sequences")) is not None:
-        if not isinstance(stops, list):
-            raise ApiError(400, "stop_sequences must be an array of strings", param="stop_sequences")
-        chat["stop"] = stops
+        chat["stop"] = checked("stop_sequences", stops, list, "an array of strings")
     chat |= _read_tools(body.get("tools"), body.get("tool_choice"), tools_found(body["messages"]), notes)
     thinking = object_in(body, "thinking")
     chat |= _read_thinking(thinking)
@@ -282,7 +280,7 @@ def _shown(thinking: dict[str, Any]) -> Thinking:
 def _read_max_tokens(given: Any) -> int:
     if type(given) is not int or given < 1:
         shown = "missing" if given is None else given if isinstance(given, int | float) else "no number"
-        raise ApiError(400, f"max_tokens is {shown}: must be a whole number of at least 1", param="max_tokens")
+        raise invalid("max_tokens", f"is {shown}: must be a whole number of at least 1")
     return given
 
 
@@ -292,11 +290,9 @@ def _read_tools(tools: Any, choice: Any, found: Collection[str], notes: Notes) -
     found  names of tools that the client has searched for. The model is not shown other tools with ``defer_loading``
     notes  told the tools that the server would have to bring: they are left out
     """
-    if tools is not None and not isinstance(tools, list):
-        raise ApiError(400, "tools must be an array", param="tools")
     shown: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for i, given in enumerate(tools or ()):
+    for i, given in enumerate(checked_or_none("tools", tools, list) or ()):
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(given, dict) and kind not in (None, "custom"):
             left_out.append(named(given.get("name") or kind))
@@ -314,18 +310,17 @@ def _read_tools(tools: Any, choice: Any, found: Collection[str], notes: Notes) -
         if isinstance(name, str) and name in left_out:
             raise _left_out(f"tool_choice.name is {name!r}, which the server would have to bring", "tool_choice.name")
         if name not in [tool["function"]["name"] for tool in options["tools"]]:
-            raise ApiError(400, "tool_choice.name must be the name of one of tools", param="tool_choice.name")
+            raise invalid("tool_choice.name", "must be the name of one of tools")
         options["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif kind == "any" and left_out and not shown:
         raise _left_out("tool_choice is any, and the server would have to bring every tool", "tool_choice")
     elif isinstance(kind, str) and kind in CHOICES:
         options["tool_choice"] = CHOICES[kind]
     else:
-        raise ApiError(400, "tool_choice.type must be auto, any, tool or none", param="tool_choice.type")
+        raise invalid("tool_choice.type", "must be auto, any, tool or none")
     alone = choice.get("disable_parallel_tool_use")
     if alone not in (None, True, False):
-        place = "tool_choice.disable_parallel_tool_use"
-        raise ApiError(400, f"{place} must be true or false", param=place)
+        raise invalid("tool_choice.disable_parallel_tool_use", "must be true or false")
     if alone and options["tools"] and kind != "none":
         options["parallel_tool_calls"] = False
     return options
@@ -340,20 +335,13 @@ def _left_out(why: str, param: str) -> ApiError:
 
 def _read_tool(place: str, given: Any) -> dict[str, Any]:
     """Return a tool in OpenAI's shape."""
-    if not isinstance(given, dict):
-        raise ApiError(400, f"{place} must be an object with name and input_schema", param=place)
-    name, schema = read_name(place, given), given.get("input_schema")
-    if not isinstance(schema, dict):
-        raise ApiError(
-            400, f"{place}.input_schema must be a JSON schema, which is an object", param=f"{place}.input_schema"
-        )
-    function: dict[str, Any] = {"name": name, "parameters": schema}
+    checked(place, given, dict, "an object with name and input_schema")
+    function: dict[str, Any] = {"name": read_name(place, given)}
+    function["parameters"] = checked(f"{place}.input_schema", given.get("input_schema"), dict, JSON_SCHEMA)
     if given.get("strict") is not None:
         function["strict"] = given["strict"]
     if (description := given.get("description")) is not None:
-        if not isinstance(description, str):
-            raise ApiError(400, f"{place}.description must be a string", param=f"{place}.description")
-        function["description"] = description
+        function["description"] = checked(f"{place}.description", description, str)
     return {"type": "function", "function": function}
 
 
@@ -366,14 +354,12 @@ def _read_thinking(given: dict[str, Any]) -> dict[str, Any]:
         return {}
     kind, budget = given.get("type"), given.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise ApiError(400, "thinking.type must be enabled, disabled or adaptive", param="thinking.type")
+        raise invalid("thinking.type", "must be enabled, disabled or adaptive")
     on = kind != "disabled"
     options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
     if kind == "enabled":
         if type(budget) is not int or budget < 1:
-            raise ApiError(
-                400, "thinking.budget_tokens must be a whole number of at least 1", param="thinking.budget_tokens"
-            )
+            raise invalid("thinking.budget_tokens", "must be a whole number of at least 1")
         options |= {"reasoning_budget": budget, "budget_if_reasoning": True}  # Claude Code sends it to every model
     return options
 
@@ -382,14 +368,12 @@ def _read_output(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any
     """Return the options of OpenAI's API for ``output_config``, and for ``output_format``, its older form."""
     options: dict[str, Any] = {}
     if (effort := config.get("effort")) is not None:
-        if not isinstance(effort, str):
-            raise ApiError(400, "output_config.effort must be a string", param="output_config.effort")
-        options["reasoning_effort"] = effort
+        options["reasoning_effort"] = checked("output_config.effort", effort, str)
     for place, shape in (("output_config.format", config.get("format")), ("output_format", older or None)):
         if shape is None:
             continue
         kind = shape.get("type") if isinstance(shape, dict) else None
         if kind != "json_schema" or not isinstance(shape.get("schema"), dict):
-            raise ApiError(400, f"{place} must have the type json_schema, and a schema", param=place)
+            raise invalid(place, "must have the type json_schema, and a schema")
         options["response_format"] = {"type": "json_schema", "json_schema": {"schema": shape["schema"]}}
     return options

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -106,6 +106,16 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.retry = status, message, code, param, retry
+
+
+def invalid(place: str, what: str) -> ApiError:
+    """Return the error for a field with a wrong value. ``what``: the message without the field, which comes first."""
+    return ApiError(400, f"{place} {what}", param=place)
+
+
+def unsupported(place: str, what: str) -> ApiError:
+    """Return the error for a field that asks for what is not offered. ``what``: as in ``invalid``."""
+    return ApiError(400, f"{place} {what}", code="unsupported", param=place)
 
 
 UNREACHABLE: Final = ApiError(503, "the gateway cannot reach the supervisor: tell its operator", code="connection_lost")
@@ -279,17 +289,28 @@ def _anthropic_message(error: ApiError | WireError) -> str:
 # Read fields of a request that must have one type. Pure.
 
 
+T = TypeVar("T")
+JSON_SCHEMA: Final = "a JSON schema, which is an object"
+_TYPES: Final[dict[type, str]] = {str: "a string", bool: "true or false", list: "an array", dict: "an object"}
+
+
+def checked(place: str, value: Any, kind: type[T], words: str = "") -> T:
+    """Return a value of one type. Raises ApiError for another type. ``words``: what the field must be."""
+    if not isinstance(value, kind):
+        raise invalid(place, f"must be {words or _TYPES[kind]}")
+    return value
+
+
+def checked_or_none(place: str, value: Any, kind: type[T], words: str = "") -> T | None:
+    """Return a value of one type, or None. Raises ApiError for another type. ``words``: what the field must be."""
+    return None if value is None else checked(place, value, kind, words)
+
+
 def string_in(place: str, given: dict[str, Any], name: str) -> str:
     """Return a text of an object. ``place``: where the object stands. Raises ApiError for another type."""
-    value = given.get(name)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{place}.{name} must be a string", param=f"{place}.{name}")
-    return value
+    return checked(f"{place}.{name}", given.get(name), str)
 
 
 def object_in(body: dict[str, Any], name: str) -> dict[str, Any]:
     """Return an object of a request's body; an empty one for none. Raises ApiError for another type."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{name} must be an object", param=name)
-    return value or {}
+    return checked_or_none(name, body.get(name), dict) or {}

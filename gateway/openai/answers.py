@@ -24,7 +24,7 @@ from gateway.http.answers import (
 )
 from gateway.http.body import read_json
 from gateway.http.callers import Caller, caller_of
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, checked, invalid
 from gateway.openai.models import shown_model
 from gateway.openai.prompts import (
     EchoedPrompt,
@@ -553,7 +553,7 @@ async def apply_template(request: Request) -> WholeAnswer:
     """POST /apply-template: the text that the model's chat template makes of a conversation."""
     caller, body = await _asked(request)
     if body.get("messages") is None:
-        raise ApiError(400, "messages is missing: give the conversation to render", param="messages")
+        raise invalid("messages", "is missing: give the conversation to render")
     given = _text_of(body, "prompt", notes_of(request)) | {"with_text": True}
     return _tokens_answer(request, caller, body, given, lambda reply: {"prompt": text_in(reply)})
 
@@ -563,7 +563,7 @@ async def detokenize(request: Request) -> WholeAnswer:
     caller, body = await _asked(request)
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 1 << 32 for each in tokens):
-        raise ApiError(400, "tokens must be an array of token ids, which are whole numbers", param="tokens")
+        raise invalid("tokens", "must be an array of token ids, which are whole numbers")
     params = {"model": read_model(body.get("model")), "token_ids": pack_token_ids(tokens)}
 
     async def compute() -> Response:
@@ -624,9 +624,7 @@ async def _asked(request: Request) -> tuple[Caller, dict[str, Any]]:
 def _text_of(body: dict[str, Any], called: str, notes: Notes) -> dict[str, Any]:
     """Return the keys of ``tokenize`` for the prompt under the key ``called``, or for the messages of a body."""
     if body.get("messages") is None:
-        if not isinstance(body.get(called), str):
-            raise ApiError(400, f"{called} must be a string", param=called)
-        return {"prompt": body[called]}
+        return {"prompt": checked(called, body.get(called), str)}
     if body.get(called) is not None:
         raise ApiError(400, f"give {called} or messages, not both", param=called)
     return {
@@ -641,7 +639,7 @@ def _text_of(body: dict[str, Any], called: str, notes: Notes) -> dict[str, Any]:
 def _bool(body: dict[str, Any], name: str, usual: bool = False) -> bool:
     value = body.get(name)
     if value is not None and type(value) is not bool:
-        raise ApiError(400, f"{name} must be true or false", param=name)
+        raise invalid(name, "must be true or false")
     return usual if value is None else value
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import orjson
 
 from gateway.http.answers import MOST_NAMED, Notes
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, checked, invalid, unsupported
 from protocol.presets import ALIASES
 
 SYNONYMS: Final[Mapping[str, str]] = ALIASES | {
@@ -186,7 +186,7 @@ def asks_nothing(name: str, value: Any) -> bool:
 
 def refuse(name: str, remedy: str | None = None) -> ApiError:
     """Return the error for an option that is known and not offered."""
-    return ApiError(400, f"{name} is not offered: {remedy or NOT_OFFERED[name][0]}", code="unsupported", param=name)
+    return unsupported(name, f"is not offered: {remedy or NOT_OFFERED[name][0]}")
 
 
 def settle(name: str, value: Any, known: Collection[str], notes: Notes) -> None:
@@ -256,7 +256,7 @@ def translate(body: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
         if ours in given:
             other = names.get(ours, ours)
             if given[ours] != value or type(given[ours]) is not type(value):
-                raise ApiError(400, f"{name} and {other} are the same option, and differ: give one of them", param=name)
+                raise invalid(name, f"and {other} are the same option, and differ: give one of them")
             continue
         given[ours] = value
         if ours != name:
@@ -276,7 +276,7 @@ def _usual(ours: str, name: str, value: Any) -> Any:
     if ours in ("banned_tokens", "allowed_tokens") and isinstance(value, str):
         parts = [part.strip() for part in value[:LONGEST_TEXT].split(",") if part.strip()]
         if len(value) > LONGEST_TEXT or not all(part.isdecimal() and len(part) < 11 for part in parts):
-            raise ApiError(400, f"{name} must be token ids with commas between them, or an array of ids", param=name)
+            raise invalid(name, "must be token ids with commas between them, or an array of ids")
         return [int(part) for part in parts]
     if ours == "dry_sequence_breakers" and isinstance(value, str):
         return _listed(name, value)
@@ -303,9 +303,7 @@ def _listed(name: str, text: str) -> Any:
         found = orjson.loads(text if text.lstrip().startswith("[") else f"[{text}]") if len(text) <= LONGEST_TEXT else 0
     except orjson.JSONDecodeError:
         found = 0
-    if not isinstance(found, list):
-        raise ApiError(400, f"{name} must be an array of strings", param=name)
-    return found
+    return checked(name, found, list, "an array of strings")
 
 
 def _dynamic_temperature(given: dict[str, Any]) -> None:
@@ -335,10 +333,7 @@ def _shape(given: dict[str, Any], names: dict[str, str]) -> None:
     shape = given.pop("structured_outputs", None)
     if shape is None or isinstance(shape, bool):
         return
-    if not isinstance(shape, dict):
-        raise ApiError(
-            400, "structured_outputs must be an object with json, regex or choice", param="structured_outputs"
-        )
+    checked("structured_outputs", shape, dict, "an object with json, regex or choice")
     for key, value in shape.items():
         place = f"structured_outputs.{key[:64]}"
         if value is None or value is False:
@@ -348,13 +343,11 @@ def _shape(given: dict[str, Any], names: dict[str, str]) -> None:
         elif key == "json_object":
             ours, value = "json_schema", {"type": "object"}
         elif key in ("grammar", "structural_tag"):
-            raise ApiError(
-                400, f"{place} is not offered: use json, regex or choice", code="unsupported", param=place
-            )  # fmt: skip
+            raise unsupported(place, "is not offered: use json, regex or choice")
         else:  # how another server compiles the shape
             continue
         if ours in given and given[ours] != value:
-            raise ApiError(400, f"{place} and {names.get(ours, ours)} differ: give one of them", param=place)
+            raise invalid(place, f"and {names.get(ours, ours)} differ: give one of them")
         given[ours], names[ours] = value, place
 
 
@@ -374,14 +367,14 @@ def read_thinking(given: dict[str, Any], names: dict[str, str]) -> dict[str, Any
         effort, said = switch, names.get("enable_thinking", "enable_thinking")
     elif switch is not None:
         name = names.get("enable_thinking", "enable_thinking")
-        raise ApiError(400, f"{name} must be true, false, or a word such as low or high", param=name)
+        raise invalid(name, "must be true, false, or a word such as low or high")
     thinking = given.pop("thinking", None)
     if isinstance(thinking, bool):
         on = thinking
     elif thinking is not None:
         kind = thinking.get("type") if isinstance(thinking, dict) else None
         if kind not in ("enabled", "disabled", "adaptive", "auto"):
-            raise ApiError(400, "thinking.type must be enabled, disabled, adaptive or auto", param="thinking.type")
+            raise invalid("thinking.type", "must be enabled, disabled, adaptive or auto")
         on = on if kind in ("adaptive", "auto") else kind == "enabled"
         if kind == "enabled" and thinking.get("budget_tokens") is not None:
             _budget(given, names, thinking["budget_tokens"], "thinking.budget_tokens")
@@ -394,12 +387,11 @@ def read_thinking(given: dict[str, Any], names: dict[str, str]) -> dict[str, Any
         if reasoning.get("max_tokens") is not None:
             _budget(given, names, reasoning["max_tokens"], "reasoning.max_tokens")
     elif reasoning is not None and not isinstance(reasoning, bool):
-        raise ApiError(400, "reasoning must be an object with effort or max_tokens", param="reasoning")
+        raise invalid("reasoning", "must be an object with effort or max_tokens")
     elif reasoning is not None:
         on = reasoning
     if effort is not None:
-        if not isinstance(effort, str):
-            raise ApiError(400, f"{said} must be a word such as low or high", param=said)
+        checked(said, effort, str, "a word such as low or high")
         variables["reasoning_effort"] = effort  # a variable that templates of reasoning models read
         names["template_kwargs"] = said
         if effort in OFF:
@@ -409,15 +401,15 @@ def read_thinking(given: dict[str, Any], names: dict[str, str]) -> dict[str, Any
         names.setdefault("template_kwargs", "thinking")
     if (verbosity := given.pop("verbosity", None)) is not None:
         if verbosity not in ("low", "medium", "high"):
-            raise ApiError(400, "verbosity must be low, medium or high", param="verbosity")
+            raise invalid("verbosity", "must be low, medium or high")
         variables["verbosity"] = verbosity  # templates that know it read it
     return variables
 
 
 def _budget(given: dict[str, Any], names: dict[str, str], value: Any, place: str) -> None:
     if type(value) is not int or value < 0:
-        raise ApiError(400, f"{place} must be a whole number of at least 0", param=place)
+        raise invalid(place, "must be a whole number of at least 0")
     if "reasoning_budget" in given and given["reasoning_budget"] != value:
         other = names.get("reasoning_budget", "reasoning_budget")
-        raise ApiError(400, f"{place} and {other} are the same option, and differ: give one of them", param=place)
+        raise invalid(place, f"and {other} are the same option, and differ: give one of them")
     given["reasoning_budget"], names["reasoning_budget"] = value, place

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.http.callers import caller_of
-from gateway.http.errors import VERSION_HEADER, ApiError
+from gateway.http.errors import VERSION_HEADER, ApiError, invalid
 from protocol.errors import ErrorCode, WireError
 from protocol.names import listed_names_of, means, unknown_among
 
@@ -71,7 +71,7 @@ def page(models: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str
         if (given := query.get(name)) is None:
             continue
         if given not in ids:
-            raise ApiError(400, f"{name} is {given[:64]!r}: no model has this id", param=name)
+            raise invalid(name, f"is {given[:64]!r}: no model has this id")
         if name == "after_id":
             begin = ids.index(given) + 1
         else:
@@ -90,7 +90,7 @@ def page(models: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str
 
 def _limit(given: str) -> int:
     if not given.isdecimal() or not 1 <= int(given[:9]) <= MOST:
-        raise ApiError(400, f"limit is {given[:32]!r}: must be a whole number from 1 to {MOST}", param="limit")
+        raise invalid("limit", f"is {given[:32]!r}: must be a whole number from 1 to {MOST}")
     return int(given)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from gateway.conversation import image_text
 from gateway.http.answers import Notes, named, without_load_lines
-from gateway.http.errors import ApiError
+from gateway.http.errors import JSON_SCHEMA, ApiError, checked, checked_or_none, invalid, unsupported
 from gateway.openai.foreign_options import read_thinking, refuse, settle, translate
 from protocol.answer_formats.source import Tool
 from protocol.client.request_options import RequestOptions
@@ -58,16 +58,15 @@ def read_messages(given: Any, notes: Notes) -> list[dict[str, Any]]:
     Raises ApiError, which names the message, for everything but text. The worker checks the rest.
     """
     if not isinstance(given, list) or not given:
-        raise ApiError(400, "messages must be an array of at least one message", param="messages")
+        raise invalid("messages", "must be an array of at least one message")
     return [_read_message(f"messages[{i}]", message, notes) for i, message in enumerate(given)]
 
 
 def _read_message(place: str, given: Any, notes: Notes) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ApiError(400, f"{place} must be an object with role and content", param=place)
+    checked(place, given, dict, "an object with role and content")
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise ApiError(400, f"{place}.role must be one of {', '.join(ROLES)}", param=f"{place}.role")
+        raise invalid(f"{place}.role", f"must be one of {', '.join(ROLES)}")
     message: dict[str, Any] = {"role": ROLES[role]}
     for key, value in given.items():
         if key == "content":
@@ -77,14 +76,11 @@ def _read_message(place: str, given: Any, notes: Notes) -> dict[str, Any]:
         elif key in KEPT and value is not None:
             message[key] = value
         elif key in REASONING:
-            if value is not None and not isinstance(value, str):
-                raise ApiError(400, f"{place}.{key} must be a string", param=f"{place}.{key}")
+            checked_or_none(f"{place}.{key}", value, str)
             if value and role == "assistant" and (written := without_load_lines(value)):
                 message["reasoning_content"] = written
         elif key in NOT_OFFERED and value:
-            raise ApiError(
-                400, f"{place}.{key} is not offered: {NOT_OFFERED[key]}", code="unsupported", param=f"{place}.{key}"
-            )
+            raise unsupported(f"{place}.{key}", f"is not offered: {NOT_OFFERED[key]}")
         elif value is not None and key not in DROPPED_OF_MESSAGES and key not in ("role", *KEPT, "tool_calls"):
             notes.ignore(f"messages.{key}", f"{place}.{key}")
     if message.get("tool_calls"):
@@ -99,8 +95,7 @@ def _read_content(place: str, given: Any, notes: Notes, *, is_result: bool) -> s
     """
     if given is None or isinstance(given, str):
         return given
-    if not isinstance(given, list):
-        raise ApiError(400, f"{place} must be a string, or an array of text parts", param=place)
+    checked(place, given, list, "a string, or an array of text parts")
     texts: list[str] = []
     for i, part in enumerate(given):
         if is_result and (replaced := image_text(part, notes)) is not None:
@@ -109,13 +104,10 @@ def _read_content(place: str, given: Any, notes: Notes, *, is_result: bool) -> s
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in TEXTS:
             shown = kind[:32] if isinstance(kind, str) else type(part).__name__
-            raise ApiError(
-                400, f"{place}[{i}] is of type {shown!r}: these models read text only, so send parts of type 'text'",
-                code="unsupported", param=f"{place}[{i}]",
-            )  # fmt: skip
-        text = part.get(TEXTS[kind])
-        if not isinstance(text, str):
-            raise ApiError(400, f"{place}[{i}].{TEXTS[kind]} must be a string", param=f"{place}[{i}].{TEXTS[kind]}")
+            raise unsupported(
+                f"{place}[{i}]", f"is of type {shown!r}: these models read text only, so send parts of type 'text'"
+            )
+        text = checked(f"{place}[{i}].{TEXTS[kind]}", part.get(TEXTS[kind]), str)
         for key, value in part.items():
             if value is not None and key not in PART_KEYS:
                 notes.ignore(f"messages.content.{key}", f"{place}[{i}].{key}")
@@ -128,8 +120,7 @@ def _read_tool_calls(place: str, given: Any) -> list[Any]:
 
     ``parsed_arguments`` is left out. The helpers of the package openai add it.
     """
-    if not isinstance(given, list):
-        raise ApiError(400, f"{place} must be an array", param=place)
+    checked(place, given, list)
     calls: list[Any] = []
     for call in given:
         function = call.get("function") if isinstance(call, dict) else None
@@ -173,11 +164,9 @@ def read_tools(tools: Any, choice: Any, parallel: bool, notes: Notes) -> Offered
     parallel  the value of ``parallel_tool_calls``
     notes     filled with what is ignored or left out
     """
-    if tools is not None and not isinstance(tools, list):
-        raise ApiError(400, "tools must be an array", param="tools")
-    tools = tools or []
+    tools = checked_or_none("tools", tools, list) or []
     if len(tools) > MOST_TOOLS:
-        raise ApiError(400, f"tools has {len(tools)} tools: at most {MOST_TOOLS}", param="tools")
+        raise invalid("tools", f"has {len(tools)} tools: at most {MOST_TOOLS}")
     known: dict[str, Tool] = {}
     shown: list[dict[str, Any]] = []
     for i, given in enumerate(tools):
@@ -188,7 +177,7 @@ def read_tools(tools: Any, choice: Any, parallel: bool, notes: Notes) -> Offered
         tool, function = _read_tool(f"tools[{i}]", given, notes)
         shown.append({"type": "function", "function": function})
         if tool.name in known:
-            raise ApiError(400, f"tools[{i}] has the name {tool.name!r}, which another tool has", param=f"tools[{i}]")
+            raise invalid(f"tools[{i}]", f"has the name {tool.name!r}, which another tool has")
         known[tool.name] = tool
     mode, names = _read_choice(choice, known)
     if not known or mode == "none":
@@ -206,22 +195,19 @@ def read_name(place: str, tool: dict[str, Any]) -> str:
     """Return the name of a tool. ``place``: where the tool stands in the request. Raises ApiError for a wrong name."""
     name = tool.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ApiError(
-            400, f"{place}.name must have 1 to 128 letters, digits and the signs _ . : -", param=f"{place}.name"
-        )
+        raise invalid(f"{place}.name", "must have 1 to 128 letters, digits and the signs _ . : -")
     return name
 
 
 def _read_tool(place: str, given: Any, notes: Notes) -> tuple[Tool, dict[str, Any]]:
     """Return a tool, and its function as the template sees it."""
     function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict):
-        raise ApiError(400, f"{place}.function must be an object with a name", param=f"{place}.function")
+    function = checked(f"{place}.function", function, dict, "an object with a name")
     name, parameters = read_name(f"{place}.function", function), function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise ApiError(400, f"{place}.function.parameters must be a JSON schema, which is an object", param=place)
     if function.get("strict") not in (None, True, False):
-        raise ApiError(400, f"{place}.function.strict must be true or false", param=f"{place}.function.strict")
+        raise invalid(f"{place}.function.strict", "must be true or false")
     for keys, known, inside in ((given, ("type", "function"), ""), (function, FUNCTION_KEYS, "function.")):
         for key, value in keys.items():
             if value is not None and key not in known and key not in DROPPED_OF_TOOLS:
@@ -235,42 +221,31 @@ def _read_choice(choice: Any, known: dict[str, Tool]) -> tuple[str, list[str] | 
         return choice or "auto", None
     if choice == "required":
         if not known:
-            raise ApiError(
-                400, "tool_choice is required, and there are no tools of type function: give some", param="tool_choice"
-            )
+            raise invalid("tool_choice", "is required, and there are no tools of type function: give some")
         return "required", None
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "custom":
-        raise ApiError(
-            400, "tool_choice names a tool of type custom, which was left out: choose a function", code="unsupported",
-            param="tool_choice",
-        )  # fmt: skip
+        raise unsupported("tool_choice", "names a tool of type custom, which was left out: choose a function")
     if kind == "function":
         return "required", [_known_name(choice, "tool_choice", known)]
     if kind == "allowed_tools":
         allowed = choice.get("allowed_tools")
         if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
-            raise ApiError(
-                400, "tool_choice.allowed_tools must have mode auto or required, and tools",
-                param="tool_choice.allowed_tools",
-            )  # fmt: skip
+            raise invalid("tool_choice.allowed_tools", "must have mode auto or required, and tools")
         place = "tool_choice.allowed_tools.tools"
         listed = allowed.get("tools")
         if not isinstance(listed, list) or not listed:
-            raise ApiError(400, f"{place} must be an array of at least one tool", param=place)
+            raise invalid(place, "must be an array of at least one tool")
         names = [_known_name(each, f"{place}[{i}]", known) for i, each in enumerate(listed)]
         return allowed["mode"], list(dict.fromkeys(names))
-    raise ApiError(
-        400, "tool_choice must be auto, none or required, or an object of type function or allowed_tools",
-        param="tool_choice",
-    )  # fmt: skip
+    raise invalid("tool_choice", "must be auto, none or required, or an object of type function or allowed_tools")
 
 
 def _known_name(given: Any, place: str, known: dict[str, Tool]) -> str:
     function = given.get("function") if isinstance(given, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise ApiError(400, f"{place}.function.name must name a tool", param=f"{place}.function.name")
+        raise invalid(f"{place}.function.name", "must name a tool")
     if name not in known:
         raise ApiError(400, f"{place} names {name[:64]!r}, which is not one of tools", param=f"{place}.function.name")
     return name
@@ -364,15 +339,13 @@ def read_chat(body: dict[str, Any], notes: Notes) -> ApiRequest:
     if "reasoning_budget" in options and not notes.refuse:
         options["budget_if_reasoning"] = True
     if (prefix := given.pop("response_prefix", None)) not in (None, ""):
-        if not isinstance(prefix, str):
-            raise ApiError(400, "response_prefix must be a string", param="response_prefix")
-        options["messages"].append({"role": "assistant", "content": prefix})
+        options["messages"].append({"role": "assistant", "content": checked("response_prefix", prefix, str)})
     if prefix or is_begun(messages):
         options["continue_final_message"] = True
         options.pop("add_generation_prompt", None)
     for name in ("prompt", "token_ids"):
         if given.pop(name, None):
-            raise ApiError(400, f"{name} is for /v1/completions: a chat has messages", param=name)
+            raise invalid(name, "is for /v1/completions: a chat has messages")
     given.pop("add_special_tokens", None)  # the template writes them
     return replace(_read_rest(given, options, names, notes), tools=offered.tools)
 
@@ -387,7 +360,7 @@ def read_completion(body: dict[str, Any], notes: Notes) -> tuple[list[str | list
     for name in sorted(CHAT_ONLY):
         if given.pop(name, None) not in (None, [], {}, "", False, *UNASKED.get(name, ())):
             shown = names.get(name, name)
-            raise ApiError(400, f"{shown} is for /v1/chat/completions: a completion has a prompt", param=shown)
+            raise invalid(shown, "is for /v1/chat/completions: a completion has a prompt")
     called = "prompt" if given.get("token_ids") is None else "token_ids"
     if called == "token_ids" and given.get("prompt") is not None:
         raise ApiError(400, "give prompt or token_ids, not both", param="token_ids")
@@ -418,11 +391,10 @@ def _check_prompts(prompts: Sequence[str | list[int]], wanted: ApiRequest, calle
     top = wanted.options.get("prompt_logprobs")
     size = sum(map(len, prompts))
     if type(top) is int and size * (top + 1) > MOST_PROMPT_LOGPROBS:
-        raise ApiError(
-            400,
-            f"{called} has {size} characters or token ids: with {top} of the likeliest tokens at each place, "
+        raise invalid(
+            called,
+            f"has {size} characters or token ids: with {top} of the likeliest tokens at each place, "
             f"log-probabilities of at most {MOST_PROMPT_LOGPROBS // (top + 1)} are sent at once",
-            param=called,
         )
 
 
@@ -434,7 +406,7 @@ def _read_prompts(given: Any, called: str) -> list[str | list[int]]:
             return [given]
         if all(isinstance(each, str) or (isinstance(each, list) and each) for each in given):
             return given
-    raise ApiError(400, f"{called} must be a string, an array of token ids, or an array of such prompts", param=called)
+    raise invalid(called, "must be a string, an array of token ids, or an array of such prompts")
 
 
 def read_model(given: Any) -> str:
@@ -442,16 +414,13 @@ def read_model(given: Any) -> str:
 
     Raises ApiError for something that cannot be a name, which no frame could carry.
     """
-    if given is None:
-        return ""
-    if not isinstance(given, str):
-        raise ApiError(400, "model must be the name of a model: GET /v1/models lists them", param="model")
-    if len(given) > MAX_STRING:
+    name = checked_or_none("model", given, str, "the name of a model: GET /v1/models lists them") or ""
+    if len(name) > MAX_STRING:
         raise ApiError(
-            404, f"no model {given[:64]!r}... is configured: GET /v1/models lists them", code="model_not_found",
+            404, f"no model {name[:64]!r}... is configured: GET /v1/models lists them", code="model_not_found",
             param="model",
         )  # fmt: skip
-    return given
+    return name
 
 
 def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, str], notes: Notes) -> ApiRequest:
@@ -470,19 +439,17 @@ def _read_rest(given: dict[str, Any], options: dict[str, Any], names: dict[str, 
     for name, value in given.items():
         shown = names.get(name, name)
         if name in RESERVED:
-            raise ApiError(400, f"{name} is given by the gateway itself: leave it out", param=name)
+            raise invalid(name, "is given by the gateway itself: leave it out")
         if name not in OWN:
             settle(name, value, KNOWN, notes)
             continue
         if name in options and options[name] != value:
-            raise ApiError(400, f"{shown} is given twice: {names.get(name, name)} says it, too", param=shown)
+            raise invalid(shown, f"is given twice: {names.get(name, name)} says it, too")
         if name in ROUTE_KEYS:
             if name == "priority" and value == 0:
                 continue  # vLLM's number for the usual priority
             if not isinstance(value, str | int | float) or len(str(value)) > MAX_STRING:
-                raise ApiError(
-                    400, f"{name} must be a number, or a text of at most {MAX_STRING} characters", param=name
-                )
+                raise invalid(name, f"must be a number, or a text of at most {MAX_STRING} characters")
         options[name] = value
     options.setdefault("cut_to_context", True)
     return ApiRequest(
@@ -508,7 +475,7 @@ def _read_prompt_logprobs(
     top: int | None = given.pop("prompt_logprobs", None)
     if top is not None:
         if type(top) is not int or not 0 <= top <= MOST_TOP:
-            raise ApiError(400, f"prompt_logprobs must be a whole number from 0 to {MOST_TOP}", param="prompt_logprobs")
+            raise invalid("prompt_logprobs", f"must be a whole number from 0 to {MOST_TOP}")
         if stream:
             raise refuse("prompt_logprobs", "a stream does not have it: echo with logprobs works in streams, too")
         echoed = options.get("prompt_logprobs")
@@ -516,9 +483,7 @@ def _read_prompt_logprobs(
             options["prompt_logprobs"] = top
             names.pop("prompt_logprobs", None)
     if n > 1 and "prompt_logprobs" in options:
-        raise ApiError(
-            400, f"n is {n}: with log-probabilities of the prompt there is one answer for each prompt", param="n"
-        )
+        raise invalid("n", f"is {n}: with log-probabilities of the prompt there is one answer for each prompt")
     return top
 
 
@@ -538,21 +503,14 @@ def read_format(given: Any, notes: Notes) -> dict[str, Any]:
         return {"json_schema": {"type": "object"}, "whitespace_flexible": True}
     if kind == "json_schema":
         _note_unknown(given, "response_format", {"type", "json_schema"}, notes)
-        described = given.get("json_schema")
-        if not isinstance(described, dict):
-            raise ApiError(400, "response_format.json_schema must be an object", param="response_format.json_schema")
+        described = checked("response_format.json_schema", given.get("json_schema"), dict)
         _note_unknown(described, "response_format.json_schema", {"name", "description", "schema", "strict"}, notes)
         return {"json_schema": _schema(described, "response_format.json_schema")}
-    raise ApiError(
-        400, "response_format.type must be text, json_object or json_schema", param="response_format.type"
-    )  # fmt: skip
+    raise invalid("response_format.type", "must be text, json_object or json_schema")
 
 
 def _schema(given: dict[str, Any], place: str) -> dict[str, Any]:
-    schema = given.get("schema")
-    if not isinstance(schema, dict):
-        raise ApiError(400, f"{place}.schema must be a JSON schema, which is an object", param=f"{place}.schema")
-    return schema
+    return checked(f"{place}.schema", given.get("schema"), dict, JSON_SCHEMA)
 
 
 def _note_unknown(given: dict[str, Any], place: str, known: set[str], notes: Notes) -> None:
@@ -566,12 +524,10 @@ def _read_bool(given: dict[str, Any], name: str, shown: str | None = None, *, de
     if value is None:
         return default
     if type(value) is not bool:
-        raise ApiError(400, f"{shown or name} must be true or false", param=shown or name)
+        raise invalid(shown or name, "must be true or false")
     return value
 
 
 def _read_map(given: dict[str, Any], name: str, shown: str | None = None) -> dict[str, Any] | None:
-    value = given.pop(name, None)
-    if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{shown or name} must be an object", param=shown or name)
+    value = checked_or_none(shown or name, given.pop(name, None), dict)
     return dict(value) if value is not None else None

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from gateway.http.answers import EventStream, StreamedAnswer
 from gateway.http.body import read_json
 from gateway.http.callers import Caller, Sessions, caller_of, check_own_script
-from gateway.http.errors import FAULT, ApiError, for_caller
+from gateway.http.errors import FAULT, ApiError, for_caller, invalid
 from gateway.supervisor_link import SupervisorLink
 from protocol.errors import ErrorCode, WireError
 
@@ -345,7 +345,7 @@ async def sign_in(request: Request) -> Response:
     body = await read_json(request, MOST_ORDER_BYTES, None)
     token = body.get("token")
     if not isinstance(token, str) or not token.strip():
-        raise ApiError(400, "token must be a text", param="token")
+        raise invalid("token", "must be a text")
     caller = Caller.of_token(token.strip())
     await state.link.call(caller, "models")  # raises the supervisor's refusal
     assert caller.key_id is not None

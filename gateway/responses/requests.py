@@ -12,7 +12,16 @@ import orjson
 from gateway.conversation import BETWEEN, OMITTED_FILE, Conversation, image_text
 from gateway.http.answers import Notes, named
 from gateway.http.body import BodyMemory
-from gateway.http.errors import ApiError, object_in, string_in
+from gateway.http.errors import (
+    JSON_SCHEMA,
+    ApiError,
+    checked,
+    checked_or_none,
+    invalid,
+    object_in,
+    string_in,
+    unsupported,
+)
 from gateway.openai.foreign_options import ABOUT_THE_ACCOUNT, SYNONYMS, TRANSLATED, settle
 from gateway.openai.requests import NAME, OWN, ApiRequest, read_chat, read_name
 from protocol.process.worker_spec import GatewaySettings
@@ -60,13 +69,12 @@ def read_tools(tools: Any, items: Any, notes: Notes) -> OfferedTools:
     items  the value of ``input``. Some of its items bring further tools
     notes  told the tools that are left out
     """
-    if tools is not None and not isinstance(tools, list):
-        raise ApiError(400, "tools must be an array", param="tools")
+    checked_or_none("tools", tools, list)
     offered = OfferedTools()
     taken: set[str] = set()
     for place, name, tool in _flattened(tools or (), "tools", offered):
         if name in taken:
-            raise ApiError(400, f"{place} has the name {name!r}, which another tool has", param=place)
+            raise invalid(place, f"has the name {name!r}, which another tool has")
         taken.add(name)
         offered.functions.append(_function(place, name, tool))
     for i, item in enumerate(items if isinstance(items, list) else ()):
@@ -114,7 +122,7 @@ def _flattened(tools: Iterable[Any], place: str, offered: OfferedTools) -> Itera
     for i, tool in enumerate(tools):
         here = f"{place}[{i}]"
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise ApiError(400, f"{here} must be an object with a type", param=here)
+            raise invalid(here, "must be an object with a type")
         if tool["type"] == "function":
             yield here, read_name(here, tool), tool
         elif tool["type"] == "namespace":
@@ -125,22 +133,17 @@ def _flattened(tools: Iterable[Any], place: str, offered: OfferedTools) -> Itera
 
 def _within(place: str, namespace: dict[str, Any], offered: OfferedTools) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the functions of a namespace, as ``_flattened``. The first one tells what the namespace is for."""
-    whose, tools, about = read_name(place, namespace), namespace.get("tools"), namespace.get("description")
-    if not isinstance(tools, list):
-        raise ApiError(400, f"{place}.tools must be an array", param=f"{place}.tools")
-    for i, tool in enumerate(tools):
+    whose, about = read_name(place, namespace), namespace.get("description")
+    for i, tool in enumerate(checked(f"{place}.tools", namespace.get("tools"), list)):
         here = f"{place}.tools[{i}]"
-        if not isinstance(tool, dict):
-            raise ApiError(400, f"{here} must be an object with a type", param=here)
+        checked(here, tool, dict, "an object with a type")
         if tool.get("type") != "function":
             offered.left_out.append(named(tool.get("name") or tool.get("type")))
             continue
         name = read_name(here, tool)
         flat = flat_name(whose, name)
         if not NAME.fullmatch(flat):
-            raise ApiError(
-                400, f"{here} is called {flat[:140]!r} with its namespace: at most 128 characters", param=here
-            )
+            raise invalid(here, f"is called {flat[:140]!r} with its namespace: at most 128 characters")
         offered.namespaces[flat] = whose, name
         if isinstance(about, str) and about:
             told = tool.get("description")
@@ -150,11 +153,7 @@ def _within(place: str, namespace: dict[str, Any], offered: OfferedTools) -> Ite
 
 
 def _function(place: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
-    parameters = given.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise ApiError(
-            400, f"{place}.parameters must be a JSON schema, which is an object", param=f"{place}.parameters"
-        )
+    checked_or_none(f"{place}.parameters", given.get("parameters"), dict, JSON_SCHEMA)
     kept = {key: given[key] for key in KEPT if given.get(key) is not None} | {"name": name}
     return {"type": "function", "function": kept}
 
@@ -165,10 +164,10 @@ def _chosen(choice: dict[str, Any]) -> Any:
 
 
 def _not_served(why: str) -> ApiError:
-    return ApiError(
-        400, f"tool_choice {why}: only tools of type 'function' and 'namespace' can be called here, so use auto, or "
-        "name one of these", code="unsupported", param="tool_choice",
-    )  # fmt: skip
+    return unsupported(
+        "tool_choice",
+        f"{why}: only tools of type 'function' and 'namespace' can be called here, so use auto, or name one of these",
+    )
 
 
 # Turn the input of OpenAI's Responses API into a conversation. Pure.
@@ -207,21 +206,18 @@ def read_input(
     unseal  returns the reasoning in an ``encrypted_content``; None if somebody else has encrypted it
     """
     conversation = Conversation()
-    if instructions is not None:
-        if not isinstance(instructions, str):
-            raise ApiError(400, "instructions must be a string", param="instructions")
-        if instructions:
-            conversation.system(instructions)
+    if checked_or_none("instructions", instructions, str):
+        conversation.system(instructions)
     if isinstance(given, str):
         conversation.user(given)
         return conversation
     if not isinstance(given, list) or not given:
-        raise ApiError(400, "input must be a string, or an array of at least one item", param="input")
+        raise invalid("input", "must be a string, or an array of at least one item")
     reader = _ItemReader(conversation, notes, unseal)
     for i, item in enumerate(given):
         reader.read(f"input[{i}]", item)
     if conversation.newest is None:
-        raise ApiError(400, "input has no item that the model can read: add a message of the user", param="input")
+        raise invalid("input", "has no item that the model can read: add a message of the user")
     return conversation
 
 
@@ -233,8 +229,7 @@ class _ItemReader:
 
     def read(self, place: str, item: Any) -> None:
         """Add an item. An item of an unknown type, or of a tool that runs at OpenAI, is left out."""
-        if not isinstance(item, dict):
-            raise ApiError(400, f"{place} must be an object", param=place)
+        checked(place, item, dict)
         kind = item.get("type") or "message"
         if kind == "message":
             self._message(place, item)
@@ -258,10 +253,9 @@ class _ItemReader:
         elif kind == "reasoning":
             self._conversation.reasoned(self._reasoning(place, item))
         elif kind == "compaction_trigger":
-            raise ApiError(
-                400, f"{place} is of type {kind!r}: compaction is not offered, so have the client summarize the items",
-                code="unsupported", param=place,
-            )  # fmt: skip
+            raise unsupported(
+                place, f"is of type {kind!r}: compaction is not offered, so have the client summarize the items"
+            )
         elif kind not in LOADERS:
             self._notes.change(f"input: {named(kind)}")
 
@@ -271,7 +265,7 @@ class _ItemReader:
     def _message(self, place: str, item: dict[str, Any]) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise ApiError(400, f"{place}.role must be one of {', '.join(ROLES)}", param=f"{place}.role")
+            raise invalid(f"{place}.role", f"must be one of {', '.join(ROLES)}")
         content = item.get("content")
         if role == "assistant":
             self._conversation.said(_text(f"{place}.content", content, ""))
@@ -324,16 +318,11 @@ def _arguments(text: str) -> Any:
 
 
 def _reasoning_in(place: str, item: dict[str, Any], name: str) -> str:
-    parts = item.get(name)
-    if parts is None:
-        return ""
-    if not isinstance(parts, list):
-        raise ApiError(400, f"{place}.{name} must be an array", param=f"{place}.{name}")
     texts = []
-    for i, part in enumerate(parts):
+    for i, part in enumerate(checked_or_none(f"{place}.{name}", item.get(name), list) or ()):
         if not isinstance(part, dict) or part.get("type") not in REASONING:
             where = f"{place}.{name}[{i}]"
-            raise ApiError(400, f"{where} must be of type {REASONING[0]} or {REASONING[1]}, with a text", param=where)
+            raise invalid(where, f"must be of type {REASONING[0]} or {REASONING[1]}, with a text")
         texts.append(string_in(f"{place}.{name}[{i}]", part, "text"))
     return BETWEEN.join(texts)
 
@@ -342,17 +331,17 @@ def _text(place: str, given: Any, between: str) -> str:
     """Return a text that is given as a string or as parts. ``between``: stands between two parts."""
     if isinstance(given, str):
         return given
-    if not isinstance(given, list):
-        raise ApiError(400, f"{place} must be a string, or an array of text parts", param=place)
+    checked(place, given, list, "a string, or an array of text parts")
     texts = []
     for i, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in TEXTS:
             shown = kind[:64] if isinstance(kind, str) else type(kind).__name__
-            raise ApiError(
-                400, f"{place}[{i}] is of type {shown!r}, which is not offered: these models read text, so send a part "
-                "of type input_text", code="unsupported", param=f"{place}[{i}]",
-            )  # fmt: skip
+            raise unsupported(
+                f"{place}[{i}]",
+                f"is of type {shown!r}, which is not offered: these models read text, so send a part of type "
+                "input_text",
+            )
         texts.append(string_in(f"{place}[{i}]", part, TEXTS[kind]))
     return between.join(texts)
 
@@ -422,7 +411,7 @@ def read_request(
     """
     for name, value in body.items():
         if value and name in NOT_OFFERED:
-            raise ApiError(400, f"{name} is not offered: {NOT_OFFERED[name]}", code="unsupported", param=name)
+            raise unsupported(name, f"is not offered: {NOT_OFFERED[name]}")
         if name not in KNOWN and name not in SYNONYMS and name not in TRANSLATED:
             settle(name, value, KNOWN, notes)
     seals = _read_include(body, notes)
@@ -442,11 +431,12 @@ def read_request(
     chat["response_format"] = _read_format(text := object_in(body, "text"))
     if text.get("verbosity") not in (None, "medium"):
         notes.change("text.verbosity")
-    if (effort := _read_effort(object_in(body, "reasoning"))) is not None:
+    effort = object_in(body, "reasoning").get("effort")
+    if checked_or_none("reasoning.effort", effort, str) is not None:
         chat["reasoning_effort"] = effort
     wanted = read_chat(chat, notes)
     if wanted.n != 1:
-        raise ApiError(400, "n is not offered: one response has one answer", code="unsupported", param="n")
+        raise unsupported("n", "is not offered: one response has one answer")
     wanted.names.update(NAMES)
     return ResponsesRequest(wanted, _echoed(body) | {"store": stores}, offered.namespaces, seals)
 
@@ -454,13 +444,11 @@ def read_request(
 def _read_include(body: dict[str, Any], notes: Notes) -> bool:
     """Return whether the reasoning is wanted in an encrypted form. All else that ``include`` can ask for is not here:
     OpenAI's own tools have no results, and log-probabilities are offered at /v1/chat/completions."""
-    include = body.get("include")
-    if include is not None and not isinstance(include, list):
-        raise ApiError(400, "include must be an array", param="include")
-    for value in include or ():
+    include = checked_or_none("include", body.get("include"), list) or ()
+    for value in include:
         if value != ENCRYPTED:
             notes.change(f"include: {named(value)}")
-    return ENCRYPTED in (include or ())
+    return ENCRYPTED in include
 
 
 def _read_format(text: dict[str, Any]) -> dict[str, Any] | None:
@@ -470,19 +458,13 @@ def _read_format(text: dict[str, Any]) -> dict[str, Any] | None:
         return None
     kind = shape.get("type") if isinstance(shape, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
-        raise ApiError(400, "text.format.type must be text, json_object or json_schema", param="text.format.type")
+        raise invalid("text.format.type", "must be text, json_object or json_schema")
     if kind != "json_schema":
         return {"type": kind}
-    if not isinstance(shape.get("schema"), dict):
-        raise ApiError(400, "text.format.schema must be a JSON schema, which is an object", param="text.format.schema")
-    return {"type": kind, "json_schema": {"schema": shape["schema"]}}
-
-
-def _read_effort(reasoning: dict[str, Any]) -> str | None:
-    effort = reasoning.get("effort")
-    if effort is not None and not isinstance(effort, str):
-        raise ApiError(400, "reasoning.effort must be a string", param="reasoning.effort")
-    return effort
+    return {
+        "type": kind,
+        "json_schema": {"schema": checked("text.format.schema", shape.get("schema"), dict, JSON_SCHEMA)},
+    }
 
 
 def _echoed(body: dict[str, Any]) -> dict[str, Any]:
