@@ -1,5 +1,6 @@
-"""The record of one accepted request, and the effects of scheduling: plain data."""
+"""The record of one accepted request, the account that pays for it, and the effects of scheduling: plain data."""
 
+import heapq
 import math
 from array import array
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,6 @@ from protocol.values import Length, ReadWith, Then, Unfit, Within, hints_of, rea
 from supervisor.config.spelling import seconds_of, spelled, spelled_name
 from supervisor.keys.rights import OWNER, TOKEN_ID, TOKEN_ID_RULE, Identity
 from supervisor.requests.counters import Counters
-from supervisor.requests.fair_queue import Account
 from supervisor.requests.request_phase import RequestPhase
 from supervisor.requests.stories import MOST_STEPS, NOT_ENDED, RequestEnd, RequestRecord, TimedStep
 
@@ -267,6 +267,60 @@ class LoadForRequests:
 Effect = ToClient | ToWorker | LoadForRequests
 Awaited = tuple[tuple[str, int], ...]
 """The models that have to make room before another one can be loaded, each with the number of its requests that run."""
+
+
+MOST_EMPTY = 64
+"""Accounts without waiting requests that may always stay in the heap of a priority."""
+
+
+@dataclass(slots=True, eq=False)
+class Band:
+    """One priority.
+
+    served   tokens that were computed for it, divided by its weight
+    clock    ``served`` of the account that was chosen last
+    waiting  requests that wait
+    """
+
+    weight: int
+    served: float = 0.0
+    clock: float = 0
+    waiting: int = 0
+    accounts: dict[int, "Account"] = field(default_factory=dict)
+    heap: list[tuple[float, int, "Account"]] = field(default_factory=list)
+    """(served, tie, account) of the accounts with requests waiting, and of some whose requests were all cancelled.
+    ``served`` may be outdated: then it is too low."""
+
+    def compact(self) -> None:
+        """Remove accounts without waiting requests from the heap, if most of it may be such accounts.
+
+        Otherwise they would stay until they are first in the heap. A place in the queue takes time for each of them.
+        """
+        if len(self.heap) <= MOST_EMPTY + 2 * self.waiting:
+            return
+        for _, _, account in self.heap:
+            account.in_heap = bool(account.requests)
+        self.heap = [entry for entry in self.heap if entry[2].in_heap]
+        heapq.heapify(self.heap)
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One client within one priority. ``served``: tokens that were computed for it."""
+
+    band: Band
+    served: float = 0
+    requests: list["InFlight"] = field(default_factory=list)
+    """The requests that wait, in order. A list, because most accounts have none, and an empty deque takes 600 bytes."""
+    in_heap: bool = False
+
+    def charge(self, tokens: int) -> None:
+        """Count tokens that were computed for this client."""
+        self.served += tokens
+        # A new client begins at the share of the clients that wait. Otherwise a stream of new clients could keep those
+        # waiting for ever.
+        self.band.clock += tokens / max(1, len(self.band.heap))
+        self.band.served += tokens / self.band.weight
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """The queue is fair between clients, weights requests by priority, and starves no client."""
 
-from supervisor.requests.fair_queue import FairQueue
+from supervisor.requests.queue import FairQueue
 from supervisor.requests.request import InFlight, Route, SendBuffer
 
 

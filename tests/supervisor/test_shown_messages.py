@@ -2,7 +2,7 @@
 
 from protocol.codec import pack_body
 from protocol.messages import MESSAGE_CLASSES, Generate
-from supervisor.requests.fair_queue import FairQueue
+from supervisor.requests.queue import FairQueue
 from supervisor.requests.request import InFlight, SendBuffer, read_route
 
 SECRET = "sesame"
