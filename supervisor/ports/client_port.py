@@ -190,7 +190,7 @@ class ClientPort:
                 connection.heard = True
                 self._arrivals.add(connection.channel, part, size)
             else:
-                self._accepted.endings.count(routing_id)
+                self._accepted.count_dropped(routing_id)
             if more:
                 self._skipping = not skip_parts(socket)
                 if self._skipping and connection is not None:
@@ -311,7 +311,7 @@ class ClientPort:
 
         The loop calls this every ``Listener.check_s`` seconds.
         """
-        self._accepted.endings.end_overdue(time.monotonic())
+        self._accepted.end_overdue(time.monotonic())
         for fd in self.listener.find_abusers(self._accepted.wires, self._table.by_fd):
             self._end_descriptor(fd)
 

@@ -194,39 +194,6 @@ class _Ending:
     frames: int = 0
 
 
-class Endings:
-    """Connections, by routing id, whose clients were told why they end. They are shut down LAST_WORD_S later."""
-
-    def __init__(self) -> None:
-        self._endings: dict[bytes, _Ending] = {}
-
-    def add(self, routing_id: bytes, fd: int, wire: Wire, now: float, *, hears: bool) -> None:
-        """Shut this connection down LAST_WORD_S after ``now``.
-
-        hears  False if libzmq is to read no more of the connection once it has had WRITE_S to write the ERROR
-        """
-        self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire, hears)
-
-    def count(self, routing_id: bytes) -> None:
-        """Count a dropped frame of an ended connection. Shut the connection down now if it goes on sending."""
-        ending = self._endings.get(routing_id)
-        if ending is not None:
-            ending.frames += 1
-            if ending.frames > MOST_AFTER_LAST_WORD:
-                del self._endings[routing_id]
-                shut_down(ending.fd, ending.wire)
-
-    def end_overdue(self, now: float) -> None:
-        """Shut down the connections whose time has come."""
-        for routing_id, ending in list(self._endings.items()):
-            if ending.at <= now:
-                del self._endings[routing_id]
-                shut_down(ending.fd, ending.wire)
-            elif not ending.hears and ending.at - LAST_WORD_S + WRITE_S <= now:
-                ending.hears = True  # once is enough
-                stop_reading(ending.fd, ending.wire)
-
-
 def socket_behind(fd: int) -> KernelSocket | None:
     """Return the kernel's socket of which this is a descriptor now; None if the descriptor is closed."""
     try:
@@ -288,7 +255,8 @@ class AcceptedDescriptors:
         self.wires: dict[int, Wire] = {}
         self.strangers: dict[int, Wire] = {}
         """Connections that have brought no message yet, the oldest first."""
-        self.endings = Endings()
+        self._endings: dict[bytes, _Ending] = {}
+        """By routing id, connections whose clients were told why they end. They are shut down LAST_WORD_S later."""
         self._unheard: set[int] = set()
         """Descriptors of connections that ended before one of their messages was read. A descriptor leaves this set
         when another connection gets it."""
@@ -332,12 +300,31 @@ class AcceptedDescriptors:
     def end_soon(self, routing_id: bytes, fd: int, now: float, *, hears: bool) -> bool:
         """End a connection as soon as its client has had time to read why. Return False if the connection has ended.
 
-        hears  False if libzmq, too, is to read no more of the connection
+        hears  False if libzmq is to read no more of the connection once it has had WRITE_S to write the ERROR
         """
         if (wire := self.wires.get(fd)) is None:
             return False
-        self.endings.add(routing_id, fd, wire, now, hears=hears)
+        self._endings[routing_id] = _Ending(now + LAST_WORD_S, fd, wire, hears)
         return True
+
+    def count_dropped(self, routing_id: bytes) -> None:
+        """Count a dropped frame of an ended connection. Shut the connection down now if it goes on sending."""
+        ending = self._endings.get(routing_id)
+        if ending is not None:
+            ending.frames += 1
+            if ending.frames > MOST_AFTER_LAST_WORD:
+                del self._endings[routing_id]
+                shut_down(ending.fd, ending.wire)
+
+    def end_overdue(self, now: float) -> None:
+        """Shut down the connections whose clients have had their time to read why they end."""
+        for routing_id, ending in list(self._endings.items()):
+            if ending.at <= now:
+                del self._endings[routing_id]
+                shut_down(ending.fd, ending.wire)
+            elif not ending.hears and ending.at - LAST_WORD_S + WRITE_S <= now:
+                ending.hears = True  # once is enough
+                stop_reading(ending.fd, ending.wire)
 
 
 # The interface to the parts of a port that differ between ipc and TCP: pausing, admission of clients, and limits.

@@ -26,7 +26,7 @@ from protocol.verbs import Right
 from supervisor.cluster.port import RemotePort
 from supervisor.keys.ring import KeyRing
 from supervisor.keys.store import KeyStore
-from supervisor.ports.connections import ClientConnection, Wire
+from supervisor.ports.connections import ClientConnection, Wire, _Ending
 from supervisor.ports.floods import ArrivalLimits
 from supervisor.ports.listeners import (
     MAX_CONNECTIONS_OF_KEY,
@@ -153,10 +153,11 @@ def test_one_connection_is_cut_off_and_told_why(host: TcpHost) -> None:
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(host: TcpHost) -> None:
     with host.greet() as client:
         (connection,) = host.connections()
-        host.port._accepted.endings.add(b"1", connection.fd, Wire((0, 1)), -1.0, hears=True)
-        host.port._accepted.endings.add(b"2", 1_000_000, Wire((0, 1)), -1.0, hears=True)
+        endings = host.port._accepted._endings
+        endings[b"1"] = _Ending(-1.0, connection.fd, Wire((0, 1)), hears=True)
+        endings[b"2"] = _Ending(-1.0, 1_000_000, Wire((0, 1)), hears=True)
         host.turn()
-        assert not host.port._accepted.endings._endings
+        assert not endings
         assert host.is_answered(client, 1)
 
 
