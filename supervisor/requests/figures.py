@@ -5,7 +5,8 @@ token. The figures belong to the supervisor, so they survive the workers.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from supervisor.requests.stories import OTHER, RequestRecord
@@ -61,17 +62,20 @@ class RequestFigures:
 
     def __init__(self) -> None:
         self._histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
-        self._ends: dict[str, int] = {}
-        self._errors: dict[str, int] = {}
+        self._ends, self._errors = Counter[str](), Counter[str]()
         self._tokens = {"prompt": 0, "cached": 0, "draft_accepted": 0, "draft_rejected": 0}
-        self._keys: dict[str, list[int]] = {}
+        self._keys: dict[str, tuple[int, int, int]] = {}
+        """By key, its requests, and the tokens of their prompts and answers."""
 
     def add(self, record: RequestRecord) -> None:
         """Count a request that has ended. Only those that a worker has finished are in the histograms."""
         end, prompt, answer = record.end, record.prompt_tokens or 0, record.tokens
-        _count(self._errors if end.error else self._ends, end.error or end.finish_reason or OTHER)
+        ends = self._errors if end.error else self._ends
+        ends[_counted_as(end.error or end.finish_reason or OTHER, ends)] += 1
         self._tokens["prompt"] += prompt
-        self._count_key(record.owner.name, prompt, answer)
+        key = _counted_as(record.owner.name or LOCAL, self._keys)
+        requests, read, written = self._keys.get(key, (0, 0, 0))
+        self._keys[key] = requests + 1, read + prompt, written + answer
         if not end.computed or record.ended is None:
             return
         self._tokens["cached"] += end.cached_tokens or 0
@@ -110,20 +114,10 @@ class RequestFigures:
         if value is not None:
             self._histograms[histogram].add(value)
 
-    def _count_key(self, key: str | None, prompt: int, answer: int) -> None:
-        name = LOCAL if key is None else key
-        if name not in self._keys and len(self._keys) >= MOST_ENDS:
-            name = OTHER
-        counts = self._keys.setdefault(name, [0, 0, 0])
-        counts[0] += 1
-        counts[1] += prompt
-        counts[2] += answer
 
-
-def _count(counts: dict[str, int], name: str) -> None:
-    if name not in counts and len(counts) >= MOST_ENDS:
-        name = OTHER
-    counts[name] = counts.get(name, 0) + 1
+def _counted_as(name: str, counts: Collection[str]) -> str:
+    """Return the name under which something is counted: OTHER if MOST_ENDS other names are counted already."""
+    return name if name in counts or len(counts) < MOST_ENDS else OTHER
 
 
 def _seconds(milliseconds: float | None) -> float | None:
