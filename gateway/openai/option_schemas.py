@@ -21,7 +21,22 @@ UNUSED: Final = "x-modelctl-unused"
 """Key of the schema of an option that changes nothing."""
 TEXT: Final[Schema] = {"type": "string"}
 OBJECT: Final[Schema] = {"type": "object"}
-_BOOL: Final[Schema] = {"type": "boolean"}
+BOOL: Final[Schema] = {"type": "boolean"}
+
+
+def array_of(items: Schema, **bounds: int) -> Schema:
+    """Return the schema of an array."""
+    return {"type": "array", **bounds, "items": items}
+
+
+def object_of(required: list[str], **properties: Schema) -> Schema:
+    """Return the schema of an object. ``required``: the properties that it must have."""
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def variant_of(kind: str, required: list[str], **properties: Schema) -> Schema:
+    """Return the schema of an object whose ``type`` says of which kind it is, as ``object_of``."""
+    return object_of(["type", *required], type={"const": kind}, **properties)
 
 
 def said(schema: Schema, description: str, **more: Any) -> Schema:
@@ -30,103 +45,52 @@ def said(schema: Schema, description: str, **more: Any) -> Schema:
 
 
 MODEL: Final = said(TEXT, "The name of a model, an alias or a variant: `GET /v1/models` lists them.")
-_MESSAGE: Final[Schema] = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": ["developer", "system", "user", "assistant", "tool"]},
-        "content": {
-            "anyOf": [
-                TEXT,
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": TEXT},
-                    },
-                },
-                {"type": "null"},
-            ]
-        },
-        "name": TEXT,
-        "tool_calls": {"type": "array", "items": OBJECT},
-        "tool_call_id": TEXT,
-        "reasoning_content": {"anyOf": [TEXT, {"type": "null"}]},
-    },
-}
+_MESSAGE: Final = object_of(
+    ["role"],
+    role={"enum": ["developer", "system", "user", "assistant", "tool"]},
+    content={"anyOf": [TEXT, array_of(variant_of("text", ["text"], text=TEXT)), {"type": "null"}]},
+    name=TEXT,
+    tool_calls=array_of(OBJECT),
+    tool_call_id=TEXT,
+    reasoning_content={"anyOf": [TEXT, {"type": "null"}]},
+)
 MESSAGES: Final = said(
-    {"type": "array", "minItems": 1, "items": _MESSAGE},
+    array_of(_MESSAGE, minItems=1),
     "The conversation. The content of a message is a text or an array of text parts. The role `developer` stands for "
     "`system`. If the last message is the assistant's and has `prefix: true`, the answer continues it.",
 )
-_NAMED: Final[Schema] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "required": ["name"], "properties": {"name": TEXT}},
-    },
-}
-_TOOL: Final[Schema] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
-                "description": TEXT,
-                "parameters": said(OBJECT, "The JSON schema of the arguments."),
-                "strict": {"type": ["boolean", "null"]},
-            },
-        },
-    },
-}
-_ALLOWED: Final[Schema] = {
-    "type": "object",
-    "required": ["type", "allowed_tools"],
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "required": ["mode", "tools"],
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "minItems": 1, "items": _NAMED},
-            },
-        },
-    },
-}
+TOOL_NAME: Final[Schema] = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+_NAMED: Final = variant_of("function", ["function"], function=object_of(["name"], name=TEXT))
+_FUNCTION: Final = object_of(
+    ["name"],
+    name=TOOL_NAME,
+    description=TEXT,
+    parameters=said(OBJECT, "The JSON schema of the arguments."),
+    strict={"type": ["boolean", "null"]},
+)
+_TOOL: Final = variant_of("function", ["function"], function=_FUNCTION)
+_SOME: Final = object_of(["mode", "tools"], mode={"enum": ["auto", "required"]}, tools=array_of(_NAMED, minItems=1))
+_ALLOWED: Final = variant_of("allowed_tools", ["allowed_tools"], allowed_tools=_SOME)
 _CHOICES: Final[Schema] = {"anyOf": [{"enum": ["auto", "none", "required"]}, _NAMED, _ALLOWED]}
 _BUDGET: Final[Schema] = {"type": "integer", "minimum": 0}
-_IDS: Final[Schema] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_PROMPTS: Final[Schema] = {"anyOf": [TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [TEXT, _IDS]}}]}
-IDS: Final = _IDS
-ADD_PROMPT: Final = said(_BOOL, "End the text where the assistant speaks next.", default=True)
-STREAM: Final = said(_BOOL, "Send the answer as server-sent events.", default=False)
-PARALLEL: Final = said(_BOOL, "Allow more than one call of a tool in an answer.", default=True)
-_SHAPES: Final[Schema] = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": OBJECT},
-}
-_THINKING: Final[Schema] = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": {"enum": ["enabled", "disabled", "adaptive", "auto"]}, "budget_tokens": _BUDGET},
-}
+IDS: Final = array_of({"type": "integer", "minimum": 0})
+_PROMPTS: Final[Schema] = {"anyOf": [TEXT, IDS, array_of({"anyOf": [TEXT, IDS]}, minItems=1)]}
+ADD_PROMPT: Final = said(BOOL, "End the text where the assistant speaks next.", default=True)
+STREAM: Final = said(BOOL, "Send the answer as server-sent events.", default=False)
+PARALLEL: Final = said(BOOL, "Allow more than one call of a tool in an answer.", default=True)
+_SHAPES: Final = object_of(["type"], type={"enum": ["text", "json_object", "json_schema"]}, json_schema=OBJECT)
+_THINKING: Final = object_of(
+    ["type"], type={"enum": ["enabled", "disabled", "adaptive", "auto"]}, budget_tokens=_BUDGET
+)
 _REASONING: Final[Schema] = {
     "type": "object",
-    "properties": {"enabled": _BOOL, "effort": TEXT, "max_tokens": _BUDGET},
+    "properties": {"enabled": BOOL, "effort": TEXT, "max_tokens": _BUDGET},
 }
 BOTH: Final[Schema] = {
     "model": MODEL,
     "stream": STREAM,
     "stream_options": said(
-        {"type": "object", "properties": {"include_usage": _BOOL}},
+        {"type": "object", "properties": {"include_usage": BOOL}},
         "With `include_usage: true` the last event of a stream has no choices, but `usage` and `timings`.",
     ),
     "n": said(
@@ -141,7 +105,7 @@ BOTH: Final[Schema] = {
         "OpenAI, `strict: false` makes no difference: the answer always has the shape.",
     ),
     "cut_to_context": said(
-        _BOOL,
+        BOOL,
         "Let the end of the context cut the answer, if `max_tokens` is more than the prompt leaves of the context. "
         "False refuses such a request.",
         default=True,
@@ -152,20 +116,17 @@ BOTH: Final[Schema] = {
         "tokens at its place. Not for streams, and only with `n: 1`.",
     ),
     "structured_outputs": said(
-        {
-            "type": "object",
-            "properties": {"json": {}, "regex": TEXT, "choice": {"type": "array", "items": TEXT}},
-        },
+        {"type": "object", "properties": {"json": {}, "regex": TEXT, "choice": array_of(TEXT)}},
         "vLLM's form of `json_schema`, `regex` and `choice`. Give one of the three.",
     ),
-    "do_sample": said(_BOOL, "False: greedy decoding, as `temperature: 0`."),
-    "dynamic_temperature": said(_BOOL, "False: leave `min_temp`, `max_temp` and `temp_exponent` out."),
+    "do_sample": said(BOOL, "False: greedy decoding, as `temperature: 0`."),
+    "dynamic_temperature": said(BOOL, "False: leave `min_temp`, `max_temp` and `temp_exponent` out."),
 }
 """Options of chats and of completions, besides those of this project that have the same form over HTTP."""
 CHAT: Final[Schema] = {
     "messages": MESSAGES,
     "tools": said(
-        {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
+        array_of(_TOOL, maxItems=MOST_TOOLS),
         "Functions that the model may call. Tools of other types are left out, and the header `x-modelctl-changed` "
         "says so.",
     ),
@@ -188,18 +149,18 @@ CHAT: Final[Schema] = {
     ),
     "chat_template_kwargs": said(OBJECT, "Further variables of the model's chat template."),
     "add_generation_prompt": ADD_PROMPT,
-    "continue_final_message": said(_BOOL, "Continue the last message, instead of beginning a new turn.", default=False),
+    "continue_final_message": said(BOOL, "Continue the last message, instead of beginning a new turn.", default=False),
     "response_prefix": said(TEXT, "The beginning of the answer, which the model continues. As TabbyAPI has it."),
     "enable_thinking": said(
         {"type": ["boolean", "string"]},
         "Switch reasoning on or off, for chat templates that have such a switch. A text is the `reasoning_effort`.",
     ),
     "thinking": said(
-        {"anyOf": [_BOOL, _THINKING]},
+        {"anyOf": [BOOL, _THINKING]},
         "Reasoning on or off, as `enable_thinking`. `budget_tokens` is the `reasoning_budget`.",
     ),
     "reasoning": said(
-        {"anyOf": [_BOOL, _REASONING]},
+        {"anyOf": [BOOL, _REASONING]},
         "Reasoning in OpenRouter's form: `enabled` as `enable_thinking`, `effort` as `reasoning_effort`, and "
         "`max_tokens` as `reasoning_budget`.",
     ),
@@ -215,13 +176,13 @@ COMPLETION: Final[Schema] = {
         "The text that the model continues, as it is: without a chat template. An array of token ids is one prompt, "
         "and an array of texts, or of such arrays, several.",
     ),
-    "token_ids": said(_IDS, "The prompt as token ids, in place of `prompt`."),
+    "token_ids": said(IDS, "The prompt as token ids, in place of `prompt`."),
     "logprobs": said(
         {"type": "integer", "minimum": 0, "maximum": MOST_TOP},
         "Report the log-probability of each token, and this number of likeliest tokens at its place.",
     ),
     "echo": said(
-        _BOOL,
+        BOOL,
         "Put the prompt before the text. With `logprobs` the lists have the prompt's tokens, too, of which the first "
         "has null.",
         default=False,

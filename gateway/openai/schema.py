@@ -17,6 +17,7 @@ from starlette.responses import Response
 from gateway.http.errors import MEANINGS, OVERLOADED
 from gateway.openai.option_schemas import (
     ADD_PROMPT,
+    BOOL,
     BOTH,
     CHAT,
     COMPLETION,
@@ -26,12 +27,17 @@ from gateway.openai.option_schemas import (
     PARALLEL,
     STREAM,
     TEXT,
+    TOOL_NAME,
+    Schema,
+    array_of,
+    object_of,
     own_options,
     said,
+    variant_of,
     with_other_names,
 )
 from gateway.openai.option_schemas import MESSAGES as CONVERSATION
-from gateway.openai.requests import MOST_TOOLS, NAME
+from gateway.openai.requests import MOST_TOOLS
 from gateway.orders import options_of
 from gateway.responses.requests import KNOWN, NOT_OFFERED
 from protocol import __version__
@@ -43,73 +49,45 @@ from protocol.verbs import ANY, VERBS, ModelScope, Right, Verb
 # What the OpenAPI document says about the requests of Anthropic's API. Pure.
 
 
-Schema = dict[str, Any]
-_TEXT: Final[Schema] = {"type": "string"}
-_OBJECT: Final[Schema] = {"type": "object"}
-
-
-def _of_type(kind: str, required: list[str], **properties: Schema) -> Schema:
-    return {"type": "object", "required": ["type", *required], "properties": {"type": {"const": kind}} | properties}
-
-
-_TEXT_BLOCK: Final = _of_type("text", ["text"], text=_TEXT)
-_TEXTS: Final[Schema] = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_BLOCK}]}
-_RESULT: Final = _of_type(
-    "tool_result", ["tool_use_id"], tool_use_id=_TEXT, content=_TEXTS, is_error={"type": "boolean"}
-)
-_CALL: Final = _of_type("tool_use", ["id", "name", "input"], id=_TEXT, name=_TEXT, input=_OBJECT)
-_THINKING: Final = _of_type("thinking", ["thinking"], thinking=_TEXT, signature=_TEXT)
-_REDACTED: Final = _of_type("redacted_thinking", ["data"], data=_TEXT)
+_TEXT_BLOCK: Final = variant_of("text", ["text"], text=TEXT)
+_TEXTS: Final[Schema] = {"anyOf": [TEXT, array_of(_TEXT_BLOCK)]}
+_RESULT: Final = variant_of("tool_result", ["tool_use_id"], tool_use_id=TEXT, content=_TEXTS, is_error=BOOL)
+_CALL: Final = variant_of("tool_use", ["id", "name", "input"], id=TEXT, name=TEXT, input=OBJECT)
+_THINKING: Final = variant_of("thinking", ["thinking"], thinking=TEXT, signature=TEXT)
+_REDACTED: Final = variant_of("redacted_thinking", ["data"], data=TEXT)
 
 
 def _message(role: str, blocks: list[Schema]) -> Schema:
-    content: Schema = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": blocks}}]}
-    return {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"const": role}, "content": content},
-    }
+    content: Schema = {"anyOf": [TEXT, array_of({"anyOf": blocks})]}
+    return object_of(["role", "content"], role={"const": role}, content=content)
 
 
-_MESSAGES: Final[Schema] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            _message("user", [_TEXT_BLOCK, _RESULT]),
-            _message("assistant", [_TEXT_BLOCK, _THINKING, _REDACTED, _CALL]),
-            _message("system", [_TEXT_BLOCK]),
-        ]
-    },
-}
-_ANTHROPIC_TOOL: Final[Schema] = {
-    "type": "object",
-    "required": ["name", "input_schema"],
-    "properties": {
-        "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
-        "description": _TEXT,
-        "input_schema": _OBJECT,
-        "strict": {"type": "boolean"},
-    },
-}
-_ALONE: Final[Schema] = {"disable_parallel_tool_use": {"type": "boolean"}}
+_TURNS: Final = [
+    _message("user", [_TEXT_BLOCK, _RESULT]),
+    _message("assistant", [_TEXT_BLOCK, _THINKING, _REDACTED, _CALL]),
+    _message("system", [_TEXT_BLOCK]),
+]
+_ANTHROPIC_TOOL: Final = object_of(
+    ["name", "input_schema"], name=TOOL_NAME, description=TEXT, input_schema=OBJECT, strict=BOOL
+)
+_ALONE: Final[Schema] = {"disable_parallel_tool_use": BOOL}
 _CHOICE: Final[Schema] = {
     "anyOf": [
-        *(_of_type(kind, [], **_ALONE) for kind in ("auto", "any", "none")),
-        _of_type("tool", ["name"], name=_TEXT, **_ALONE),
+        *(variant_of(kind, [], **_ALONE) for kind in ("auto", "any", "none")),
+        variant_of("tool", ["name"], name=TEXT, **_ALONE),
     ]
 }
 _THOUGHT: Final[Schema] = {
     "anyOf": [
-        _of_type("enabled", ["budget_tokens"], budget_tokens={"type": "integer", "minimum": 1}),
-        _of_type("adaptive", []),
-        _of_type("disabled", []),
+        variant_of("enabled", ["budget_tokens"], budget_tokens={"type": "integer", "minimum": 1}),
+        variant_of("adaptive", []),
+        variant_of("disabled", []),
     ]
 }
-_SHAPE: Final = _of_type("json_schema", ["schema"], schema=_OBJECT)
+_SHAPE: Final = variant_of("json_schema", ["schema"], schema=OBJECT)
 RENDERED: Final[Schema] = {
     "messages": said(
-        _MESSAGES,
+        array_of({"anyOf": _TURNS}, minItems=1),
         "The conversation, with blocks of the types `text`, `tool_use`, `tool_result`, `thinking` and "
         '`redacted_thinking`, of which the last is left out. `is_error` of a result puts "Error:" before it. A last '
         "message of the assistant is continued. A message of the role `system` becomes a part of the turn before it, "
@@ -117,7 +95,7 @@ RENDERED: Final[Schema] = {
     ),
     "system": said(_TEXTS, "Instructions before the conversation, as a text or text blocks."),
     "tools": said(
-        {"type": "array", "maxItems": MOST_TOOLS, "items": _ANTHROPIC_TOOL},
+        array_of(_ANTHROPIC_TOOL, maxItems=MOST_TOOLS),
         "Tools that the model may call. One with `defer_loading` is shown to the model after a result has a "
         "`tool_reference` with its name. Tools that Anthropic's servers run are left out, and the header "
         "`x-modelctl-changed` says so.",
@@ -135,13 +113,13 @@ RENDERED: Final[Schema] = {
         "signature brings the reasoning back to the model with the next request.",
     ),
     "output_config": said(
-        {"type": "object", "properties": {"effort": _TEXT, "format": _SHAPE}},
+        {"type": "object", "properties": {"effort": TEXT, "format": _SHAPE}},
         "`effort` becomes the variable `reasoning_effort` of the chat template. `format` with a JSON schema gives the "
         "answer that shape.",
     ),
 }
 """Properties of a request to /v1/messages/count_tokens, besides ``model``. Unknown properties are ignored."""
-_STOPS: Final[Schema] = {"type": "array", "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 256}}
+_STOPS: Final = array_of({"type": "string", "minLength": 1, "maxLength": 256}, maxItems=16)
 MESSAGES: Final[Schema] = RENDERED | {
     "max_tokens": said(
         {"type": "integer", "minimum": 1},
@@ -157,88 +135,63 @@ MESSAGES: Final[Schema] = RENDERED | {
         "Draw from the smallest set of tokens whose probabilities sum to this. 0 is greedy.",
     ),
     "top_k": said({"type": "integer", "minimum": 0}, "Draw from this number of likeliest tokens. 0 is off."),
-    "metadata": said(_OBJECT, "An option about the account. It changes nothing here."),
+    "metadata": said(OBJECT, "An option about the account. It changes nothing here."),
 }
 """Properties of a request to /v1/messages, besides ``model``. Unknown properties are ignored."""
-ERROR: Final[Schema] = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
-        "request_id": _TEXT,
-    },
-}
+ERROR: Final = variant_of(
+    "error", ["error", "request_id"], error=object_of(["type", "message"], type=TEXT, message=TEXT), request_id=TEXT
+)
 
 
 # What the OpenAPI document says about the requests of OpenAI's Responses API. Pure.
 
 
-_NONE: Final[Schema] = {"type": "null"}
-
-
 def _texts(*kinds: str) -> Schema:
     """Return the schema of a text, or of text parts of these types."""
-    parts = [_of_type(kind, ["text"], text=_TEXT) for kind in kinds]
-    return {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": parts}}]}
+    return {"anyOf": [TEXT, array_of({"anyOf": [variant_of(kind, ["text"], text=TEXT) for kind in kinds]})]}
 
 
-_MESSAGE: Final[Schema] = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "type": {"const": "message"},
-        "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": _texts("input_text", "output_text"),
-    },
-}
-_ITEMS: Final[Schema] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            _MESSAGE,
-            _of_type("function_call", ["call_id", "name", "arguments"], call_id=_TEXT, name=_TEXT, arguments=_TEXT),
-            _of_type("function_call_output", ["call_id", "output"], call_id=_TEXT, output=_texts("input_text")),
-            _of_type("item_reference", ["id"], id=_TEXT),
-            _of_type(
-                "reasoning", [], summary={"type": "array", "items": _of_type("summary_text", ["text"], text=_TEXT)}
-            ),
-        ]
-    },
-}
-_RESPONSES_TOOL: Final = _of_type(
+_MESSAGE: Final = object_of(
+    ["role", "content"],
+    type={"const": "message"},
+    role={"enum": ["user", "assistant", "system", "developer"]},
+    content=_texts("input_text", "output_text"),
+)
+_ITEMS: Final = [
+    _MESSAGE,
+    variant_of("function_call", ["call_id", "name", "arguments"], call_id=TEXT, name=TEXT, arguments=TEXT),
+    variant_of("function_call_output", ["call_id", "output"], call_id=TEXT, output=_texts("input_text")),
+    variant_of("item_reference", ["id"], id=TEXT),
+    variant_of("reasoning", [], summary=array_of(variant_of("summary_text", ["text"], text=TEXT))),
+]
+_RESPONSES_TOOL: Final = variant_of(
     "function",
     ["name"],
-    name={"type": "string", "pattern": f"^{NAME.pattern}$"},
-    description=_TEXT,
-    parameters={"anyOf": [_OBJECT, _NONE]},
+    name=TOOL_NAME,
+    description=TEXT,
+    parameters={"anyOf": [OBJECT, {"type": "null"}]},
     strict={"type": ["boolean", "null"]},
 )
-_LEFT_OUT: Final[Schema] = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
-}
+_LEFT_OUT: Final = object_of(["type"], type={"type": "string", "not": {"const": "function"}})
 """Tools of other types: the functions of a namespace are offered, and all else is left out."""
 _FORMAT: Final[Schema] = {
     "anyOf": [
-        _of_type("text", []),
-        _of_type("json_object", []),
-        _of_type("json_schema", ["schema"], schema=_OBJECT, name=_TEXT, strict={"type": ["boolean", "null"]}),
+        variant_of("text", []),
+        variant_of("json_object", []),
+        variant_of("json_schema", ["schema"], schema=OBJECT, name=TEXT, strict={"type": ["boolean", "null"]}),
     ]
 }
-_TOOLS: Final[Schema] = {"type": "array", "maxItems": MOST_TOOLS, "items": {"anyOf": [_RESPONSES_TOOL, _LEFT_OUT]}}
+_TOOLS: Final = array_of({"anyOf": [_RESPONSES_TOOL, _LEFT_OUT]}, maxItems=MOST_TOOLS)
 _CHOICES: Final[Schema] = {
-    "anyOf": [{"enum": ["auto", "none", "required"]}, _of_type("function", ["name"], name=_TEXT)],
+    "anyOf": [{"enum": ["auto", "none", "required"]}, variant_of("function", ["name"], name=TEXT)],
 }
 RESPONSES: Final[Schema] = {
     "input": said(
-        {"anyOf": [_TEXT, _ITEMS]},
+        {"anyOf": [TEXT, array_of({"anyOf": _ITEMS}, minItems=1)]},
         "The conversation: a text, or messages, calls of functions, their results, and reasoning. A picture of a user "
         "is refused.",
     ),
-    "instructions": said(_TEXT, "A system message before the conversation."),
+    "instructions": said(TEXT, "A system message before the conversation."),
     "tools": said(
         _TOOLS,
         "Functions that the model may call, also those within a tool of the type `namespace`. Other tools are left "
@@ -255,15 +208,15 @@ RESPONSES: Final[Schema] = {
         "Most tokens of the answer, reasoning included. Unset: what is left of the context.",
     ),
     "text": said(
-        {"type": "object", "properties": {"format": _FORMAT, "verbosity": _TEXT}},
+        {"type": "object", "properties": {"format": _FORMAT, "verbosity": TEXT}},
         "`format` gives the answer the shape of any JSON object or of a schema. `verbosity` changes nothing.",
     ),
     "reasoning": said(
-        {"type": "object", "properties": {"effort": _TEXT}},
+        {"type": "object", "properties": {"effort": TEXT}},
         "`effort` is the variable `reasoning_effort` of the model's chat template. A summary is never written.",
     ),
     "include": said(
-        {"type": "array", "items": _TEXT},
+        array_of(TEXT),
         "`reasoning.encrypted_content` adds the reasoning in encrypted form. All else changes nothing.",
     ),
     "previous_response_id": said(
@@ -280,22 +233,11 @@ RESPONSES: Final[Schema] = {
 }
 """Properties of a request to /v1/responses that other requests do not have, or have in another shape."""
 
-_ERROR: Final[Schema] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": TEXT,
-                "type": TEXT,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_NULLABLE: Final[Schema] = {"type": ["string", "null"]}
+_ERROR: Final = object_of(
+    ["error"],
+    error=object_of(["message", "type", "param", "code"], message=TEXT, type=TEXT, param=_NULLABLE, code=_NULLABLE),
+)
 _READING: Final = (400, 401, 403, 404, 503, 504)
 _ORDERING: Final = (400, 401, 403, 404, 409, 503, 504)
 _ASKING: Final = (400, 401, 403, 404, 408, 413, 415, 429, 502, 503, 504)
@@ -472,17 +414,16 @@ def _other_names() -> Schema:
 
 
 def _tokens() -> Schema:
-    boolean = {"type": "boolean"}
     rendered = {
         "messages": said(CONVERSATION, "A conversation, which the model's chat template renders."),
-        "tools": said({"type": "array", "items": OBJECT}, "Functions for the chat template."),
+        "tools": said(array_of(OBJECT), "Functions for the chat template."),
         "chat_template_kwargs": said(OBJECT, "Further variables of the chat template."),
         "add_generation_prompt": ADD_PROMPT,
-        "continue_final_message": said(boolean, "Continue the last message.", default=False),
+        "continue_final_message": said(BOOL, "Continue the last message.", default=False),
     }
     content = said(TEXT, "The text, by the name that llama-server has for it.")
     special = {
-        name: said(boolean, "False: leave out the token that marks the beginning of a text.", default=True)
+        name: said(BOOL, "False: leave out the token that marks the beginning of a text.", default=True)
         for name in ("add_special_tokens", "add_special")
     }
     waits = "A lazy model is loaded for it."
@@ -497,8 +438,8 @@ def _tokens() -> Schema:
                 "content": content,
                 **rendered,
                 **special,
-                "return_token_strs": said(boolean, "Add the text of each token, in `token_strs`.", default=False),
-                "with_pieces": said(boolean, "Make each token an object with `id` and `piece`.", default=False),
+                "return_token_strs": said(BOOL, "Add the text of each token, in `token_strs`.", default=False),
+                "with_pieces": said(BOOL, "Make each token an object with `id` and `piece`.", default=False),
             },
             ["model"],
         ),
@@ -517,7 +458,7 @@ def _tokens() -> Schema:
                 "model": MODEL,
                 "text": said({"anyOf": [TEXT, CONVERSATION]}, "The text, or a conversation."),
                 "add_bos_token": said(
-                    boolean, "False: leave out the token that marks the beginning of a text.", default=True
+                    BOOL, "False: leave out the token that marks the beginning of a text.", default=True
                 ),
             },
             ["text"],
