@@ -12,11 +12,9 @@ from gateway.anthropic.blocks import MessageEvents, new_id, stop_of, usage_of, w
 from gateway.anthropic.requests import MessagesRequest, read_request
 from gateway.asking import begin, named, trace_ids_of, with_model
 from gateway.http.answers import EventStream, KeepAlive, StreamedAnswer, WholeAnswer, notes_of
-from gateway.http.body import read_json
-from gateway.http.callers import caller_of
+from gateway.http.body import caller_and_body
 from protocol.client.answers import token_ids_in
 from protocol.client.request_options import tokenize_params
-from protocol.process.worker_spec import GatewaySettings
 
 _RENDERED = ("messages", "tools", "template_kwargs", "add_generation_prompt", "continue_final_message")
 """Options that the chat template reads."""
@@ -24,10 +22,9 @@ _RENDERED = ("messages", "tools", "template_kwargs", "add_generation_prompt", "c
 
 async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/messages."""
-    settings: GatewaySettings = request.app.state.settings
     keep_alive: KeepAlive = request.app.state.keep_alive
-    caller = caller_of(request)
-    asked = read_request(await read_json(request, settings.max_body, caller), notes_of(request))
+    caller, body = await caller_and_body(request)
+    asked = read_request(body, notes_of(request))
     wanted = await with_model(request, asked.wanted)
     asked = replace(asked, wanted=wanted)
     message_id = new_id("msg")
@@ -45,16 +42,15 @@ async def messages(request: Request) -> StreamedAnswer | WholeAnswer:
             (parsed,) = await answers.complete()
         stop = _stop(asked, answers, parsed.finish_reason)
         usage = usage_of(answers.usages[0])
-        body = whole_message(message_id, wanted.model, parsed, stop, usage, thinking=asked.thinking)
-        return Response(orjson.dumps(body), media_type="application/json")
+        message = whole_message(message_id, wanted.model, parsed, stop, usage, thinking=asked.thinking)
+        return Response(orjson.dumps(message), media_type="application/json")
 
     return StreamedAnswer(stream) if wanted.stream else WholeAnswer(whole)
 
 
 async def count_tokens(request: Request) -> WholeAnswer:
     """POST /v1/messages/count_tokens: the tokens of a conversation as the model's chat template renders it."""
-    caller = caller_of(request)
-    body = await read_json(request, request.app.state.settings.max_body, caller)
+    caller, body = await caller_and_body(request)
     wanted = read_request(body, notes_of(request), counts=True).wanted
     given: dict[str, Any] = {name: wanted.options.get(name) for name in _RENDERED}
 

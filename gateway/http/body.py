@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
-from gateway.http.callers import Caller
+from gateway.http.callers import Caller, caller_of
 from gateway.http.errors import ApiError
 from protocol.process.worker_spec import SHARE, GatewaySettings
 
@@ -300,6 +300,12 @@ class BodyTimer:
         if self.due < self._begun + self._whole_s:
             wanted = f"with at least {PACE_BYTES} bytes in each {self._each_s:g} s"
         return ApiError(408, f"the body must come {wanted}: send it faster", code="too_slow")
+
+
+async def caller_and_body(request: Request) -> tuple[Caller, dict[str, Any]]:
+    """Return the sender of a request, and the JSON object in its body. Raises the errors of both."""
+    caller = caller_of(request)
+    return caller, await read_json(request, request.app.state.settings.max_body, caller)
 
 
 async def read_json(request: Request, limit: int, caller: Caller | None) -> dict[str, Any]:

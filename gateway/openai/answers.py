@@ -22,9 +22,9 @@ from gateway.http.answers import (
     comment,
     notes_of,
 )
-from gateway.http.body import read_json
+from gateway.http.body import caller_and_body
 from gateway.http.callers import Caller, caller_of
-from gateway.http.errors import ApiError, checked, invalid
+from gateway.http.errors import ApiError, checked, checked_or_none, invalid
 from gateway.openai.models import shown_model
 from gateway.openai.prompts import (
     EchoedPrompt,
@@ -422,19 +422,15 @@ def timings_of(streams: Sequence[AsyncStream]) -> dict[str, Any]:
 
 async def chat(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/chat/completions."""
-    settings: GatewaySettings = request.app.state.settings
-    caller = caller_of(request)
-    wanted = await with_model(
-        request, read_chat(await read_json(request, settings.max_body, caller), notes_of(request))
-    )
+    caller, body = await caller_and_body(request)
+    wanted = await with_model(request, read_chat(body, notes_of(request)))
     return _answer(request, caller, wanted, [{}], is_chat=True)
 
 
 async def completion(request: Request) -> StreamedAnswer | WholeAnswer:
     """POST /v1/completions."""
-    settings: GatewaySettings = request.app.state.settings
-    caller = caller_of(request)
-    prompts, wanted = read_completion(await read_json(request, settings.max_body, caller), notes_of(request))
+    caller, body = await caller_and_body(request)
+    prompts, wanted = read_completion(body, notes_of(request))
     wanted = await with_model(request, wanted)
     given = [{"prompt": each} if isinstance(each, str) else {"token_ids": each} for each in prompts]
     return _answer(request, caller, wanted, given, is_chat=False)
@@ -514,7 +510,7 @@ def _answer(
 
 async def tokenize(request: Request) -> WholeAnswer:
     """POST /tokenize: the token ids of a prompt, or of a conversation as the model's chat template renders it."""
-    caller, body = await _asked(request)
+    caller, body = await caller_and_body(request)
     given = _text_of(body, "prompt" if body.get("content") is None else "content", notes_of(request))
     with_ids, with_strings = _bool(body, "with_pieces"), _bool(body, "return_token_strs")
     if "prompt" in given and not (_bool(body, "add_special_tokens", True) and _bool(body, "add_special", True)):
@@ -534,7 +530,7 @@ async def tokenize(request: Request) -> WholeAnswer:
 
 async def encode(request: Request) -> WholeAnswer:
     """POST /v1/token/encode: the token ids of a text or of messages, as TabbyAPI answers it."""
-    caller, body = await _asked(request)
+    caller, body = await caller_and_body(request)
     text = body.get("text")
     if isinstance(text, list):
         given: dict[str, Any] = {"messages": read_messages(text, notes_of(request)), "add_generation_prompt": False}
@@ -551,7 +547,7 @@ async def encode(request: Request) -> WholeAnswer:
 
 async def apply_template(request: Request) -> WholeAnswer:
     """POST /apply-template: the text that the model's chat template makes of a conversation."""
-    caller, body = await _asked(request)
+    caller, body = await caller_and_body(request)
     if body.get("messages") is None:
         raise invalid("messages", "is missing: give the conversation to render")
     given = _text_of(body, "prompt", notes_of(request)) | {"with_text": True}
@@ -560,7 +556,7 @@ async def apply_template(request: Request) -> WholeAnswer:
 
 async def detokenize(request: Request) -> WholeAnswer:
     """POST /detokenize and /v1/token/decode: the text of token ids, without special tokens."""
-    caller, body = await _asked(request)
+    caller, body = await caller_and_body(request)
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 1 << 32 for each in tokens):
         raise invalid("tokens", "must be an array of token ids, which are whole numbers")
@@ -616,11 +612,6 @@ async def _template(request: Request) -> tuple[str, int | None, dict[str, Any]]:
     return name, one["context"], reply
 
 
-async def _asked(request: Request) -> tuple[Caller, dict[str, Any]]:
-    caller = caller_of(request)
-    return caller, await read_json(request, request.app.state.settings.max_body, caller)
-
-
 def _text_of(body: dict[str, Any], called: str, notes: Notes) -> dict[str, Any]:
     """Return the keys of ``tokenize`` for the prompt under the key ``called``, or for the messages of a body."""
     if body.get("messages") is None:
@@ -637,9 +628,7 @@ def _text_of(body: dict[str, Any], called: str, notes: Notes) -> dict[str, Any]:
 
 
 def _bool(body: dict[str, Any], name: str, usual: bool = False) -> bool:
-    value = body.get(name)
-    if value is not None and type(value) is not bool:
-        raise invalid(name, "must be true or false")
+    value = checked_or_none(name, body.get(name), bool)
     return usual if value is None else value
 
 

@@ -520,12 +520,8 @@ def _note_unknown(given: dict[str, Any], place: str, known: set[str], notes: Not
 
 
 def _read_bool(given: dict[str, Any], name: str, shown: str | None = None, *, default: bool = False) -> bool:
-    value = given.pop(name, None)
-    if value is None:
-        return default
-    if type(value) is not bool:
-        raise invalid(shown or name, "must be true or false")
-    return value
+    value = checked_or_none(shown or name, given.pop(name, None), bool)
+    return default if value is None else value
 
 
 def _read_map(given: dict[str, Any], name: str, shown: str | None = None) -> dict[str, Any] | None:

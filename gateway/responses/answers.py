@@ -13,8 +13,7 @@ from starlette.responses import Response
 from gateway.answering import Answers, Block, ParsedAnswer
 from gateway.asking import begin, named, trace_ids_of, waits_for
 from gateway.http.answers import EventStream, KeepAlive, StreamedAnswer, WholeAnswer, comment, notes_of
-from gateway.http.body import read_json
-from gateway.http.callers import caller_of
+from gateway.http.body import caller_and_body
 from gateway.http.errors import ApiError, error_body, for_caller
 from gateway.openai.answers import finish_reason
 from gateway.openai.models import default_model
@@ -277,8 +276,7 @@ async def respond(request: Request) -> StreamedAnswer | WholeAnswer:
     settings: GatewaySettings = request.app.state.settings
     keep_alive: KeepAlive = request.app.state.keep_alive
     stored: StoredItems = request.app.state.stored_items
-    caller, notes = caller_of(request), notes_of(request)
-    body = await read_json(request, settings.max_body, caller)
+    (caller, body), notes = await caller_and_body(request), notes_of(request)
     body["input"] = given = stored.input_of(caller.key_id, body)
     stores = settings.stored_items > 0 and body.get("store") is not False
     body["model"] = await default_model(request, read_model(body.get("model")))
