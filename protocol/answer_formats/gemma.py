@@ -233,7 +233,9 @@ GEMMA_4: Final = ("<|tool_call>", "<tool_call|>", '<|"|>')
 def read_fences(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     """Read what follows one of the beginnings of Gemma 3."""
     if marker == CODE:
-        found = yield from _read_code(source, calls)
+        # Calls stand on lines of their own. Some models put them into print(...), or into a list.
+        found = yield from _read_line(source, calls)
+        yield from calls.further(found, _read_line)
     else:
         if marker == JSON_FENCES[1]:
             source.at -= len('{"name":')
@@ -242,18 +244,7 @@ def read_fences(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
             found = yield from read_list(source, calls)
         else:
             found = yield from read_json(source, calls, name_first=not marker)
-    if marker and found is not Found.NOTHING:
-        yield from source.blanks()
-        yield from source.closing(_FENCE)
-    return found
-
-
-def _read_code(source: Source, calls: ReadCalls) -> Steps[Found]:
-    """Read calls on lines of their own. Some models put them into print(...), or into a list."""
-    found = yield from _read_line(source, calls)
-    if found is Found.CALL:
-        while (yield from calls.further(_read_line)):
-            pass
+    yield from calls.close_section(found, _FENCE if marker else "")
     return found
 
 

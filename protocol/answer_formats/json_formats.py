@@ -84,7 +84,9 @@ def read_object(source: Source, calls: ReadCalls, *, name_first: bool = False) -
     return Found.CALL
 
 
-def behind(separator: str) -> Callable[[Source, ReadCalls], Steps[Found]]:
+def behind(
+    separator: str, read_one: Callable[[Source, ReadCalls], Steps[Found]] = read_object
+) -> Callable[[Source, ReadCalls], Steps[Found]]:
     """Return a function that reads one call with a separator in front of it."""
 
     def read(source: Source, calls: ReadCalls) -> Steps[Found]:
@@ -92,7 +94,7 @@ def behind(separator: str) -> Callable[[Source, ReadCalls], Steps[Found]]:
         if not (yield from source.literal(separator)):
             return Found.NOTHING
         yield from source.blanks()
-        return (yield from read_object(source, calls))
+        return (yield from read_one(source, calls))
 
     return read
 
@@ -104,11 +106,8 @@ def read_list(source: Source, calls: ReadCalls) -> Steps[Found]:
         return Found.NOTHING
     yield from source.blanks()
     found = yield from read_object(source, calls)
-    if found is not Found.NOTHING:
-        if found is Found.TEXT:
-            return found
-        while (yield from calls.further(behind(","))):
-            pass
+    if found is Found.CALL:
+        yield from calls.further(found, behind(","))
         yield from source.blanks()
         yield from source.literal("]")
     return found
@@ -270,22 +269,11 @@ def read_listed(source: Source, calls: ReadCalls, marker: str, *, end: str) -> S
     yield from source.blanks()
     found = yield from read_call(source, calls)
     if found is not Found.NOTHING:
-        if found is Found.CALL:
-            while (yield from calls.further(_read_further_call)):
-                pass
+        yield from calls.further(found, behind(",", read_call))
         yield from source.blanks()
         if (yield from source.literal("]")):
-            yield from source.blanks()
-            yield from source.closing(end)
+            yield from calls.close_section(found, end)
     return found
-
-
-def _read_further_call(source: Source, calls: ReadCalls) -> Steps[Found]:
-    yield from source.blanks()
-    if not (yield from source.literal(",")):
-        return Found.NOTHING
-    yield from source.blanks()
-    return (yield from read_call(source, calls))
 
 
 def rules_listed(rules: Rules, tools: Sequence[WantedTool], *, end: str) -> CallGrammar:
@@ -372,9 +360,7 @@ def read_llama3(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     if marker and (yield from source.peek()) not in ("{", ""):
         return (yield from read_call(source, calls, suffix=".call"))
     found = yield from read_object(source, calls, name_first=not marker)
-    if found is Found.CALL:
-        while (yield from calls.further(behind(";"))):
-            pass
+    yield from calls.further(found, behind(";"))
     return found
 
 
@@ -483,12 +469,8 @@ def read_json_list(source: Source, calls: ReadCalls, marker: str, *, form: ListF
         found = yield from read_list(source, calls)
     else:
         found = yield from read_object(source, calls)
-        if found is Found.CALL:
-            while (yield from calls.further(behind(""))):
-                pass
-    if form.end and found is not Found.NOTHING:
-        yield from source.blanks()
-        yield from source.closing(form.end)
+        yield from calls.further(found, behind(""))
+    yield from calls.close_section(found, form.end)
     return found
 
 
@@ -562,8 +544,7 @@ def read_named(source: Source, calls: ReadCalls, marker: str, *, form: NamedForm
     found = yield from (read_next if begins_section else read_call)(source, calls)
     if form.section is not None and found is not Found.NOTHING:
         if found is Found.CALL:
-            while (yield from calls.further(read_next)):
-                pass
+            yield from calls.further(found, read_next)
             yield from source.blanks()
         yield from source.closing(form.section[1])
     return found
@@ -681,12 +662,8 @@ def read_plain(source: Source, calls: ReadCalls, marker: str) -> Steps[Found]:
     if marker:
         source.at -= len(marker) - marker.index("{")
     found = yield from read_object(source, calls, name_first=not marker)
-    if found is Found.CALL:
-        while (yield from calls.further(behind(""))):
-            pass
-    if marker and found is not Found.NOTHING:
-        yield from source.blanks()
-        yield from source.closing(_FENCE)
+    yield from calls.further(found, behind(""))
+    yield from calls.close_section(found, _FENCE if marker else "")
     return found
 
 

@@ -360,17 +360,29 @@ class ReadCalls:
         self._is_open = self._may_go_back = False
         self.count = place
 
-    def further(self, read: Callable[[Source, "ReadCalls"], Steps[Found]]) -> Steps[bool]:
-        """Read a further call of a section, with what stands in front of it. Return False, and read nothing, if there
-        is none. A call of an unknown tool is text."""
-        source = self._source
-        source.mark()
-        found = yield from read(source, self)
-        if found is Found.NOTHING:
-            source.back()
-        elif found is Found.TEXT:
-            self.parts.append(Text(source.marked()))
-        return found is not Found.NOTHING
+    def further(self, first: Found, read: Callable[[Source, "ReadCalls"], Steps[Found]]) -> Steps[None]:
+        """Read the further calls of a section, each with what stands in front of it. A call of an unknown tool is text.
+
+        first  what stands at the beginning of the section. Only a call has further ones
+        """
+        source, found = self._source, first
+        while first is Found.CALL and found is not Found.NOTHING:
+            source.mark()
+            found = yield from read(source, self)
+            if found is Found.NOTHING:
+                source.back()
+            elif found is Found.TEXT:
+                self.parts.append(Text(source.marked()))
+
+    def close_section(self, found: Found, end: str) -> Steps[None]:
+        """Read white space and the text that ends a section of calls.
+
+        found  what stands in the section. If it is no call, nothing is read
+        end    the text; "" for none
+        """
+        if end and found is not Found.NOTHING:
+            yield from self._source.blanks()
+            yield from self._source.closing(end)
 
 
 def _escaped(text: str) -> str:

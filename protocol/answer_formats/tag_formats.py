@@ -516,12 +516,9 @@ def read_functions(source: Source, calls: ReadCalls, marker: str, *, functions: 
     read_call = partial(_read_call, functions=functions)
     read_next = partial(read_behind, opening=functions.function[0], read=read_call)
     found = yield from (read_next if marker == functions.section[0] else read_call)(source, calls)
-    if found is not Found.NOTHING:
-        if functions.several and found is Found.CALL:
-            while (yield from calls.further(read_next)):
-                pass
-        yield from source.blanks()
-        yield from source.closing(functions.section[1])
+    if functions.several:
+        yield from calls.further(found, read_next)
+    yield from calls.close_section(found, functions.section[1])
     return found
 
 
