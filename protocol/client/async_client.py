@@ -19,25 +19,23 @@ from protocol.client.answers import (
     Completion,
     Delta,
     Progress,
-    StreamState,
     TokenLogprob,
     Touched,
     text_in,
     token_ids_in,
 )
-from protocol.client.connection import CANNOT_CONNECT, Connection, check_can_generate, check_welcomed
+from protocol.client.connection import CANNOT_CONNECT, Connection, check_welcomed
 from protocol.client.request_options import (
     USAGE_S,
     RequestOptions,
     choice_requests,
     collect_options,
-    generate_request,
     given,
     pack_token_ids,
     tokenize_params,
 )
-from protocol.client.stream_base import ChoicesBase, OnProgress, StreamBase
-from protocol.client.transport import DEFAULT_SILENCE_S, ClientKey, Transport
+from protocol.client.stream_base import ChoicesBase, ClientBase, OnProgress, StreamBase
+from protocol.client.transport import Transport
 
 # A connection that belongs to an asyncio event loop.
 
@@ -304,7 +302,7 @@ class AsyncChoices(ChoicesBase[AsyncStream]):
 __all__ = ["AsyncChoices", "AsyncClient", "AsyncStream", "Completion", "Delta", "Progress", "TokenLogprob"]
 
 
-class AsyncClient:
+class AsyncClient(ClientBase[LoopConnection]):
     """A connection to the supervisor, from asyncio code. ``async with`` or ``await client.connect()`` makes it.
 
     The parameters and the rules for connections are those of ``Client``. An AsyncClient belongs to one event loop. Any
@@ -313,26 +311,7 @@ class AsyncClient:
     fails, the stream raises the error.
     """
 
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        *,
-        runtime_dir: str | os.PathLike[str] | None = None,
-        timeout: float = 5.0,
-        admin: bool = False,
-        key: ClientKey | str | os.PathLike[str] | None = None,
-        reconnect: bool = True,
-        connect_timeout: float = 1.0,
-        silence: float = DEFAULT_SILENCE_S,
-    ) -> None:
-        self.timeout = timeout
-        self._connect_timeout = connect_timeout
-        self._reconnect = reconnect
-        self._closed = False
-        self._connected: LoopConnection | None = None
-        self._new_connection: Callable[..., LoopConnection] = lambda **how: LoopConnection(
-            endpoint, runtime_dir=runtime_dir, admin=admin, key=key, silence=silence, **how
-        )
+    _connection_class = LoopConnection
 
     async def connect(self) -> Self:
         """Connect, wait for the supervisor's greeting, and return the client.
@@ -362,16 +341,6 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    @property
-    def endpoint(self) -> str:
-        """The ZeroMQ endpoint of the connection."""
-        return self._connection.endpoint
-
-    @property
-    def server(self) -> dict[str, Any]:
-        """The supervisor's last greeting (WELCOME): its version, the session, the window, ..."""
-        return dict(self._connection.session.welcome or {})
 
     def generate(
         self,
@@ -564,12 +533,6 @@ class AsyncClient:
         if self._connected is not None:
             self._connected.close()
 
-    def _begin(self, model: str | None, wanted: Sequence[dict[str, Any]]) -> tuple[LoopConnection, list[StreamState]]:
-        requests = [(model or "", *generate_request(each)) for each in wanted]
-        connection = self._usable()
-        check_can_generate(connection)
-        return connection, connection.begin(requests)
-
     async def _ask(self, verb: str, **params: Any) -> dict[str, Any]:
         """Return the reply to a verb. A parameter that is None is left out."""
         return await self._call(verb, given(**params), USAGE_S if verb == "usage" else self.timeout)
@@ -590,12 +553,6 @@ class AsyncClient:
             finally:
                 del state  # it holds the error, whose traceback holds this frame and its parameters
         return state.result
-
-    @property
-    def _connection(self) -> LoopConnection:
-        if self._connected is None:
-            raise RuntimeError("not connected: use `async with AsyncClient() as client`, or await client.connect()")
-        return self._connected
 
     def _usable(self) -> LoopConnection:
         """Return the connection. If it was lost, return a new one, which sends requests as soon as it has connected."""

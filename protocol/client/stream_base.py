@@ -1,13 +1,17 @@
-"""Base classes of streams and choices, for both clients.
+"""Base classes of clients, streams and choices: what the blocking client and that for asyncio have in common.
 
 The modules ``sync_client`` and ``async_client`` beside this one add how a program waits for the next event.
 """
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 from protocol.client.answers import Completion, Delta, Progress, PromptLogprobs, StreamState, TokenLogprob
-from protocol.client.connection import Connection
+from protocol.client.connection import CANNOT_CONNECT, Connection, check_can_generate
+from protocol.client.request_options import generate_request
+from protocol.client.transport import DEFAULT_SILENCE_S, ClientKey
 from protocol.errors import WireError
 from protocol.messages import FinishReason
 
@@ -250,3 +254,66 @@ class ChoicesBase(Generic[_S]):
     def _timed_out(self) -> TimeoutError:
         self.close()
         return TimeoutError(f"no event of any choice within {self._timeout} s: all were cancelled")
+
+
+_C = TypeVar("_C", bound=Connection)
+
+
+class ClientBase(Generic[_C]):
+    """The parameters of a client, and its connection, which the client's class makes."""
+
+    _connection_class: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        runtime_dir: str | os.PathLike[str] | None = None,
+        timeout: float = 5.0,
+        admin: bool = False,
+        key: ClientKey | str | os.PathLike[str] | None = None,
+        reconnect: bool = True,
+        connect_timeout: float = 1.0,
+        silence: float = DEFAULT_SILENCE_S,
+    ) -> None:
+        self.timeout = timeout
+        self._connect_timeout = connect_timeout
+        self._reconnect = reconnect
+        self._closed = False
+        self._connected: _C | None = None
+        self._new_connection: Callable[..., _C] = partial(
+            self._connection_class, endpoint, runtime_dir=runtime_dir, admin=admin, key=key, silence=silence
+        )
+        try:
+            self._start()
+        except CANNOT_CONNECT as e:
+            raise e.with_traceback(None) from None
+
+    def _start(self) -> None:
+        """Connect, if that need not be awaited."""
+
+    @property
+    def endpoint(self) -> str:
+        """The ZeroMQ endpoint of the connection."""
+        return self._connection.endpoint
+
+    @property
+    def server(self) -> dict[str, Any]:
+        """The supervisor's last greeting (WELCOME): its version, the session, the window, ..."""
+        return dict(self._connection.session.welcome or {})
+
+    @property
+    def _connection(self) -> _C:
+        if self._connected is None:
+            raise RuntimeError("not connected: use `async with AsyncClient() as client`, or await client.connect()")
+        return self._connected
+
+    def _usable(self) -> _C:
+        """Return the connection, or a new one if it was lost."""
+        raise NotImplementedError
+
+    def _begin(self, model: str | None, wanted: Sequence[dict[str, Any]]) -> tuple[_C, list[StreamState]]:
+        requests = [(model or "", *generate_request(each)) for each in wanted]
+        connection = self._usable()
+        check_can_generate(connection)
+        return connection, connection.begin(requests)

@@ -32,19 +32,18 @@ from protocol.client.answers import (
     text_in,
     token_ids_in,
 )
-from protocol.client.connection import CANNOT_CONNECT, Connection, check_can_generate, check_welcomed
+from protocol.client.connection import Connection, check_welcomed
 from protocol.client.request_options import (
     USAGE_S,
     RequestOptions,
     choice_requests,
     collect_options,
-    generate_request,
     given,
     pack_token_ids,
     tokenize_params,
 )
-from protocol.client.stream_base import ChoicesBase, OnProgress, StreamBase
-from protocol.client.transport import DEFAULT_SILENCE_S, ClientKey, Transport
+from protocol.client.stream_base import ChoicesBase, ClientBase, OnProgress, StreamBase
+from protocol.client.transport import Transport
 from protocol.errors import ConnectionLost
 
 # A connection that the threads of a process share.
@@ -352,7 +351,7 @@ class Choices(ChoicesBase[Stream]):
 __all__ = ["Choices", "Client", "Completion", "Delta", "Progress", "Stream", "TokenLogprob"]
 
 
-class Client:
+class Client(ClientBase[SharedConnection]):
     """A connection to the supervisor, from blocking code.
 
     Threads of one process may share a client. Only one thread at a time may read a stream. After a fork, make a client
@@ -381,47 +380,18 @@ class Client:
     be used.
     """
 
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        *,
-        runtime_dir: str | os.PathLike[str] | None = None,
-        timeout: float = 5.0,
-        admin: bool = False,
-        key: ClientKey | str | os.PathLike[str] | None = None,
-        reconnect: bool = True,
-        connect_timeout: float = 1.0,
-        silence: float = DEFAULT_SILENCE_S,
-    ) -> None:
-        self.timeout = timeout
-        self._connect_timeout = connect_timeout
-        self._reconnect = reconnect
-        self._closed = False
+    _connection_class = SharedConnection
+
+    def _start(self) -> None:
         self._reconnecting = threading.Lock()
         self._failed: tuple[float, str] | None = None
-        self._new_connection: Callable[..., SharedConnection] = lambda **how: SharedConnection(
-            endpoint, runtime_dir=runtime_dir, admin=admin, key=key, silence=silence, **how
-        )
-        try:
-            self._connection = self._connect(patience=timeout)
-        except CANNOT_CONNECT as e:
-            raise e.with_traceback(None) from None
+        self._connected = self._connect(patience=self.timeout)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def endpoint(self) -> str:
-        """The ZeroMQ endpoint of the connection."""
-        return self._connection.endpoint
-
-    @property
-    def server(self) -> dict[str, Any]:
-        """The supervisor's last greeting (WELCOME): its version, the session, the window, ..."""
-        return dict(self._connection.session.welcome or {})
 
     def generate(
         self,
@@ -633,12 +603,6 @@ class Client:
         self._closed = True
         self._connection.close()
 
-    def _begin(self, model: str | None, wanted: Sequence[dict[str, Any]]) -> tuple[SharedConnection, list[StreamState]]:
-        requests = [(model or "", *generate_request(each)) for each in wanted]
-        connection = self._usable()
-        check_can_generate(connection)
-        return connection, connection.begin(requests)
-
     def _ask(self, verb: str, **params: Any) -> dict[str, Any]:
         """Return the reply to a verb. A parameter that is None is left out."""
         return self._call(verb, given(**params), USAGE_S if verb == "usage" else self.timeout)
@@ -685,7 +649,7 @@ class Client:
             except ConnectionLost as e:
                 self._failed = time.monotonic(), e.message
                 raise
-            self._connection = new
+            self._connected = new
             connection.close()
             if self._closed:  # by another thread, meanwhile
                 new.close()
