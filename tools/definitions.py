@@ -439,8 +439,9 @@ class Product:
         for end in range(len(parts), 0, -2):
             module = "".join(parts[:end]).replace(":", ".")
             if module in self.spaces and end > 1:
-                if len(parts) > end + 1 and parts[end + 1] in self.spaces[module].definitions:
-                    return Ref(module, parts[end + 1]).token + "".join(parts[end + 2 :])
+                space = self.spaces[module]
+                if len(parts) > end + 1 and parts[end + 1] in {*space.definitions, *space.imports}:
+                    return self._within(module, [parts[end + 1]]) + "".join(parts[end + 2 :])
                 return Ref(module).token + "".join(parts[end:])
         return text
 

@@ -206,6 +206,14 @@ def test_strings_are_compared_by_what_they_name() -> None:
     assert differences(before, wrong) == ["changed: modelctl.a:WHERE -> modelctl.a:WHERE"]
 
 
+def test_a_string_may_name_an_object_by_a_module_that_imports_it() -> None:
+    one = {"protocol/one.py": "def read(): pass\n"}
+    text = {"gateway/app.py": 'X = "as protocol.two.read does"\n'}
+    before = {**one, "protocol/two.py": "from protocol.one import read\n", **text}
+    after = {"protocol/two.py": "def read(): pass\n", **text}
+    assert differences(before, after) == []
+
+
 def test_the_attributes_behind_an_object_count() -> None:
     before = {"protocol/a.py": "class A: pass\n", "gateway/app.py": "from protocol.a import A\nX = A.one\n"}
     after = {"protocol/a.py": "class A: pass\n", "gateway/app.py": "from protocol.a import A\nX = A.two\n"}
