@@ -14,7 +14,7 @@ from tools.docs.bars import Chart, draw, shown
 from tools.docs.markdown import page, table, text
 
 SHORT = 6
-"""Most results of a file that are shown without a selection."""
+"""Most results of a file that are shown, unless more of them miss their targets."""
 GROUPS = {
     "Speed": (
         "decoding", "decoding-8b", "decoding-exl2", "decoding-8b-exl2", "first-use", "prompts-beside", "draws",
@@ -103,11 +103,15 @@ def _picture(sources: tuple[str, ...]) -> str:
 def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the results that the page shows.
 
-    A file with at most SHORT results shows all. Other files show the results with a target, else ratios, else the first
-    SHORT.
+    A file with at most SHORT results shows all. Other files show results with a target, else ratios, else any: all that
+    miss, and SHORT in all if fewer miss.
     """
-    chosen = [r for r in results if r["target"]] or [r for r in results if r["unit"] == "ratio"]
-    return results if len(results) <= SHORT else chosen or results[:SHORT]
+    if len(results) <= SHORT:
+        return results
+    chosen = [r for r in results if r["target"]] or [r for r in results if r["unit"] == "ratio"] or results
+    missed = [r for r in chosen if r["meets"] is False]
+    others = [r for r in chosen if r["meets"] is not False][: max(0, SHORT - len(missed))]
+    return [r for r in chosen if r in missed or r in others]
 
 
 def _section(file: ResultFile) -> Iterator[str]:
