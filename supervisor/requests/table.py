@@ -46,7 +46,12 @@ class Deadlines:
         self._clear_at = 1024
 
     def add_limits(self, request: InFlight) -> None:
-        """Watch the limits that a new request has."""
+        """Watch the limits that a new request has, and forget the earliest entries as far as their requests have ended.
+
+        With limits of hours, the supervisor would hold a thousand ended requests for as long.
+        """
+        while self._heap and not self._is_live(self._heap[0][3]):
+            heapq.heappop(self._heap)
         for limit in LIMITS:
             if (milliseconds := getattr(request.route, limit)) is not None:
                 self.add(request.accepted + milliseconds / 1000, limit, request)

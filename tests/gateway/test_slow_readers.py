@@ -50,8 +50,13 @@ def test_a_hundred_stalled_readers_of_one_key_never_end_the_stream_of_another_ke
         wait_until(lambda: serving.overview()["supervisor"]["gateway"]["problem"] is None)
         for _ in range(STALLED):
             connections.callback(stalled_reader(port, bad).close)
-        wait_until(lambda: serving.status("stalled")["totals"]["errors"], 240, "the limit of the stalled readers' key")
-        held = serving.overview()["supervisor"]["held_bytes"]
+        held = []
+
+        def is_reached() -> bool:  # on a busy machine many more streams have ended a moment later
+            held.append(serving.overview()["supervisor"]["held_bytes"])
+            return bool(serving.status("stalled")["totals"]["errors"])
+
+        wait_until(is_reached, 240, "the limit of the stalled readers' key")
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)) as connection:
             body = {"model": "good", "prompt": "x", "max_tokens": TOKENS, "stream": True}
             connection.request("POST", "/v1/completions", json.dumps(body), {"authorization": f"Bearer {good}"})
@@ -59,6 +64,6 @@ def test_a_hundred_stalled_readers_of_one_key_never_end_the_stream_of_another_ke
         assert lines[-1] == b"data: [DONE]\n"
         text = "".join(json.loads(line.removeprefix(b"data: "))["choices"][0]["text"] for line in lines[:-1])
         assert text == answer("x", TOKENS)
-        assert 0.8 * SendBufferLimits.of_party < held
+        assert 0.8 * SendBufferLimits.of_party < max(held)
         assert serving.overview()["supervisor"]["held_bytes"] <= 1.1 * SendBufferLimits.of_party
         assert serving.status("good")["totals"]["errors"] == 0
