@@ -417,7 +417,8 @@ def test_models_are_copied_to_the_machines(serve: Serve, cluster: RayCluster, tm
     entry = engine("TellsDirectories") | {"model_dir": str(model)}
     lazy = entry | {"model_dir": str(write_model(tmp_path / "lazy", 50 * CHUNK, 2)), "node": "two", "lazy": True}
     serving = serve({"a": entry | {"node": "one"}, "b": entry | {"node": "two"}, "c": lazy}, store=store)
-    (of_store,) = [p for p in psutil.Process(serving.pid).children() if is_helper(p, "model store", "store_server")]
+    children = psutil.Process(serving.pid).children()
+    (of_store,) = [p for p in children if is_helper(p, "model store", "supervisor.cluster.store")]
     seen: set[str] = set()
 
     def ready() -> bool:
