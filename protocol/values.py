@@ -96,6 +96,10 @@ class Then:
     how: Callable[[Any], Any]
 
 
+class NullLeavesOut:
+    """A dataclass in whose map null, as the value of a key that may be left out, means that the key is left out."""
+
+
 class FieldsDisagree(ValueError):
     """The error for fields that are valid alone but not together. ``field`` is the one to mend, ``rule`` says why."""
 
@@ -217,6 +221,13 @@ def required_of(kind: type) -> Collection[str]:
     if is_dataclass(kind):
         return [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     return [name for name in hints_of(kind) if not hasattr(kind, name)]
+
+
+def null_leaves_out(kind: Any) -> Collection[str]:
+    """Return the fields that are left out where their value is null, see ``NullLeavesOut``."""
+    if not (isinstance(kind, type) and issubclass(kind, NullLeavesOut)):
+        return ()
+    return hints_of(kind).keys() - required_of(kind)
 
 
 @cache
@@ -400,12 +411,15 @@ def _record(kind: Any) -> Check:
     required = frozenset(required_of(kind))
     is_record = isinstance(kind, type) and issubclass(kind, CheckedValues)
     plain = is_typeddict(kind)
+    may_be_null = null_leaves_out(kind)
 
     def check(value: Any, every: bool) -> Any:
         if not isinstance(value, dict):
             if not plain and type(value) is kind:
                 return value
             raise _unfit(value, Allowed(dict))
+        if may_be_null:
+            value = {key: part for key, part in value.items() if part is not None or key not in may_be_null}
         try:
             found = {key: checks[key](part, every) for key, part in value.items()}
         except (Unfit, KeyError):

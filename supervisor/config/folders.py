@@ -86,9 +86,9 @@ def lay_suitable(source: YamlSource, found: Iterable[FoundModel]) -> None:
     for model in found:
         entry = source.data["models"][model.name]
         wanted = dict(model.keys)
-        if entry.get("engine", ModelConfig.engine) == ModelConfig.engine:
+        if (entry.get("engine") or ModelConfig.engine) == ModelConfig.engine:
             wanted.setdefault("gpu", "auto")
-        if entry.get("gpu", "auto") != "auto" or "vram" in entry:
+        if entry.get("gpu", "auto") != "auto" or entry.get("vram") is not None:
             wanted.pop("gpus", None)
         for key, value in wanted.items():
             if key == "sampling" and isinstance(own := entry.get(key), dict):

@@ -57,7 +57,7 @@ def lay_beneath(source: YamlSource, place_of: Places) -> list[Problem]:
     notes: list[Problem] = []
     models = source.data.get("models") if isinstance(source.data, dict) else None
     for name, entry in models.items() if isinstance(models, dict) else ():
-        if not isinstance(entry, dict) or entry.get("engine", "exllamav2") != "exllamav2":
+        if not isinstance(entry, dict) or (entry.get("engine") or "exllamav2") != "exllamav2":
             continue
         if not isinstance(given := entry.get("model_dir"), str):
             continue  # an error of its own

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Final
 
-from protocol.values import Unfit, Within, hints_of
+from protocol.values import NullLeavesOut, Unfit, Within, hints_of
 from supervisor.config.reading import (
     CacheMode,
     Description,
@@ -57,7 +57,7 @@ _QUEUE = QueueLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(NullLeavesOut):
     """One LoRA adapter, an entry of the list ``lora``."""
 
     dir: UserPath
@@ -73,7 +73,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantConfig:
+class VariantConfig(NullLeavesOut):
     """One variant of a model, an entry of the map ``variants``. It changes what requests leave out."""
 
     sampling: dict[str, Any] | None = None
@@ -104,7 +104,7 @@ class VariantConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(NullLeavesOut):
     """One entry under ``models``."""
 
     model_dir: UserPath = field(metadata=WORKERS | {ONE: "is the directory of one model; write it"})
@@ -466,8 +466,9 @@ ENGINE_KEYS: Final[Mapping[str, frozenset[str]]] = {
 
 # Lay the section ``defaults`` of a models.yaml beneath the keys of its models. Pure.
 #
-# A model's own key wins, also if its value is null. Maps of options are merged by their keys. A key that means nothing
-# for a model is not laid beneath it: a file may hold models of several engines, and models that are lazy and others.
+# A model's own key wins, also if its value is null, which stands for the key's default. Maps of options are merged by
+# their keys. A key that means nothing for a model is not laid beneath it: a file may hold models of several engines,
+# and models that are lazy and others.
 
 
 SECTION: Final = "defaults"
@@ -516,7 +517,7 @@ def sound_defaults(source: YamlSource, path: KeyPath, given: Any) -> dict[str, A
 def _meant(defaults: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     """Return the keys of the defaults that mean something for a model."""
     whole = {**defaults, **entry}
-    engine = whole.get("engine", ModelConfig.engine)
+    engine = whole.get("engine") or ModelConfig.engine
     of_engines = frozenset[str]().union({"options"}, *ENGINE_KEYS.values())
     without = of_engines - ENGINE_KEYS.get(engine, {"options"}) if isinstance(engine, str) else of_engines
     lazy = whole.get("lazy")

@@ -140,7 +140,7 @@ def parse_description(value: object) -> str:
 
 def parse_ttl(value: object) -> float | None:
     """Return seconds without a request, None for ``never``. Raises ValueError."""
-    if value is None or value == "never":
+    if value == "never":
         return None
     try:
         seconds = parse_duration(value)

@@ -581,8 +581,9 @@ class FileConfig:
     defaults: dict[str, Any] | None = None
     """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir, aliases and description.
 
-    A model's own key wins, also with the value ``null``. The maps ``sampling``, ``forced``, ``limits``, ``variants``,
-    ``template_kwargs`` and ``options`` are merged by their keys. A key applies to the models that may have it.
+    A model's own key wins. The value ``null`` there stands for the default of the key, whatever ``defaults`` has. The
+    maps ``sampling``, ``forced``, ``limits``, ``variants``, ``template_kwargs`` and ``options`` are merged by their
+    keys. A key applies to the models that may have it.
 
     Default: none
     Example: {gpu: auto, lazy: true, ttl: 10m, sampling: {temperature: 0.7}}

@@ -12,10 +12,11 @@ from jsonschema import Draft7Validator
 
 from modelctl.cli.options import SCHEMA
 from supervisor.config.file import examine_config
+from supervisor.config.models import NO_DEFAULTS, LoraConfig, ModelConfig, VariantConfig
 from supervisor.config.yaml_source import ConfigError, YamlSource
 from tests.cli.programs import modelctl
 from tests.serving import ROOT
-from tools.docs.configuration import Key, all_keys, example_value
+from tools.docs.configuration import Key, all_keys, example_value, keys_of
 
 VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text()))
 KEYS = {key.path: key for key in all_keys()}
@@ -80,6 +81,53 @@ def test_what_the_defaults_have_a_model_need_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 def test_every_documented_value_is_accepted(tmp_path: Path, key: Key) -> None:
     assert faults(tmp_path, yaml.safe_dump(file_with(key))) == []
+
+
+def verdict(directory: Path, entry: dict[str, Any], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
+    """Return what the supervisor makes of a file with one model, its problems, and whether the schema accepts it."""
+    file = {"models": {"m": entry}} | ({} if defaults is None else {"defaults": defaults})
+    accepted = faults(directory, yaml.safe_dump(file)) == []
+    examined = examine_config(directory / "models.yaml")
+    found = [spec.config for spec in examined.config.models.values()]
+    return found, [re.sub("^.*?: models", "models", str(problem)) for problem in examined.problems], accepted
+
+
+def with_key(kind: type, name: str, *value: Any) -> dict[str, Any]:
+    """Return keys of a model that hold a key of a class, and what is required beside it. No value: leave it out."""
+    given = dict.fromkeys([name], *value) if value else {}
+    if kind is ModelConfig:
+        return given
+    return {"lora": [{"dir": "."} | given]} if kind is LoraConfig else {"variants": {"v": given}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        pytest.param(kind, key, id=f"{kind.__name__}.{key.path}")
+        for kind in (ModelConfig, LoraConfig, VariantConfig)
+        for key in keys_of(kind)
+    ],
+)
+def test_null_stands_for_a_key_that_is_left_out(tmp_path: Path, kind: type, key: Key) -> None:
+    name, sound = key.path, 0
+    for engine in (DEMO, ON_GPUS, {"model_dir": ".", "engine": "my_engine:Mine"}):
+        model = {own: value for own, value in (engine | {"lazy": True}).items() if own != name}
+        null, left_out = ({**model, **with_key(kind, name, *value)} for value in ([None], []))
+        if key.default == "required":
+            _, problems, accepted = verdict(tmp_path, null)
+            assert any(problem.endswith(f"{name}: is null: must be a path") for problem in problems)
+            assert not accepted
+            continue
+        configs, problems, accepted = expected = verdict(tmp_path, left_out)
+        assert accepted == (problems == []), "exllamav2 needs a GPU, and adapters need exllamav2"
+        sound += accepted
+        assert verdict(tmp_path, null) == expected
+        if kind is ModelConfig and name not in NO_DEFAULTS:
+            assert verdict(tmp_path, left_out, {name: None}) == (configs, problems, True)
+            assert verdict(tmp_path, null, {name: example_value(key)}) == (configs, problems, True)
+        elif kind is VariantConfig:
+            assert verdict(tmp_path, null, with_key(kind, name, example_value(key))) == (configs, problems, True)
+    assert sound or key.default == "required"
 
 
 def test_a_value_of_any_type_may_name_a_variable(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def test_a_models_own_key_wins_and_maps_are_merged(tmp_path: Path) -> None:
     assert (d.engine, d.gpu, d.cache_mode, a.cache_mode) == ("exllamav2", 0, "Q8", None), "transformers has no cache"
 
 
+def test_null_stands_for_the_engine_of_a_model_that_names_none(tmp_path: Path) -> None:
+    (tmp_path / "tabby_config.yml").write_text("model: {max_seq_len: 512}\n")
+    d = examined(tmp_path, FILE.replace("engine: exllamav2", "engine: null")).config.models["d"].config
+    assert (d.engine, d.cache_mode, d.max_seq_len) == ("exllamav2", "Q8", 512)
+
+
 def test_without_the_section_nothing_changes(tmp_path: Path) -> None:
     text = 'defaults: null\nmodels: {a: {model_dir: "demo:letters", engine: transformers}}\n'
     assert problems(tmp_path, text) == []

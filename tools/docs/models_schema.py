@@ -17,7 +17,7 @@ from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF
 from protocol.request import GenerateRequest
 from protocol.sampling_defaults import DEFAULTS, FORCED, LIMITS
-from protocol.values import ReadWith, Within, json_schemas
+from protocol.values import ReadWith, Within, json_schemas, null_leaves_out
 from supervisor.config.models import ENGINE_KEYS, NO_DEFAULTS, ModelConfig, VariantConfig
 from supervisor.config.reading import LEAST_HELD, MIN_LEASE_S, MOST_HELD, MOST_MARKER
 from supervisor.config.server import Address, FileConfig
@@ -50,11 +50,11 @@ _READ: Mapping[str, Schema] = {
         "anyOf": [
             {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DURATION_S},
             _DURATION,
-            {"enum": ["never", None]},
+            {"enum": ["never"]},
         ]
     },
     "duration from 1s to 24h": {"anyOf": [{"type": "number", "minimum": MIN_LEASE_S, "maximum": 86400}, _DURATION]},
-    "auto, others, a name, or labels": {"type": ["string", "null"], "minLength": 1, "maxLength": 200},
+    "auto, others, a name, or labels": {"type": "string", "minLength": 1, "maxLength": 200},
     "tcp://ADDRESS:PORT": {"type": ["string", "null"], "pattern": "^tcp://[^/]+:[0-9]{1,5}$"},
     "cpu, auto, an index, a UUID, or a list of indices and UUIDs": {
         "anyOf": [
@@ -64,7 +64,7 @@ _READ: Mapping[str, Schema] = {
         ]
     },
     "path": {"type": "string"},
-    "line of text": {"type": ["string", "null"], "minLength": 1},
+    "line of text": {"type": "string", "minLength": 1},
     "days": {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,5}d$"}, {"type": "integer", "minimum": 1}]},
     "size": _SIZE,
     "size or 0": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_BYTES}, _SIZE["anyOf"][1]]},
@@ -137,6 +137,7 @@ def models_schema() -> str:
 def _mapping(kind: type) -> Schema:
     """Return the schema of a mapping with the keys of a dataclass."""
     hints, docs = get_type_hints(kind, include_extras=True), attribute_docs(kind)
+    hints |= {name: hints[name] | None for name in null_leaves_out(kind)}
     made: Schema = {
         "type": "object",
         "additionalProperties": False,
@@ -230,12 +231,17 @@ def _engine_rules(alone: bool) -> list[Schema]:
     """
     every = frozenset[str]().union(*ENGINE_KEYS.values())
     rules: list[Schema] = [
-        {"if": _engine({"const": name}, alone and name == "exllamav2"), "then": _without(*(every - keys), "options")}
+        {"if": _engine(_names(name), alone and name == "exllamav2"), "then": _without(*(every - keys), "options")}
         for name, keys in ENGINE_KEYS.items()
     ]
     rules.append({"if": _engine({"type": "string", "pattern": ":"}, False), "then": _without(*every)})
-    needs_gpu: Schema = {"required": ["gpu"], "properties": {"gpu": {"not": {"const": "cpu"}}}}
-    return [*rules, {"if": _engine({"const": "exllamav2"}, True), "then": needs_gpu}] if alone else rules
+    needs_gpu: Schema = {"required": ["gpu"], "properties": {"gpu": {"not": {"enum": ["cpu", None]}}}}
+    return [*rules, {"if": _engine(_names("exllamav2"), True), "then": needs_gpu}] if alone else rules
+
+
+def _names(engine: str) -> Schema:
+    """Return the schema of the key ``engine`` where it means this engine."""
+    return {"enum": [engine, None]} if engine == ModelConfig.engine else {"const": engine}
 
 
 def _engine(value: Schema, is_default: bool) -> Schema:
