@@ -4,18 +4,20 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
 from jsonschema import Draft7Validator
 
 from modelctl.cli.options import SCHEMA
+from protocol.values import ReadWith
 from supervisor.config.file import examine_config
 from supervisor.config.models import NO_DEFAULTS, LoraConfig, ModelConfig, VariantConfig
 from supervisor.config.yaml_source import ConfigError, YamlSource
 from tests.cli.programs import modelctl
 from tests.serving import ROOT
+from tools.docs import models_schema
 from tools.docs.configuration import Key, all_keys, example_value, keys_of
 
 VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text()))
@@ -141,6 +143,14 @@ gateway: {auth: "${AUTH}", processes: "${COUNT}", max_body: "${BODY}"}
 """
     assert faults(tmp_path, text) == []
     assert faults(tmp_path, text.replace("${COUNT}", "COUNT")) != []
+
+
+def test_a_form_of_values_without_a_schema_is_named_with_the_place_to_add_it() -> None:
+    def parse_colour(value: object) -> str:
+        return str(value)
+
+    with pytest.raises(ValueError, match=r"'colour' \(of parse_colour\).* _READ of tools/docs/models_schema.py"):
+        models_schema._of(Annotated[str, ReadWith(parse_colour, "colour")] | None)
 
 
 def test_what_init_writes_is_accepted_and_names_the_schema(tmp_path: Path) -> None:

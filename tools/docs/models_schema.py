@@ -168,6 +168,11 @@ def _of(hint: Any) -> Schema:
     if origin is Annotated:
         inner, rule = parts
         if isinstance(rule, ReadWith):
+            if rule.name not in _READ:
+                raise ValueError(
+                    f"a value that a function reads has the name {rule.name!r} (ReadWith of {rule.how.__name__}), and "
+                    "no JSON schema: write one under that name in _READ of tools/docs/models_schema.py"
+                )
             return _or_variable(_READ[rule.name])
         assert isinstance(rule, Within)
         bounds = {"exclusiveMinimum" if rule.above else "minimum": rule.least, "maximum": rule.most}
