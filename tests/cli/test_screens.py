@@ -1,5 +1,6 @@
 """What commands show fits terminals of 60 to 250 columns, and a pipe gets all of it."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from modelctl.cli import doctor, keys, plan, requests, views
 from modelctl.cli import requests as usage
 from modelctl.cli.findings import bad
 from modelctl.cli.logs import line_of
-from modelctl.cli.tables import columns_of
+from modelctl.cli.tables import columns_of, name_lines
 from modelctl.cli.top import Readings, TopView, drawn
 from supervisor.config.file import examine_config
 from supervisor.placement.estimates import fit
@@ -168,6 +169,18 @@ def test_the_status_says_the_machine(fields: dict[str, Any], says: str) -> None:
     assert says in shown
     waiting = model("a", **(fields | {"pid": 0, "state": "starting", "reason": "no machine"}))
     assert "pid" not in views.status_text({"models": [waiting]}, None, verbose=False, of_supervisor=False)
+
+
+def test_a_model_is_shown_with_its_other_names() -> None:
+    named = model("m", aliases=["gpt-4o-mini", "claude"], variants=["long"], default="m:long", description="for code")
+    plain = model("n", aliases=[], variants=[])
+    shown = unstyle(views.status_text({"models": [named, plain]}, None, verbose=False, of_supervisor=False))
+    assert re.findall("(?:also called|description) .*", shown) == [
+        "description  for code",
+        "also called  gpt-4o-mini, claude, :long, (default: m:long)",
+    ]
+    assert "gpt-4o-mini, claude, :long, (default: m:long)" in views.ps_text([named], None)
+    assert name_lines({"m": named, "n": plain}) == ["m is also called: gpt-4o-mini, claude, :long, (default: m:long)"]
 
 
 def test_the_status_of_a_healthy_model_fits_a_screen() -> None:
