@@ -153,7 +153,7 @@ class KeyOrders:
             self._log.info("key %r is %s%s", order.name, DONE[order.verb], by, extra=noted(EventKind.KEYS))
             more = {} if order.verb == "revoke_key" else self._described(order)
             result = {"result": {**result, **more}}
-        self._effects.add([order.asker.reply(pack_reply(result))])
+        self._effects.append(order.asker.reply(pack_reply(result)))
 
     def _described(self, order: _Order) -> dict[str, Any]:
         """Return the key after a change; ``key`` is None if it was revoked meanwhile."""
@@ -376,7 +376,7 @@ class Calls:
             body = pack_body(asked.params | {"template_kwargs": {**asked.variables, **(given or {})}})
         ask = encode(Ask(number, message.verb, body))
         check_size(ask, Ask.kind)
-        parts.effects.add([ToWorker(replica.name, replica.generation, ask)])
+        parts.effects.append(ToWorker(replica.name, replica.generation, ask))
 
     tokenize = detokenize = chat_template = _ask_worker
 
@@ -459,7 +459,7 @@ class Calls:
     def cancel_request(self, asked: CheckedCall, id: str) -> Result:
         scheduler = self._parts.scheduler
         for request in scheduler.unfinished.find(asked.caller, id):
-            self._parts.effects.add(scheduler.cancel(*request.key, time.monotonic()))
+            self._parts.effects.extend(scheduler.cancel(*request.key, time.monotonic()))
         return {}
 
     def log_level(self, asked: CheckedCall, model: str | None = None, level: str | None = None) -> Result:

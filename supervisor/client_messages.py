@@ -45,20 +45,20 @@ class ClientMessages:
         channel, now = connection.channel, time.monotonic()
         match message:
             case Credit(request, events):
-                self._effects.add(self._scheduler.credit(channel, request, events, now))
+                self._effects.extend(self._scheduler.credit(channel, request, events, now))
             case Generate():
                 self._generate(port, connection, message, now)
             case Call():
                 self._call(port, connection, message)
             case Cancel(request):
-                self._effects.add(self._scheduler.cancel(channel, request, now))
+                self._effects.extend(self._scheduler.cancel(channel, request, now))
             case Ping(nonce):
                 self._answer(channel, Pong(nonce))
             case Hello():
                 connection.greeted = True
                 self._answer(channel, Welcome(pack_body(self._welcome(connection.identity))))
             case Pong(nonce) if nonce:
-                self._effects.add(self._scheduler.pong(channel, nonce, now))
+                self._effects.extend(self._scheduler.pong(channel, nonce, now))
             case _:
                 pass  # PONG 0 answers a probe, which served its purpose by being sent
 
@@ -96,7 +96,7 @@ class ClientMessages:
         except WireError as e:
             self._refuse(channel, message, e)
             return
-        self._effects.add(self._scheduler.submit(channel, message, now, party, caller, named.defaults))
+        self._effects.extend(self._scheduler.submit(channel, message, now, party, caller, named.defaults))
         if stay is not None and self._scheduler.find(channel, message.request) is not None:
             self._context.on_demand.stay(message.model, stay[0])
         if party is not None:
@@ -142,7 +142,7 @@ class ClientMessages:
         return port is not self._clients.front
 
     def _answer(self, channel: int, message: Message) -> None:
-        self._effects.add([ToClient(channel, encode(message))])
+        self._effects.append(ToClient(channel, encode(message)))
 
     def _refuse(self, channel: int, message: Message, error: WireError) -> None:
         number = number_of(message)

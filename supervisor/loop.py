@@ -109,9 +109,10 @@ class EffectRunner:
 
     def run(self) -> None:
         """Carry out the queued effects, and the effects that they add, until the queue is empty."""
-        effects = self._queue.take()
+        queue = self._queue
         while True:
-            for effect in effects:
+            for _ in range(len(queue)):
+                effect = queue.popleft()
                 if isinstance(effect, ToClient):
                     self._clients.send(effect.channel, effect.frame)
                 elif isinstance(effect, ToWorker):
@@ -123,8 +124,8 @@ class EffectRunner:
                 else:
                     self._reloads.advance_soon()
             for channel in self._clients.take_gone():
-                self._queue.add(self._scheduler.gone(channel, time.monotonic()))
-            if not (effects := self._queue.take()):
+                queue.extend(self._scheduler.gone(channel, time.monotonic()))
+            if not queue:
                 return
 
     def _send_to_worker(self, effect: ToWorker) -> None:
@@ -300,7 +301,7 @@ class Supervisor:
         while not self._shutdown.is_done:
             self._reactor.turn(self._runner.run)
         # held events of workers that failed earlier, or were removed, have not been sent yet
-        self._effects.add(self._scheduler.release_held(None, time.monotonic()))
+        self._effects.extend(self._scheduler.release_held(None, time.monotonic()))
         self._runner.run()
         self._tell_manager()  # the whole shutdown may take less time than passes between two looks
         self._log.info("every model is stopped; leaving")
@@ -337,7 +338,7 @@ class Supervisor:
             every(CONFIG_LOOK_S, partial(self._look_at_config, self._config_watch))
         if (tcp := self._clients.tcp) is not None:
             every(GATEWAY_CHECK_S, lambda: tcp.listener.listen(time.monotonic()))
-        every(REVOKE_S, lambda: self._effects.add(self._authorizer.refresh()))
+        every(REVOKE_S, lambda: self._effects.extend(self._authorizer.refresh()))
         every(GATEWAY_CHECK_S, self._gateway.check)
         every(RATE_WINDOW_S, self._sample)
         every(USAGE_CHECK_S, self._check_usage)
@@ -449,15 +450,15 @@ class Supervisor:
         This finds clients whose end the monitor has missed, and to which nothing else is sent.
         """
         frame = encode(Ping(0))
-        self._effects.add(ToClient(channel, frame) for channel in self._probes.next(self._scheduler.channels))
+        self._effects.extend(ToClient(channel, frame) for channel in self._probes.next(self._scheduler.channels))
 
     def _end_late(self) -> None:
         """End the requests whose time is over."""
-        self._effects.add(self._scheduler.expire(time.monotonic()))
+        self._effects.extend(self._scheduler.expire(time.monotonic()))
 
     def _check_streams(self) -> None:
-        self._effects.add(self._scheduler.report_positions())
-        self._effects.add(self._scheduler.end_stalled(time.monotonic()))
+        self._effects.extend(self._scheduler.report_positions())
+        self._effects.extend(self._scheduler.end_stalled(time.monotonic()))
 
     def _check_usage(self) -> None:
         if self._usage is not None:

@@ -185,7 +185,7 @@ class SupervisorShutdown:
             self._scheduler.leave(shutting_down())
             # This goes before the errors that end waiting requests, so that clients know the reason.
             frame = encode(GoAway(pack_body({"reason": "the supervisor is shutting down"})))
-            self._effects.add(ToClient(channel, frame) for channel in self._clients.channels_for_requests())
+            self._effects.extend(ToClient(channel, frame) for channel in self._clients.channels_for_requests())
         for replica in self._fleet.registry.replicas.values():
             self._fleet.stop(replica, cause, now=now)
 

@@ -278,4 +278,4 @@ class LogControl:
                 else:
                     handler.setLevel(own.number)
         self._gateway.write_logs(styles.of(GATEWAY_NAME))
-        self._effects.add(self._registry.log_orders(self._registry.replicas.values()))
+        self._effects.extend(self._registry.log_orders(self._registry.replicas.values()))

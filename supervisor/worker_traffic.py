@@ -99,7 +99,7 @@ class WorkerTraffic:
         """Tell the clients that wait for this worker's answers that its process has ended."""
         message = f"{replica.name}: the worker process ended before it could answer"
         body = pack_body({"error": WireError(ErrorCode.WORKER_DIED, message).to_wire()})
-        self._effects.add(asker.reply(body) for asker in self._queries.worker_gone(replica.name))
+        self._effects.extend(asker.reply(body) for asker in self._queries.worker_gone(replica.name))
 
     def handle(self, routing_id: bytes, frame: bytes | None) -> None:
         """Handle one frame. None stands for a message of several parts, which no worker sends."""
@@ -123,26 +123,26 @@ class WorkerTraffic:
         worker, fleet, scheduler = replica.name, self._fleet, self._scheduler
         match decode_events(frame) if is_events(frame) else decode(frame, WORKER_TO_SUPERVISOR):
             case Events() as message:
-                self._effects.add(scheduler.events(worker, frame, message, time.monotonic()))
+                self._effects.extend(scheduler.events(worker, frame, message, time.monotonic()))
                 fleet.after_events(replica)
             case Prefill(channel, request, done, total):
-                self._effects.add(scheduler.prefill(worker, (channel, request), done, total))
+                self._effects.extend(scheduler.prefill(worker, (channel, request), done, total))
             case Parked(channel, request):
-                self._effects.add(scheduler.parked(worker, (channel, request), time.monotonic()))
+                self._effects.extend(scheduler.parked(worker, (channel, request), time.monotonic()))
                 fleet.after_events(replica)
             case Compiled(channel, request, party, milliseconds):
                 now = time.monotonic()
-                self._effects.add(scheduler.compiled(worker, (channel, request), party, milliseconds, now))
+                self._effects.extend(scheduler.compiled(worker, (channel, request), party, milliseconds, now))
                 self._authorizer.charge_party(party, TOKENS_PER_MS * milliseconds)
             case AnswerMessage(ask, body):
                 unpack_body(body)  # a body that is no map is the worker's fault, and no client could read it
                 if (asker := self._queries.answered(worker, ask)) is not None:
-                    self._effects.add([asker.reply(body)])
+                    self._effects.append(asker.reply(body))
             case Stats() as message:
                 replica.stats = report_of(message)
             case ProgressMessage() as message:
                 replica.progress = report_of(message)
-                self._effects.add(scheduler.report_loading(replica.model, replica.progress))
+                self._effects.extend(scheduler.report_loading(replica.model, replica.progress))
             case Hello() as message:
                 report_of(message)
                 fleet.connected(replica)

@@ -229,7 +229,7 @@ class Fleet:
     def connected(self, replica: Replica) -> None:
         """Take note that a worker's process has connected. Tell it what its log is to hold."""
         self._report(replica, Event.HELLO, "connected")
-        self._effects.add(self.registry.log_orders([replica]))
+        self._effects.extend(self.registry.log_orders([replica]))
 
     def loaded(self, replica: Replica, info: dict[str, Any]) -> None:
         """Take note that a worker can generate. ``info``: what its READY says."""
@@ -292,7 +292,7 @@ class Fleet:
         self._start_lines.check(self.registry.replicas.values(), now)
         for replica in self.registry.replicas.values():
             if (progress := replica.prepared_further()) is not None:
-                self._effects.add(self._scheduler.report_loading(replica.model, progress))
+                self._effects.extend(self._scheduler.report_loading(replica.model, progress))
 
     def cut_logs(self) -> None:
         """Keep the logs of the workers small while they run. The loop calls this every ``files.CUT_S`` seconds."""
@@ -385,7 +385,7 @@ class Fleet:
             )  # fmt: skip
         for action in transition.actions:
             self._do(replica, action, transition.at)
-        self._effects.add([WorkerChanged()])
+        self._effects.append(WorkerChanged())
 
     def _do(self, replica: Replica, action: LifecycleAction, now: float) -> None:
         worker = replica.name
@@ -396,17 +396,19 @@ class Fleet:
                 replica.last_active = now
                 capacity, batch_size = replica.info["max_jobs"], replica.spec.config.max_batch_size
                 number, gpu = replica.generation, replica.placed_on
-                self._effects.add(self._scheduler.open(worker, number, capacity, now, batch_size=batch_size, gpu=gpu))
+                self._effects.extend(
+                    self._scheduler.open(worker, number, capacity, now, batch_size=batch_size, gpu=gpu)
+                )
             case LifecycleAction.ACCEPT_NEW:
                 self._scheduler.accept_new(worker)
             case LifecycleAction.HOLD_NEW:
-                self._effects.add(self._scheduler.pause(worker, now))
+                self._effects.extend(self._scheduler.pause(worker, now))
             case LifecycleAction.REST:
-                self._effects.add(self._scheduler.rest(worker, now))
+                self._effects.extend(self._scheduler.rest(worker, now))
             case LifecycleAction.REFUSE_NEW:
-                self._effects.add(self._scheduler.refuse_new(worker, replica.refusal(), now))
+                self._effects.extend(self._scheduler.refuse_new(worker, replica.refusal(), now))
             case LifecycleAction.END_WAITING:
-                self._effects.add(self._scheduler.end_waiting(worker, replica.refusal(), now))
+                self._effects.extend(self._scheduler.end_waiting(worker, replica.refusal(), now))
             case LifecycleAction.END_ACTIVE:
                 asked = replica.last_exit is not None and replica.last_exit.reason == "asked"
                 if asked:
@@ -416,22 +418,22 @@ class Fleet:
                     reason = replica.last_exit.reason if replica.last_exit else "gone"
                     message = f"model {replica.model!r}: the worker process ended ({reason})"
                     error = WireError(ErrorCode.WORKER_DIED, message)
-                self._effects.add(self._scheduler.worker_gone(worker, error, now, struck=not asked))
+                self._effects.extend(self._scheduler.worker_gone(worker, error, now, struck=not asked))
                 if replica.state is WorkerState.STOPPED and not replica.life.comes_again:
-                    self._effects.add(self._scheduler.release_held(worker, now))
+                    self._effects.extend(self._scheduler.release_held(worker, now))
             case LifecycleAction.WATCH_DRAIN:
                 replica.drain_timer = self._timers.at(
                     now + self.registry.config.supervisor.stop.drain, lambda: self._drain_expired(replica)
                 )
                 self.after_events(replica)
             case LifecycleAction.PUT_TO_SLEEP:
-                self._effects.add([ToWorker(worker, replica.generation, encode(Sleep()))])
+                self._effects.append(ToWorker(worker, replica.generation, encode(Sleep())))
             case LifecycleAction.BEGIN_WAKE:
                 self.starts.begin_wake(replica)
             case LifecycleAction.TURN_AWAY:
-                self._effects.add(self._scheduler.refuse_new(worker, replica.refusal(), now))
-                self._effects.add(self._scheduler.end_waiting(worker, replica.refusal(), now))
-                self._effects.add(self._scheduler.rest(worker, now))
+                self._effects.extend(self._scheduler.refuse_new(worker, replica.refusal(), now))
+                self._effects.extend(self._scheduler.end_waiting(worker, replica.refusal(), now))
+                self._effects.extend(self._scheduler.rest(worker, now))
             case LifecycleAction.CLIMB:
                 self._climb(replica, now)
             case LifecycleAction.ARM_BACKOFF:
@@ -445,7 +447,7 @@ class Fleet:
 
     def _drain_expired(self, replica: Replica) -> None:
         if replica.desired is not Desired.UP:  # else the worker is started again, and its requests go on
-            self._effects.add(self._scheduler.end_running(replica.name, time.monotonic()))
+            self._effects.extend(self._scheduler.end_running(replica.name, time.monotonic()))
         self._report(replica, Event.DRAINED, "the drain's time is over")
 
     def _climb(self, replica: Replica, now: float) -> None:
@@ -464,7 +466,7 @@ class Fleet:
             return
         self._log.info("%s: %s to pid %d", replica.shown, rung, replica.process.pid, extra=about(replica.log_name))
         if rung is Rung.SHUTDOWN:
-            self._effects.add([ToWorker(replica.name, replica.generation, encode(Shutdown()))])
+            self._effects.append(ToWorker(replica.name, replica.generation, encode(Shutdown())))
         else:
             replica.process.signal(signal.SIGTERM if rung is Rung.SIGTERM else signal.SIGKILL)
 

@@ -624,7 +624,7 @@ class WakeAdmission(Admission):
             if replica.memory.placed is not None:
                 placed = replica.memory.placed.bytes
                 replica.memory.holding = Holding(replica.label, replica.process.pid, placed, loading=True)
-            starts.effects.add([ToWorker(replica.name, replica.generation, encode(WakeMessage()))])
+            starts.effects.append(ToWorker(replica.name, replica.generation, encode(WakeMessage())))
         self._end()
         starts.at_next_turn(starts.advance)
 
@@ -740,7 +740,7 @@ class Starts:
             message = f"{replica.shown}: takes no new requests, and finishes {running}: {to} waits for its place"
             self.log.info("%s", message, extra=noted(EventKind.PLACEMENT, replica.log_name))
         elif held and not yields:
-            self.effects.add(self.scheduler.go_on(replica.name, time.monotonic()))
+            self.effects.extend(self.scheduler.go_on(replica.name, time.monotonic()))
         replica.yields_to = to if yields else ""
 
     def fits_beside(self, old: Replica, after: ModelSpec) -> bool:

@@ -3,7 +3,8 @@
 import heapq
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -476,22 +477,9 @@ class WorkerChanged:
 QueuedEffect = Effect | EndConnection | WorkerChanged
 
 
-class EffectQueue:
-    """The effects that have yet to be carried out, in the order in which they were decided."""
-
-    def __init__(self) -> None:
-        self._effects: list[QueuedEffect] = []
-
-    def add(self, effects: Iterable[QueuedEffect]) -> None:
-        """Put effects at the end of the queue."""
-        self._effects += effects
-
-    def take(self) -> list[QueuedEffect]:
-        """Take all effects out of the queue, in their order. Only the loop's EffectRunner calls this."""
-        taken = self._effects
-        if taken:  # this is asked at least twice for every token
-            self._effects = []
-        return taken
+class EffectQueue(deque[QueuedEffect]):
+    """The effects that have yet to be carried out, in the order in which they were decided. Only the loop's
+    EffectRunner takes them out."""
 
 
 # Make the message that answers a refused frame. Pure. ``protocol.messages`` (ERROR) states the rule.

@@ -171,7 +171,7 @@ class UsageKeeper:
 
     def _answer(self, question: _Question, body: bytes) -> None:
         if question.asker is not None:
-            self._effects.add([question.asker.reply(body)])
+            self._effects.append(question.asker.reply(body))
         elif self._tell_last_days is not None and (days := msgpack.unpackb(body).get("result")) is not None:
             self._tell_last_days(days)
             self._tell_last_days = None

@@ -45,9 +45,9 @@ class Box:
         self.runner = EffectRunner(self.queue, everything, [workers], *[everything] * 4)
 
     def run(self, *effects: Any) -> list[Any]:
-        self.queue.add(effects)
+        self.queue.extend(effects)
         self.runner.run()
-        assert not self.queue.take()
+        assert not self.queue
         return self.done
 
     def _note(self, what: Any) -> None:
@@ -76,7 +76,7 @@ class Box:
 def test_what_an_effect_causes_comes_behind_what_was_decided_before() -> None:
     """A start unloads another model, which moves that model's requests. All these effects come after JOB."""
     box = Box()
-    box.then["wake", "m"] = lambda: box.queue.add(
+    box.then["wake", "m"] = lambda: box.queue.extend(
         [WorkerChanged(), ToWorker("w", 1, b"MOVED"), LoadForRequests("other")]
     )
     done = box.run(ToClient(1, b"ACCEPTED"), LoadForRequests("m"), ToWorker("w", 1, b"JOB"))
