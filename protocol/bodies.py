@@ -64,36 +64,31 @@ class RouteKeys(TypedDict, total=False):
 
 
 class Model(TypedDict):
-    """A model as clients see it. If the model has several workers, the values are those of the worker that is nearest
-    to `ready`."""
+    """A model as clients see it. Of several workers, the one nearest to `ready` counts. `context`, `chat` and `tools`
+    are null until a worker has loaded the model."""
 
     name: str
     """The name that GENERATE takes."""
     state: str
     """One of the states below."""
     context: Tokens | None
-    """The longest prompt and answer together; null until a worker has loaded the model."""
+    """The most tokens of prompt and answer together."""
     chat: bool | None
-    """True if the model has a chat template, so that requests may hold `messages`. Null until a worker has loaded the
-    model."""
+    """True if the model has a chat template, so that requests may hold `messages`."""
     tools: bool | None
-    """True if the format in which the model calls tools is known, so that its calls can be told from text. Null until a
-    worker has loaded the model."""
+    """True if the format of the model's tool calls is known."""
     unloads: bool
-    """True if the model is unloaded after a time without requests, which `keep_alive` of a request may set: it is lazy,
-    and not pinned."""
+    """True if the model is unloaded when idle: it is lazy and not pinned. A request may then set `keep_alive`."""
     aliases: list[str]
-    """Further names of the model. GENERATE and CALL take them like its name."""
+    """Further names of the model, for GENERATE and CALL."""
     variants: list[str]
-    """The variants of the model. GENERATE reaches the variant `precise` as `NAME:precise`, with the name or an alias
-    before the colon."""
+    """The variants of the model. GENERATE takes `NAME:precise`, with the name or an alias."""
     unlisted: list[str]
-    """Those of its names and variants that lists for people leave out: `listed: false` in models.yaml."""
+    """The names and variants that lists for people leave out (`listed: false` in models.yaml)."""
     default: str | None
-    """The name for which a request without a model stands (`default_model` of models.yaml), if it is a name of this
-    model; else null."""
+    """`default_model` of models.yaml if it names this model, else null."""
     description: str | None
-    """The model's `description` of models.yaml, in one line for people. Null if it has none."""
+    """`description` of models.yaml, in one line for people."""
 
 
 class WelcomeBody(TypedDict):
@@ -102,222 +97,213 @@ class WelcomeBody(TypedDict):
     server: str
     """Name and version of the supervisor, for people: `modelctl 0.1.0`."""
     session: str
-    """A random text that the supervisor draws when it starts. It is the same for all its connections, so another value
-    after a reconnect means another supervisor process."""
+    """A random text for this supervisor process. Another value after a reconnect means another process."""
     window: Events
-    """The credit with which each stream starts, and the most that one CREDIT grants."""
+    """The credit of each new stream, and the most that one CREDIT grants."""
     max_frame: Bytes
-    """The largest frame that the socket takes. libzmq ends the connection of a client that sends a larger one. The
-    limits per kind are lower."""
+    """The largest frame of any kind. libzmq ends the connection of a client that sends a larger one."""
     models: list[Model]
-    """The models that are configured now, as the verb `models` returns them."""
+    """The models, as the verb `models` returns them."""
 
 
 class AcceptedBody(TypedDict):
     """The place of the request in its queue."""
 
     model: str
-    """The name of the model itself, also if the request has named an alias, a variant or nothing."""
+    """The model's own name, also if the request named an alias, a variant or nothing."""
     queue_position: int
-    """The approximate number of requests that will be started before this one. 0 means that this one is next."""
+    """The approximate number of requests that start before this one."""
 
 
 class ReportBody(TypedDict):
     """The progress of a request. Ignore a `phase` that you do not know."""
 
     phase: str
-    """`queued` (waits for a worker), `loading` (its model is being loaded), `compiling` (its constraint is being
-    compiled) or `prefill` (its prompt is being computed)."""
+    """`queued` (waits for a worker), `loading` (its model is loading), `compiling` (a worker compiles its constraint)
+    or `prefill` (a worker computes its prompt)."""
     queue_position: NotRequired[int]
-    """With `queued`: the number of requests before this one. 0 means that this one is next."""
+    """With `queued`: the number of requests before this one."""
     waits_for: NotRequired[str]
-    """With `queued`, while the model cannot be loaded because busy models are in the way: what it waits for, in words,
-    such as `llama to finish 2 requests`. Models that the client may not use have no name there."""
+    """With `queued`, if busy models are in the way of the load: the reason in words, such as `llama to finish 2
+    requests`. It does not name models that the client may not use."""
     part: NotRequired[str]
-    """With `loading`: the engine's name for the part of the load, such as `loading` or `warmup`. Before that,
-    `checking model` or `copying model`, while another machine copies the model's directories."""
+    """With `loading`: the engine's name for the part of the load, such as `warmup`; before that `checking model` or
+    `copying model`, while another machine copies the model's directories."""
     done: NotRequired[int]
-    """With `loading` and `prefill`: the amount that is done. `prefill` counts tokens. `loading` counts in a unit that
-    the engine chooses."""
+    """With `loading` and `prefill`: the amount done. `prefill` counts tokens."""
     total: NotRequired[int]
-    """With `loading` and `prefill`: the value of `done` at the end of this part."""
+    """The value of `done` at the end of this part."""
     unit: NotRequired[str]
-    """With `loading`: the unit of `done` and `total`, such as `bytes`, if it is known."""
+    """With `loading`: the unit of `done` and `total`, such as `bytes`, if known."""
     per_s: NotRequired[int]
-    """With `loading`, while directories are copied: bytes in a second."""
+    """With `copying model`: bytes in a second."""
 
 
 class GoAwayBody(TypedDict):
-    """The reason for which the supervisor takes no new requests."""
+    """The reason of the shutdown."""
 
     reason: str
-    """The reason, in words for people."""
+    """A text for people."""
 
 
 class RefusedFrame(TypedDict):
-    """The elements of a refused frame that could be read."""
+    """The elements of a refused frame, as far as they could be read."""
 
     kind: NotRequired[int]
-    """The second element of the frame. Missing if the element is no kind of this version."""
+    """The frame's kind, if this version knows it."""
     number: NotRequired[int]
-    """The third element of the frame, if it is the number of a request or call. Missing otherwise."""
+    """The number of the request or call."""
 
 
 class Failure(TypedDict):
-    """An error. It is the same map in ERROR, in REPLY and in the terminal event of a request."""
+    """An error in ERROR, in REPLY or in a terminal event."""
 
     code: int
-    """The stable number, see the table of errors. Treat a code that you do not know as `internal`."""
+    """The stable number, see [Errors](#errors). Treat an unknown code as `internal`."""
     name: str
-    """The name that belongs to the code."""
+    """The name of the code."""
     message: str
-    """A text for people that says what is wrong and what to do. It holds no prompt, no answer and no key. Its wording
-    may change."""
+    """What is wrong and what to do, for people. It holds no prompt, answer or key. The wording may change."""
     retryable: bool
     """True if the same request may succeed later."""
     field: NotRequired[str]
-    """The key that is wrong: a key of the body, `route.` and a key of the route, or an element of the frame."""
+    """The wrong key: a key of the body, `route.` and a key of the route, or an element of the frame."""
     retry_after_ms: NotRequired[Milliseconds]
-    """The time after which a retry may help. Wait at least this long."""
+    """Wait at least this long before a retry."""
     prompt_tokens: NotRequired[Tokens]
-    """The tokens of the prompt, with `context_overflow`. Missing if they were not counted."""
+    """With `context_overflow`: the tokens of the prompt, if they were counted."""
     context: NotRequired[Tokens]
-    """The tokens of the model's context. It is there if `prompt_tokens` is."""
+    """The tokens of the model's context. Present with `prompt_tokens`."""
 
 
 class ErrorBody(Failure):
     """An error, and the frame that it answers."""
 
     refused: NotRequired[RefusedFrame]
-    """With request 0 only: the frame that the error answers. Missing if the error is about the connection itself."""
+    """The frame that an ERROR of request 0 answers. Missing if the error is about the connection."""
 
 
 class ReplyBody(TypedDict):
-    """The answer to a CALL. It has exactly one of the two keys."""
+    """One of the two keys."""
 
     result: NotRequired[dict[str, Any]]
     """The result of the verb."""
     error: NotRequired[Failure]
-    """The error, if the call failed."""
+    """The error of a call that failed."""
 
 
 class Usage(TypedDict):
     """Counts of tokens."""
 
     prompt_tokens: Tokens
-    """Tokens of the prompt. 0 if the request ended before a worker had read the prompt."""
+    """0 if the request ended before a worker read the prompt."""
     completion_tokens: Tokens
     """Tokens of the answer."""
     cached_tokens: NotRequired[Tokens]
-    """Tokens of the prompt that the engine found in its cache. Missing if 0."""
+    """Tokens of the prompt that were in the engine's cache. Missing if 0."""
     draft_accepted: NotRequired[Tokens]
-    """Speculated tokens that were right. This count and the next one are missing if nothing was speculated."""
+    """Speculated tokens that were right. Missing without speculation."""
     draft_rejected: NotRequired[Tokens]
-    """Speculated tokens that were wrong."""
+    """Speculated tokens that were wrong. Missing without speculation."""
     resumes: NotRequired[int]
-    """The number of times that the answer was resumed in another worker. Missing if 0."""
+    """How often the answer was resumed in another worker. Missing if 0."""
 
 
 class Timings(TypedDict):
-    """Measured times. If the answer was resumed in another worker, `prefill_ms`, `decode_ms` and `tokens_per_s` are
-    those of the last worker. A value that was not measured is missing."""
+    """Measured times; what was not measured is missing. After a resume, all but `queue_ms` are those of the last
+    worker."""
 
     queue_ms: NotRequired[MillisecondsFloat]
-    """The time from ACCEPTED until a worker began to compute the request. If the answer was resumed, the time between
-    two workers is not part of it."""
+    """From ACCEPTED until a worker began to compute, without the time between two workers of a resumed answer."""
     prefill_ms: NotRequired[MillisecondsFloat]
-    """The time from the start in the engine to the first token."""
+    """From the start in the engine to the first token."""
     decode_ms: NotRequired[MillisecondsFloat]
-    """The time from the first token to the end."""
+    """From the first token to the end."""
     tokens_per_s: NotRequired[Annotated[float, "tokens/s"]]
-    """The speed of decoding. The first token is not counted."""
+    """The speed of decoding, without the first token."""
 
 
 class AnswerFormat(TypedDict):
-    """The way in which a model writes reasoning and calls of tools."""
+    """How a model writes reasoning and tool calls."""
 
     tools: str | None
-    """The name of the format of calls, such as `hermes`. Null if it is not known."""
+    """The [format of tool calls](http-api.md#formats-of-calls), such as `hermes`. Null if it is not known."""
     headers: NotRequired[str]
-    """The name of the format whose headers stand in the answer, if `tools` is null because of `tool_format: off`."""
+    """With `tool_format: off`, where `tools` is null: the format whose headers are in the answer."""
     reasoning: list[str] | None
-    """The markers before and behind the reasoning. Null if the model does not reason, or its markers are not known."""
+    """The markers before and after the reasoning. Null if there is none, or they are not known."""
     inside: bool
-    """True if the prompt ended within the reasoning, so that the answer begins within it."""
+    """True if the prompt ended within the reasoning, so that the answer begins there."""
 
 
 class PromptLogprobsPiece(TypedDict):
-    """Log-probabilities of some neighbouring tokens of a prompt, packed: a long prompt has many."""
+    """Packed log-probabilities of neighbouring tokens of a prompt. Ids are u32, little endian."""
 
     first: int
-    """The number of the first of these tokens in the prompt, counted from 0."""
+    """The place of the first of these tokens in the prompt, from 0."""
     top: int
-    """The number of likeliest tokens at each place. It is `prompt_logprobs`, or the size of the vocabulary."""
+    """How many likeliest tokens each place has: `prompt_logprobs`, or the size of the vocabulary."""
     ids: bytes
-    """Token ids, u32, little endian: for each of the tokens its own id, then `top` ids of the likeliest tokens at its
-    place, best first."""
+    """For each token its own id, then the ids of the `top` likeliest tokens at its place, best first."""
     logprobs: bytes
-    """The log-probabilities of `ids`, in their order: floats of 32 bits, little endian. One may be minus infinity."""
+    """The log-probabilities of `ids`: floats of 32 bits, little endian. One may be minus infinity."""
     before: int
-    """The id of the token before the first of these tokens."""
+    """The id of the token before `first`."""
     known: bytes
-    """The distinct ids in `ids` and `before`, ascending: u32, little endian."""
+    """The distinct ids in `ids` and `before`, ascending."""
     bytes: list[bytes]
     """What each of `known` adds to the text, as in `logprobs` of a delta."""
 
 
 class DeltaEvent(TypedDict):
-    """The map of an event without a terminal flag."""
+    """The map of an event without a terminal flag. `format` and all keys below it come with the first event of an
+    answer only."""
 
     text: str
-    """New text, in whole characters. It may be empty although the event has ids. Text that may begin a stop string, and
-    bytes of an incomplete character, come with a later event."""
+    """New text in whole characters, possibly empty. Text that may begin a stop string comes with a later event."""
     logprobs: NotRequired[list[list[Any]]]
-    """If the request asked for `logprobs`: one entry `[logprob, bytes, top]` for each id of the event. `logprob`, a
-    float, is the natural logarithm of the token's probability by the model alone, before penalties, bias and
-    temperature. `bytes`, a bin, is what the token adds to the text: UTF-8, of which a character may be incomplete.
-    `top`, an array, holds the likeliest tokens at this place, best first, each as `[id, logprob, bytes]`."""
+    """With the option `logprobs`: for each id `[logprob, bytes, top]`. `logprob`, a float, is the natural logarithm of
+    the token's probability by the model alone, before penalties, bias and temperature. `bytes`, a bin, is the token's
+    text in UTF-8, maybe with an incomplete character. `top` is an array of the likeliest tokens, best first, each as
+    `[id, logprob, bytes]`."""
     prompt_logprobs: NotRequired[PromptLogprobsPiece]
-    """If the request asked for `prompt_logprobs`. Such events come before all events with tokens, in the order of the
-    prompt. Each has the next tokens up to one whose number is a multiple of 256, and no text and no ids of its own. A
-    prompt of one token has one such event, without tokens."""
+    """With the option `prompt_logprobs`. Such events come before all events with tokens, in the order of the prompt,
+    and have no text and no ids. Each has the tokens up to the next one whose number is a multiple of 256. A prompt of
+    one token has one such event, without tokens."""
     format: NotRequired[AnswerFormat]
-    """With the first event of an answer, if the request asked `with_format`."""
+    """With the option `with_format`."""
     prompt_tokens: NotRequired[Tokens]
-    """Tokens of the prompt, with the first event of an answer, if the request asked `with_format`."""
-    left_out: NotRequired[list[str]]
-    """With the first event of an answer: options that the worker did without, as the request allows it
-    (`budget_if_reasoning`)."""
-    max_tokens: NotRequired[Tokens]
-    """With the first event of an answer, if `cut_to_context` has cut the request's `max_tokens`: the most tokens that
-    the answer can have."""
-    forced: NotRequired[dict[str, float | None]]
-    """With the first event of an answer: options of the request that the model's `forced` values have replaced, with
-    the value that counts. Null stands for a value that is no number and no switch."""
-
-
-class FinishedEvent(TypedDict):
-    """The map of the event flagged FINISHED. The event may hold the last ids and the last text."""
-
-    text: NotRequired[str]
-    """The last text. Append it to the answer."""
-    logprobs: NotRequired[list[list[Any]]]
-    """Log-probabilities of the last ids, in the form that a delta has."""
-    format: NotRequired[AnswerFormat]
-    """If the request asked `with_format`, and the answer has no other event."""
-    prompt_tokens: NotRequired[Tokens]
-    """If the request asked `with_format`, and the answer has no other event: as `usage` has it."""
+    """With the option `with_format`: tokens of the prompt."""
     left_out: NotRequired[list[str]]
     """Options that the worker did without, as the request allows it (`budget_if_reasoning`)."""
     max_tokens: NotRequired[Tokens]
-    """If `cut_to_context` has cut the request's `max_tokens`: the most tokens that the answer could have."""
+    """The `max_tokens` that counts, if `cut_to_context` cut the request's."""
     forced: NotRequired[dict[str, float | None]]
-    """Options of the request that the model's `forced` values have replaced, with the value that counted. Null stands
-    for a value that is no number and no switch."""
+    """Options that the model's `forced` values replaced, with the value that counts; null for one that is no number or
+    switch."""
+
+
+class FinishedEvent(TypedDict):
+    """The map of an event with the flag FINISHED, which may hold the last ids and the last text."""
+
+    text: NotRequired[str]
+    """The last text."""
+    logprobs: NotRequired[list[list[Any]]]
+    """As in a delta."""
+    format: NotRequired[AnswerFormat]
+    """As in a delta, if the answer has no other event."""
+    prompt_tokens: NotRequired[Tokens]
+    """As in a delta, if the answer has no other event."""
+    left_out: NotRequired[list[str]]
+    """As in a delta."""
+    max_tokens: NotRequired[Tokens]
+    """As in a delta."""
+    forced: NotRequired[dict[str, float | None]]
+    """As in a delta."""
     finish_reason: str
-    """The reason why the answer ended. The values are listed below."""
+    """Why the answer ended, see below."""
     stop_string: NotRequired[str]
-    """The stop string that ended the answer. Missing if no stop string has."""
+    """The stop string that ended the answer."""
     usage: Usage
     """Counts of tokens."""
     timings: Timings
@@ -325,27 +311,27 @@ class FinishedEvent(TypedDict):
 
 
 class ErrorEvent(TypedDict):
-    """The map of the event flagged ERROR."""
+    """The map of an event with the flag ERROR."""
 
     error: Failure
     """The error that ended the request."""
     delivered_tokens: NotRequired[Tokens]
-    """The number of ids in all earlier events of this request."""
+    """The number of ids in all earlier events of the request."""
 
 
 class Where(StrEnum):
     """A place in which an error can appear."""
 
     REQUEST = "ERROR of the request"
-    """The answer to a GENERATE that is refused. It comes instead of ACCEPTED."""
+    """A GENERATE is refused. The ERROR comes instead of ACCEPTED."""
     FRAME = "ERROR of request 0, with `refused`"
-    """The answer to a frame that is neither a CALL nor a GENERATE with a free number."""
+    """A frame is refused that is neither a CALL nor a GENERATE with a free number."""
     CONNECTION = "ERROR of request 0, without `refused`"
     """The connection ends."""
     REPLY = "REPLY"
-    """The answer to a CALL."""
+    """A CALL failed."""
     EVENT = "error event"
-    """The end of a request that was accepted."""
+    """An accepted request ended."""
     CLIENT = "never on the wire"
     """The client library raises the error itself."""
 
@@ -397,149 +383,146 @@ class Totals(TypedDict):
     """Counts of a model since the supervisor's start."""
 
     tokens: Tokens
-    """Tokens that were generated."""
+    """Generated tokens."""
     finished: int
-    """Requests that ended as asked, or were cancelled."""
+    """Requests that ended as asked or were cancelled."""
     errors: int
     """Requests that ended with an error."""
     resumed: int
-    """The number of times that a request was resumed in another worker."""
+    """How often a request was resumed in another worker."""
     refused: int
-    """Requests that were refused because the queue was full."""
+    """Requests refused because of a full queue."""
 
 
 class ReasoningMarkers(TypedDict):
-    """The markers between which a model writes its reasoning."""
+    """The markers around a model's reasoning."""
 
     start: str
     """The marker before the reasoning."""
     end: str
-    """The marker behind the reasoning."""
+    """The marker after the reasoning."""
 
 
 class WorkerStatus(TypedDict):
-    """One worker of a model. A value that is not known is null."""
+    """One worker of a model. A value that is not known is null. A text without fixed values is for people."""
 
     name: str
-    """The worker's name: that of its model, with a number if there are several (`letters:2`)."""
+    """The model's name, with a number if the model has several workers (`letters:2`)."""
     model: str
     """The model's name."""
     folder: str | None
-    """The directory of `folders` in models.yaml below which the model was found; null for a model with an entry."""
+    """The directory of `folders` in models.yaml that holds the model; null for a model with an entry."""
     state: str
-    """One of the states below."""
+    """As in [Model](#map-model)."""
     reason: str | None
-    """The reason for this state, for people. Null in a state that needs no reason."""
+    """The reason of the state, null if it needs none."""
     state_s: Seconds
-    """The time since the worker entered this state."""
+    """Time in this state."""
     aliases: list[str]
-    """Further names of the model."""
+    """As in [Model](#map-model)."""
     variants: list[str]
-    """The variants of the model."""
+    """As in [Model](#map-model)."""
     unlisted: list[str]
-    """Those of its names and variants that lists for people leave out."""
+    """As in [Model](#map-model)."""
     default: str | None
-    """The name for which a request without a model stands, if it is a name of this model."""
+    """As in [Model](#map-model)."""
     description: str | None
-    """The model's description of models.yaml."""
+    """As in [Model](#map-model)."""
     engine: str
     """The engine of models.yaml."""
     gpu: str
-    """The GPUs that the worker's process may see, or `cpu`."""
+    """The GPUs that the process may see, or `cpu`."""
     device: str | None
-    """The engine's name for the device that it runs on."""
+    """The engine's name for its device."""
     attention: str | None
-    """The engine's way to compute attention."""
+    """How the engine computes attention."""
     decoding: str | None
-    """The engine's way to launch a step, and the reason if that is not the fastest. Null if there is only one."""
+    """How the engine launches a step, and why not in the fastest way. Null if there is one way only."""
     context: Tokens | None
-    """The longest prompt and answer together."""
+    """As in [Model](#map-model)."""
     max_batch_size: int | None
-    """The number of requests that are computed at once, from models.yaml."""
+    """Requests computed at once, from models.yaml."""
     chat: bool | None
-    """True if the model has a chat template."""
+    """As in [Model](#map-model)."""
     template: str | None
-    """What the worker changes in conversations for the model's chat template, for people, or why the template renders
-    none. Null if the template takes every conversation."""
+    """What the worker changes in conversations for the chat template, or why the template renders none. Null if the
+    template takes every conversation."""
     end_tokens: str | None
-    """The tokens that end the answer to a conversation, separated by spaces: those that the model's files name, and
-    those that the chat template writes behind the assistant's words. Null until the model is loaded."""
+    """The tokens that end the answer to a conversation, with spaces between: those of the model's files, and those that
+    the chat template writes after the assistant's words."""
     tool_format: str | None
-    """The name of the format in which the model writes calls of tools; null if it is not known."""
+    """The format of tool calls."""
     parallel_tool_calls: bool | None
-    """True if one answer may have several calls. False if the chat template shows only one."""
+    """True if one answer may have several tool calls. False if the chat template shows only one."""
     reasoning: ReasoningMarkers | None
-    """The markers of the model's reasoning; null if it does not reason."""
+    """Null if the model does not reason."""
     active: int
     """Requests that the worker computes."""
     queued: int
-    """Requests that wait for the model, those included that wait in a worker for a place in its batch."""
+    """Requests that wait for the model, or in a worker for a place in its batch."""
     tokens_per_s: Annotated[float, "tokens/s"]
-    """The worker's speed in the last second."""
+    """Speed in the last second."""
     speeds: NotRequired[list[float]]
-    """The worker's speed in each of the last two minutes' seconds, the newest one last, if `history` was true."""
+    """With `history`: the speed in each of the last 120 seconds, the newest last."""
     idle_s: Seconds | None
-    """The time since the worker's last request; null unless the worker is ready or asleep and has no request."""
+    """Time since the last request. Null unless the worker is ready or asleep and has no request."""
     until_s: Seconds | None
-    """The time until the worker is unloaded if no request comes; null if it will not be unloaded."""
+    """Time until the worker is unloaded if no request comes. Null if it will not be unloaded."""
     lazy: bool
     """True if the first request starts the worker."""
     can_sleep: bool
-    """True if the verb `sleep` can put the worker to sleep. It depends on the engine and on models.yaml.
-    False until the worker has loaded, since only its engine knows."""
+    """True if the verb `sleep` works: the engine and models.yaml allow it, and the worker has loaded."""
     host_bytes: Bytes
-    """Host memory that the worker takes because it sleeps, or that it keeps for its next sleep."""
+    """Host memory for the worker's sleep, held now or kept for the next sleep."""
     wake_s: Seconds | None
-    """The time that the worker's last wake took."""
+    """Time that the last wake took."""
     unloaded: str | None
-    """The reason why the worker was put to sleep or unloaded, for people."""
+    """Why the worker was put to sleep or unloaded."""
     pid: int | None
-    """The process id of the worker."""
+    """The process id."""
     node: str | None
-    """The name of the machine on which the process runs, or `node` of models.yaml while no process does; null for the
-    supervisor's own."""
+    """The machine of the process, or `node` of models.yaml while there is no process. Null for the supervisor's own
+    machine."""
     phase: str | None
-    """The work that the worker's process does: `starting`, `loading`, `idle`, `step`, `moving` (to sleep, or awake), or
-    `unknown`."""
+    """What the process does: `starting`, `loading`, `idle`, `step`, `moving` (to sleep, or awake) or `unknown`."""
     beat_s: Seconds | None
-    """The time since the supervisor last saw the worker's process make progress."""
+    """Time since the process last made progress."""
     generation: int
-    """The number of the worker's process; it grows with each start."""
+    """The number of the process; it grows with each start."""
     restarts: int
-    """The number of times that the worker was started again without an order."""
+    """Starts of the worker without an order."""
     load_seconds: Seconds | None
-    """The time that the load took."""
+    """Time that the load took."""
     progress: dict[str, Any] | None
-    """While the worker loads the model, or its directories are copied to another machine: `phase`, `done`, `total` and
-    the `unit` of both, if it is known, such as `bytes`. While they are copied, also `per_s`: bytes in a second."""
+    """During a load, or while directories are copied to another machine: `phase`, `done`, `total`, their `unit` if
+    known, and for copies `per_s` (bytes in a second)."""
     engine_stats: dict[str, Any]
-    """The worker's last reading: `pending`, `active`, `steps`, and further figures of the engine. `prompt_tokens`
-    counts the tokens of the prompts of all requests that this process has finished, and `cached_tokens` how many of
-    them the cache had."""
+    """The last reading: `pending`, `active`, `steps`, figures of the engine, and of all requests that this process
+    finished `prompt_tokens` and `cached_tokens` (those of them in the cache)."""
     totals: Totals
     """Counts of the worker's model."""
     last_exit: dict[str, Any] | None
-    """The end of the worker's last process: `code`, `reason`, `message`, `retry`, `lines` (the last of its log) and
-    `time` (in seconds since 1970)."""
+    """The end of the last process: `code`, `reason`, `message`, `retry`, `lines` (the last of its log) and `time`
+    (seconds since 1970)."""
     log: str
-    """The path of the worker's log."""
+    """The path of the log."""
     placed: list[int] | None
-    """Indices of the GPUs that the worker was placed on."""
+    """The indices of the worker's GPUs."""
     cpus: str | None
-    """The cores that the worker may use; null is all."""
+    """The cores that the worker may use. Null: all."""
     numa_nodes: str | None
-    """The NUMA nodes that the worker may use; null is all."""
+    """The NUMA nodes that the worker may use. Null: all."""
     vram_estimate_bytes: Bytes | None
-    """The estimated need of GPU memory."""
+    """GPU memory that the worker needs, estimated."""
     vram_estimate: dict[str, int] | None
     """The estimate by part, in bytes."""
     vram_loaded_bytes: Bytes | None
-    """GPU memory that the worker held when it was ready, measured."""
+    """GPU memory that the process held when it became ready."""
     vram_bytes: Bytes | None
-    """GPU memory that the worker's process holds now, by NVML."""
+    """GPU memory that the process holds now, by NVML."""
     vram_by_gpu: dict[str, int | None] | None
-    """GPU memory that the worker's process holds now, in bytes, by GPU index."""
+    """GPU memory that the process holds now, in bytes, by GPU index."""
     vram_return: str | None
-    """The return of the memory of the worker's last process: `awaited`, `back`, `not back` or `not watched`."""
+    """Whether the GPU memory of the last process is back: `awaited`, `back`, `not back` or `not watched`."""
     vram_returned_ms: MillisecondsFloat | None
-    """The time until that memory was back."""
+    """Time until that memory was back."""

@@ -23,44 +23,43 @@ class ErrorCode(IntEnum):
     BAD_FRAME = 100
     """The bytes are not a message of this protocol.
 
-    Mend the client. The message names what is wrong with the bytes."""
+    Mend the client as the message says."""
     BAD_VERSION = 101
-    """The frame speaks another major version of the protocol.
+    """The frame has another major version of the protocol.
 
-    Install the client of the supervisor's version. ``modelctl status`` shows that version."""
+    Install the client of the supervisor's version, which ``modelctl status`` shows."""
     INVALID_REQUEST = 102
-    """A field of the request is unknown, has the wrong type, or is out of range. ``field`` names it.
+    """``field`` of the request is unknown, has the wrong type, or is out of range.
 
-    Change the field as the message says, and send the request again."""
+    Change the field as the message says."""
     UNSUPPORTED = 103
-    """This socket, model or engine does not offer the kind of message, the verb or the option.
+    """This socket, model or engine does not offer the message, the verb or the option.
 
-    Leave the option out, or use a model whose engine offers it. Send orders to the admin socket."""
+    Leave the option out, or use another engine. Send orders to the admin socket."""
     TOO_LARGE = 104
     """The frame is larger than its kind may be.
 
     Send less: a shorter prompt or a smaller schema. The message has the limit."""
     DUPLICATE_REQUEST = 105
-    """The request id is already in use on this connection. The request that uses it goes on.
+    """Another request of this connection has the number, and goes on.
 
-    Give each request of a connection a number of its own."""
+    Use each number once per connection."""
     CONTEXT_OVERFLOW = 106
     """Prompt and max_tokens do not fit the model's context.
 
-    Shorten the prompt, lower max_tokens, or raise max_seq_len of the model in models.yaml."""
+    Shorten the prompt, lower max_tokens, or raise max_seq_len in models.yaml."""
     UNAUTHORIZED = 200
-    """The supervisor does not admit the key, or the HTTP key for which a gateway asks. The key is not on the list, was
-    revoked, or has expired.
+    """The key, or the HTTP key for which a gateway asks, is not on the list, was revoked, or has expired.
 
-    Look at ``modelctl keys list`` on the supervisor's machine. ``modelctl keys new`` makes a key."""
+    See ``modelctl keys list`` on the supervisor's machine. ``modelctl keys new`` makes a key."""
     FORBIDDEN = 201
-    """The key does not have the right that this message needs, or may not use this model.
+    """The key lacks the right for this message, or may not use this model.
 
     Use a key with that right or model: ``modelctl keys new NAME --rights ... --models ...``."""
     MODEL_NOT_FOUND = 300
     """No model of that name is configured.
 
-    Look at ``modelctl ps`` for the names. A new model needs an entry in models.yaml and ``modelctl reload``."""
+    ``modelctl ps`` lists the names. A new model needs an entry in models.yaml and ``modelctl reload``."""
     MODEL_NOT_RUNNING = 301
     """The model was stopped.
 
@@ -68,23 +67,23 @@ class ErrorCode(IntEnum):
     MODEL_FAILED = 302
     """The model could not be loaded, or its worker ended too often.
 
-    Look at ``modelctl status MODEL`` and ``modelctl logs MODEL`` for the reason, and mend it. Then start the model:
-    ``modelctl start MODEL``. If the error has ``retry_after_ms``, the GPU had no room: retry after that time."""
+    With ``retry_after_ms`` the GPU had no room: retry after that time. Otherwise ``modelctl status MODEL`` and
+    ``modelctl logs MODEL`` have the reason. Mend it, then ``modelctl start MODEL``."""
     OVERLOADED = 303
-    """The model's queue is full: max_queue requests, or max_queue_tokens tokens of prompts, wait already.
+    """The model's queue is full: max_queue requests, or max_queue_tokens tokens of prompts.
 
     Retry after ``retry_after_ms``. If it happens often, add replicas or raise max_queue in models.yaml."""
     RATE_LIMITED = 304
-    """The key has reached its limit of unfinished requests or of tokens a minute, or the connection sent messages
-    faster than the supervisor handles them.
+    """The key has reached one of its limits, or the connection sent messages faster than the supervisor handles
+    them.
 
-    Retry after ``retry_after_ms``. ``modelctl keys list`` shows the limits of a key."""
+    Retry after ``retry_after_ms``. ``modelctl keys list`` shows the limits."""
     DRAINING = 305
-    """The model, or the supervisor, is being stopped and takes no new requests.
+    """The model or the supervisor is being stopped, and takes no new requests.
 
-    Retry later, when the model or the supervisor has been started again."""
+    Retry when it has been started again."""
     DEADLINE_EXCEEDED = 401
-    """The request's deadline_ms passed before its answer was complete, or its ttft_ms before its first token.
+    """deadline_ms passed before the answer was complete, or ttft_ms before its first token.
 
     Allow more time, or ask for fewer tokens. ``modelctl status MODEL`` shows how many requests wait."""
     QUEUE_TIMEOUT = 402
@@ -92,31 +91,31 @@ class ErrorCode(IntEnum):
 
     Retry later, or allow more time. ``modelctl status MODEL`` shows how many requests wait."""
     SLOW_CONSUMER = 403
-    """The client read its stream too slowly, and the supervisor ended this stream.
+    """The client read this stream too slowly.
 
-    Read the stream faster, or stop it when you no longer need it. supervisor.stall in models.yaml is the time limit."""
+    Read faster, or cancel a stream that you do not need. supervisor.stall in models.yaml is the time limit."""
     WORKER_DIED = 500
-    """The worker ended before the answer was finished, and the answer could not go on in another worker.
+    """The worker ended before the answer did, and no other worker could go on with it.
 
     Send the request again. ``modelctl logs MODEL`` says why the worker ended."""
     POISONED = 504
-    """Deaths of workers are blamed on this request, or on one with the same payload.
+    """This request, or one with the same payload, is blamed for deaths of workers.
 
-    Do not send it again: the supervisor refuses it for a while (supervisor.poison.window). ``modelctl logs MODEL`` says
-    how the workers died."""
+    Do not send it again: the supervisor refuses it for a while (supervisor.poison.window). ``modelctl logs MODEL``
+    says how the workers died."""
     HELPER_FAILED = 505
-    """The helper process that renders chat templates, or the one that tries constraints, was killed or stood still,
-    twice in a row. The request is not to blame.
+    """The helper process for chat templates or constraints was killed or hung, twice in a row. The request is not to
+    blame.
 
-    Send the request again. If it happens again, look whether the machine has too little memory or processor time."""
+    Send the request again. If it fails again, check the machine's memory and processor load."""
     INTERNAL = 599
     """A fault of the supervisor or of a worker itself.
 
-    Look at ``modelctl logs`` and ``modelctl logs MODEL``, and report the fault with these lines."""
+    Report the fault with the lines of ``modelctl logs`` and ``modelctl logs MODEL``."""
     CONNECTION_LOST = 600
     """The connection to the supervisor ended. Never on the wire: the client library raises it.
 
-    Look whether the supervisor runs: ``modelctl status``. The next request connects anew; nothing is sent twice."""
+    See ``modelctl status``: does the supervisor run? The next request connects anew; nothing is sent twice."""
 
     @property
     def wire_name(self) -> str:

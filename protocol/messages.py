@@ -139,8 +139,8 @@ def message(kind: Kind, ways: Way, *, largest: int, frozen: bool = True) -> Call
 class Hello(Message):
     """Begin the session. It is the first message of a connection and is sent once.
 
-    GENERATE and CALL may follow without waiting for WELCOME. The supervisor refuses a second HELLO, and every other
-    message that comes before a HELLO that it has taken. Over TCP, HELLO must come within 5 seconds.
+    GENERATE and CALL may follow without waiting for WELCOME. The supervisor refuses a second HELLO, and every message
+    before HELLO. Over TCP, HELLO must come within 5 seconds.
     """
 
     body: bytes = field(repr=False)
@@ -150,63 +150,58 @@ class Hello(Message):
 class Generate(Message):
     """Ask a model for an answer.
 
-    The supervisor answers with ACCEPTED, or refuses the request with an ERROR of the same number. After ACCEPTED come
-    events, of which exactly one, the last, is terminal. The supervisor reads all elements but the body. The worker
-    reads the body. So an error event after ACCEPTED reports what is wrong in the body.
+    The supervisor answers with ACCEPTED, or refuses the request with an ERROR of its number. After ACCEPTED come
+    events, of which exactly one, the last, is terminal. The worker reads the body, and reports what is wrong there in
+    an error event.
     """
 
     request: int
-    """The client's number for the request: 1 to 2^64 - 1. Use each number once per connection."""
+    """The client's number for the request: 1 to 2^64 - 1, each once per connection."""
     model: str
-    """The name of a model, an alias, or a variant (`qwen:precise`), at most 256 characters. An empty string stands for
-    `default_model` of models.yaml."""
+    """A model, an alias, or a variant (`qwen:precise`), at most 256 characters. Empty: `default_model` of
+    models.yaml."""
     route: dict[str, Any]
-    """Options that the supervisor reads. Every key is optional, so the map may be empty. The map itself is required."""
+    """Options that the supervisor reads. The map may be empty."""
     body: bytes = field(repr=False)
     """The prompt and the options."""
 
 
 @message(Kind.CANCEL, Way.CLIENT_TO_SUPERVISOR, largest=64)
 class Cancel(Message):
-    """End a request. Its terminal event still comes: FINISHED with the finish_reason `cancelled`, or another end that
-    was faster.
-
-    Events that the supervisor held for lack of credit come before the terminal event. They need no credit any more. The
-    supervisor ignores a CANCEL with an unknown number or of a request that has ended. So a second CANCEL does nothing.
-    """
+    """End a request. Its terminal event still comes: FINISHED with `cancelled`, or another end that was faster. Held
+    events come before it. Neither needs credit. The supervisor ignores unknown numbers and ended requests."""
 
     request: int
 
 
 @message(Kind.CREDIT, Way.CLIENT_TO_SUPERVISOR, largest=64)
 class Credit(Message):
-    """Allow the supervisor to send more events of one request. A CREDIT with an unknown number is ignored."""
+    """Allow the supervisor to send more events of one request. An unknown number is ignored."""
 
     request: int
     events: int
-    """The number of further events. More than `window` of WELCOME counts as `window`."""
+    """The number of further events. `window` of WELCOME is the most that counts."""
 
 
 @message(Kind.CALL, Way.CLIENT_TO_SUPERVISOR, largest=3 * MIB)  # a text to tokenize
 class Call(Message):
     """Send the supervisor a query or an order. It answers with exactly one REPLY of the same number.
 
-    Every verb also takes the parameter ``on_behalf_of``: the id of the HTTP key for which a gateway asks. It means the
-    same as in the route of GENERATE. The rights and models of that key then decide, and not those of the connection.
+    Every verb also takes the parameter ``on_behalf_of``, as the route of GENERATE does: the id of the HTTP key for
+    which a gateway asks. The rights and models of that key then decide, not those of the connection.
     """
 
     call: int
-    """The client's number for the call: 1 to 2^64 - 1. The supervisor copies the number into REPLY. Replies may come in
-    another order than the calls."""
+    """The client's number for the call, as in GENERATE. REPLY repeats it."""
     verb: str
-    """One of the verbs below, at most 256 characters."""
+    """A verb, at most 256 characters."""
     body: bytes = field(repr=False)
     """The parameters, by name. Unknown names are refused."""
 
 
 @message(Kind.PING, Way.CLIENT_TO_SUPERVISOR | Way.SUPERVISOR_TO_CLIENT, largest=64)
 class Ping(Message):
-    """Ask the other side for a PONG. Either side may send it, at any time after HELLO."""
+    """Ask the other side for a PONG, at any time after HELLO."""
 
     nonce: int
     """Any number. PONG repeats it."""
@@ -214,8 +209,7 @@ class Ping(Message):
 
 @message(Kind.PONG, Way.CLIENT_TO_SUPERVISOR | Way.SUPERVISOR_TO_CLIENT, largest=64)
 class Pong(Message):
-    """Answer PING. The supervisor answers messages of one connection in order, so everything that it sent before PONG
-    has arrived before PONG."""
+    """Answer PING. The supervisor answers in order: what it sent before PONG arrives before PONG."""
 
     nonce: int
     """The number in PING."""
@@ -223,15 +217,14 @@ class Pong(Message):
 
 @message(Kind.WELCOME, Way.SUPERVISOR_TO_CLIENT, largest=MIB)
 class Welcome(Message):
-    """Answer HELLO: the session has begun."""
+    """Answer HELLO. The session has begun."""
 
     body: bytes = field(repr=False)
 
 
 @message(Kind.ACCEPTED, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
 class Accepted(Message):
-    """Answer GENERATE: the request will get exactly one terminal event. ACCEPTED comes before every event and REPORT of
-    the request."""
+    """Answer GENERATE: the request will get exactly one terminal event. Its events and REPORTs come after ACCEPTED."""
 
     request: int
     body: bytes = field(repr=False)
@@ -241,9 +234,9 @@ class Accepted(Message):
 class Error(Message):
     """Refuse a frame, or say why the connection ends.
 
-    ERROR with a number refuses the GENERATE of that number. It never names a request that was accepted and has not
-    ended. ERROR of request 0 ends no stream by itself. With ``refused`` it answers a frame that is neither a CALL nor a
-    GENERATE with a free number. Without ``refused`` it is about the connection, which then ends.
+    ERROR with a number refuses the GENERATE of that number, never a request that was accepted and has not ended. ERROR
+    of request 0 with ``refused`` answers any other frame but a CALL, and ends no stream. Without ``refused`` the
+    connection ends.
     """
 
     request: int
@@ -261,18 +254,17 @@ class Reply(Message):
 
 @message(Kind.GOAWAY, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
 class GoAway(Message):
-    """Say that the supervisor is shutting down. Requests that it has accepted are still finished, as long as its drain
-    lasts; new ones are refused with `draining`. Then the connection ends."""
+    """Say that the supervisor shuts down. Accepted requests still finish within the drain; new ones get `draining`.
+    Then the connection ends."""
 
     body: bytes = field(repr=False)
 
 
 @message(Kind.REPORT, Way.SUPERVISOR_TO_CLIENT, largest=64 * KIB)
 class Report(Message):
-    """Report the progress of a request until its first token, if the request asked for reports with ``progress``.
+    """Report the progress of a request until its first token, if the request has the option ``progress``.
 
-    REPORT has no number in the sequence of events, and needs no credit. The supervisor may leave out a REPORT that the
-    next one supersedes.
+    REPORT has no number in the sequence of events, and needs no credit. The supervisor may leave out superseded ones.
     """
 
     request: int
@@ -460,8 +452,7 @@ class FinishReason:
     LENGTH = "length"
     """max_tokens was reached."""
     BANNED = "banned_strings"
-    """Every continuation that the model found leads to a banned string, or no token is left to draw. The answer ends
-    there."""
+    """Every continuation that the model found leads to a banned string, or no token is left to draw."""
     LOOP = "loop"
     """The answer repeated itself for as many tokens as stop_on_loop says."""
     CANCELLED = "cancelled"
@@ -473,33 +464,32 @@ class EventEntry(NamedTuple):
 
     request: int
     seq: int
-    """The event's number within the request: 0, 1, 2 and so on, without a gap."""
+    """The number of the event within the request, from 0, without a gap."""
     flags: int
     """Bits, see below."""
     tokens: int
     """The number of token ids at the beginning of the event's bytes."""
     length: int
-    """The size of the event in bytes: its ids, 4 bytes each, and its map."""
+    """The event's size in bytes: its ids, 4 bytes each, and its map."""
 
 
 @message(Kind.EVENTS, Way.SUPERVISOR_TO_CLIENT | Way.WORKER_TO_SUPERVISOR, largest=3 * MIB, frozen=False)
 class Events(Message):
     """Deliver the events of one step of the engine for this connection. They may belong to several requests.
 
-    The bytes of the events lie one after the other in the body, in the order of the index. The bytes of one event are
-    its token ids (u32, little endian) and then one msgpack map. A terminal flag says that this is the map of FINISHED
-    or of ERROR. Without a terminal flag it is the map of a delta.
+    The body has the bytes of the events, in the order of the index. The bytes of one event are its token ids (u32,
+    little endian) and then one msgpack map: that of FINISHED or ERROR with a terminal flag, else that of a delta.
     """
 
     channel: int
-    """The supervisor's number for the connection. Ignore it."""
+    """Ignore it: the supervisor's number for the connection."""
     generation: int
-    """The number of the worker's process; 0 if the supervisor has made the frame. It may change within a request.
-    Ignore it."""
+    """Ignore it: the number of the worker's process, 0 for a frame that the supervisor made. It may change within a
+    request."""
     index: list[EventEntry]
-    """One entry for each event. The lengths add up to the length of the body."""
+    """One entry for each event. The lengths add up to that of the body."""
     body: bytes = field(repr=False)
-    """The bytes of the events. This body is no map."""
+    """The bytes of the events, no map."""
 
 
 __all__ = [

@@ -25,44 +25,43 @@ class ModelsResult(TypedDict):
     models: list[Model]
     """Every configured model that the key may use."""
     listen: str | None
-    """The reason why `supervisor.listen` is not open yet, null if it is open or not set."""
+    """Why `supervisor.listen` is not open yet. Null if it is open or not set."""
 
 
 class Counters(TypedDict):
-    """Counts since the supervisor's start, for all client sockets together."""
+    """Counts since the supervisor's start, of all client sockets together."""
 
     connections_accepted: int
-    """Connections that were taken."""
+    """Accepted connections."""
     connections_closed: int
     """Connections that ended, for any reason."""
     handshakes_failed: int
     """Connections that ended in the handshake."""
     connections_denied: int
-    """Handshakes that were refused because of another user, or of a key that is not on the list."""
+    """Handshakes refused because of the user or the key."""
     connections_cut_off: int
     """Connections that the supervisor ended."""
     bad_frames: int
-    """Frames that were refused."""
+    """Refused frames."""
     worker_frames_dropped: int
-    """Frames of workers that belonged to no unfinished request."""
+    """Workers' frames for no unfinished request."""
 
 
 class TcpStatus(TypedDict):
     """The port over TCP."""
 
     listen: str
-    """The endpoint of the port."""
+    """The port's endpoint."""
     problem: str | None
-    """The reason why it is not open yet, with the number of attempts; null if it is open."""
+    """Why the port is not open yet, with the number of attempts. Null if it is open."""
     keys: list[dict[str, Any]]
-    """For each key: `name`, `rights`, `models` (null: all), `expires` (null: never), `connections`, `rate_limited`
-    (refused requests), and, null for no limit, `max_in_flight`, `requests_per_minute`, `tokens_per_minute`,
-    `tokens_per_day`, and what is left of them: `requests_left`, `tokens_left`, `tokens_left_of_day` (null if unused).
-    `keep_alive_s`, the most seconds that its requests may keep a model loaded, is null if they may not say so."""
+    """For each key: `name`, `rights`, `models`, `expires`, `max_in_flight`, `requests_per_minute`, `tokens_per_minute`,
+    `tokens_per_day` and `keep_alive_s` as in [Key](#map-key); `connections`; `rate_limited` (refused requests); and
+    `requests_left`, `tokens_left`, `tokens_left_of_day` (null if unused)."""
     forbidden: int
-    """Messages that were refused because a key lacked a right."""
+    """Messages refused because a key lacked a right."""
     connected_too_often: int
-    """Handshakes that were refused because a key connected too often."""
+    """Handshakes refused because a key connected too often."""
     cut_off: int
     """Connections that the supervisor ended."""
 
@@ -71,32 +70,31 @@ class GatewayStatus(TypedDict):
     """The HTTP gateway of this supervisor."""
 
     listen: str
-    """The address of its port."""
+    """The port's address."""
     auth: str
     """`keys` if requests need a token, else `none`."""
     tls: bool
-    """True if the port takes HTTPS, false for HTTP."""
+    """True for HTTPS, false for HTTP."""
     pids: list[int]
-    """The ids of its processes that run."""
+    """Its running processes."""
     ready: bool
     """True if all of its processes serve."""
     restarts: int
     """How often one of its processes was started again."""
     problem: str | None
-    """The reason why it does not answer, null if it does."""
+    """Why the gateway does not answer, null if it does."""
     log: str
-    """The path of its log."""
+    """The path of the log."""
 
 
 class HttpKeys(TypedDict):
     """The keys of clients over HTTP."""
 
     listed: int
-    """How many there are."""
+    """Their number."""
     keys: list[dict[str, Any]]
-    """At most 100 of them, first those that were used since the supervisor's start: `name`, `rights`, `models`,
-    `expires`, the limits and what is left of them, and `rate_limited`, as for the port over TCP, and `unfinished`
-    (requests)."""
+    """At most 100, first those used since the supervisor's start: the keys of `keys` in [TcpStatus](#map-tcpstatus) but
+    `connections`, and `unfinished` (requests)."""
 
 
 class UsageStatus(TypedDict):
@@ -105,80 +103,80 @@ class UsageStatus(TypedDict):
     file: str
     """The path of the SQLite file."""
     days: int
-    """The number of days that are kept."""
+    """Days that are kept."""
     trouble: str | None
-    """The reason why the counts cannot be written to the file, null if they can. They are kept in memory meanwhile."""
+    """Why the counts cannot be written to the file, null if they can. They stay in memory meanwhile."""
     crowded_out: int
-    """Requests whose key and model are counted as `(others)`, because there are too many keys and models."""
+    """Requests counted as `(others)`, because there are too many keys and models."""
 
 
 class SpareStatus(TypedDict):
-    """A spare worker: a process that has imported what an engine needs."""
+    """A spare worker: a process that has already imported what an engine needs."""
 
     engine: str
-    """The engine of models.yaml."""
+    """As in models.yaml."""
     pid: int
-    """The process id. The next worker of the engine has the same one."""
+    """The process id, which the next worker of the engine will have."""
     ready: bool
-    """True if the imports are done."""
+    """True after the imports."""
     ram_bytes: Bytes | None
-    """The host memory that the process holds."""
+    """Host memory of the process."""
 
 
 class RequestLogStatus(TypedDict):
-    """The log with a line for each request that has ended."""
+    """The log with a line for each ended request."""
 
     file: str
     """The path of the log."""
     trouble: str | None
-    """The reason why lines cannot be written, null if they can."""
+    """Why lines cannot be written, null if they can."""
     lost: int
-    """Lines that were lost since the supervisor's start, because the disk was slower than the requests."""
+    """Lines lost since the supervisor's start because of a slow disk."""
 
 
 class NodeStatus(TypedDict):
     """A machine of the Ray cluster."""
 
     node_id: str
-    """Ray's id of the machine. A machine that leaves and comes back has another one."""
+    """Ray's id of the machine. It changes if the machine leaves and comes back."""
     name: str
-    """The name by which `node` of models.yaml means it."""
+    """The name for `node` of models.yaml."""
     address: str
-    """Its IP address."""
+    """The IP address."""
     gpus: float
     """GPUs that Ray leases there."""
     free: float
     """GPUs that are not leased."""
     others: float
-    """GPUs that other programs than modelctl have leased from Ray."""
+    """GPUs leased by other programs than modelctl."""
     own: bool
     """True for the supervisor's machine."""
     labels: dict[str, str]
-    """The labels with which Ray was started there."""
+    """Ray's labels of the machine."""
     devices: "list[GpuStatus] | None"
-    """The GPUs there and their memory, as a worker with GPUs reports them every second; without such a worker as they
-    were read in the last minute. Null if they cannot be read, without GPUs, and for the supervisor's own machine."""
+    """The GPUs. A worker with GPUs reports them every second; without one they are read once a minute. Null without
+    GPUs, if they cannot be read, and for the supervisor's own machine."""
     version: str | None
     """The version of modelctl there, null until an agent of a worker has told it."""
     heard_s: Seconds | None
-    """The time since an agent there was last heard, null if no worker runs there."""
+    """Time since an agent there was last heard, null without a worker there."""
 
 
 class GoneNodeStatus(TypedDict):
-    """A machine that the Ray cluster had, and does not list any more."""
+    """A machine that the Ray cluster does not list any more."""
 
     name: str
-    """Its name."""
+    """As in [NodeStatus](#map-nodestatus)."""
     address: str
-    """The IP address that it had."""
+    """As in [NodeStatus](#map-nodestatus)."""
     gpus: float
-    """GPUs that Ray could lease there."""
+    """GPUs that Ray leased there."""
     gone_s: Seconds
-    """The time since Ray does not list it."""
+    """Time since Ray does not list it."""
 
 
 class ClusterStatus(TypedDict):
-    """The machines for workers besides the supervisor's own."""
+    """The Ray cluster for workers on other machines."""
 
     ray: str
     """The address of the Ray cluster, or `auto`."""
@@ -187,104 +185,104 @@ class ClusterStatus(TypedDict):
     model_store: str | None
     """The endpoint of the model store, null if no directories are copied."""
     trouble: str | None
-    """The reason why the cluster cannot be used, null if it can."""
+    """Why the cluster cannot be used, null if it can."""
     nodes: list[NodeStatus]
-    """The machines, once the cluster has answered."""
+    """The machines, empty until the cluster has answered."""
     gone: list[GoneNodeStatus]
-    """Machines that were there since the supervisor's start, and went in the last 24 hours. At most 100."""
+    """Machines that left in the last 24 hours, since the supervisor's start. At most 100."""
     answered_s: Seconds | None
-    """The time since Ray last answered, null if it has not answered yet. The supervisor's helper asks each second."""
+    """Time since Ray last answered; the supervisor asks each second. Null before the first answer."""
 
 
 class SupervisorStatus(TypedDict):
     """The supervisor's process."""
 
     pid: int
-    """The supervisor's process id."""
+    """The process id."""
     session: str
-    """The random text of this supervisor process, see `session` in [WELCOME](#welcome)."""
+    """As in [WELCOME](#welcome)."""
     version: str
-    """The supervisor's version."""
+    """The version of modelctl."""
     uptime_s: Seconds
-    """The time since the supervisor's start."""
+    """Time since the supervisor's start."""
     config: str
     """The path of models.yaml."""
     runtime_dir: str
-    """The directory with the supervisor's sockets and logs."""
+    """The directory of sockets and logs."""
     log_trouble: str | None
-    """The reason why the supervisor cannot write its log, null if it can."""
+    """Why the supervisor cannot write its log, null if it can."""
     troubles: dict[str, str]
-    """What is wrong with the supervisor as a whole, in words, by name: `log` (it cannot be written), `config` (a
-    changed models.yaml is not used), `gpus` (they cannot be read), `gateway` (it does not answer), `keys` (they cannot
-    be read), `queue` (requests are refused because queues are full), `cluster` (the Ray cluster cannot be used),
-    `listen` (`supervisor.listen` cannot be opened yet), `folders` (one of them cannot be read). A key for some models
-    sees `gpus`, `gateway`, `cluster` and `listen` only. A trouble that lasts for five minutes is an event."""
+    """What is wrong with the supervisor as a whole, in words, by name: `log` (cannot be written), `config` (a changed
+    models.yaml is not used), `gpus` (cannot be read), `gateway` (does not answer), `keys` (cannot be read), `queue`
+    (full queues refuse requests), `cluster` (cannot be used), `listen` (`supervisor.listen` is not open yet), `folders`
+    (one cannot be read). A key for some models sees `gpus`, `gateway`, `cluster` and `listen` only. After five minutes
+    a trouble becomes an event."""
     spares: list[SpareStatus]
-    """The processes that are ahead of their time, and wait for a model."""
+    """The spare workers."""
     shutting_down: bool
-    """True while the supervisor shuts down and takes no new requests."""
+    """True during the shutdown, when no new requests are taken."""
     turnovers: list[dict[str, Any]]
-    """The last orders to reload models, or to restart workers one after the other: `number`, `cause`, `running`,
-    `settings` (keys of the section `supervisor` that were changed, and those of the section `gateway` with
-    `gateway.` before them) and `models`, a list of `model`, `change` (`unchanged`, `settings`, `workers`, `added`,
-    `removed`), `state` (`waiting`, `running`, `done`, `failed`) and, where they apply, `how` and `message`."""
+    """The last reloads and rolling restarts: `number`, `cause`, `running`, `settings` (changed keys of the section
+    `supervisor`, and of `gateway` with `gateway.` before them) and `models`, a list of `model`, `change` (`unchanged`,
+    `settings`, `workers`, `added`, `removed`), `state` (`waiting`, `running`, `done`, `failed`) and, where they apply,
+    `how` and `message`."""
     held_bytes: Bytes
-    """The size of the held events, which wait until clients read."""
+    """Events held until clients read them."""
     forwarding: str
-    """`compiled`, or the reason why Python forwards the frames with tokens."""
+    """`compiled`, or why Python forwards the frames with tokens."""
     connections: int
-    """The number of connected clients."""
+    """Connected clients."""
     tcp: TcpStatus | None
     """The port over TCP, null if there is none."""
     gateway: GatewayStatus | None
-    """The HTTP gateway, null if models.yaml has no section `gateway`."""
+    """Null if models.yaml has no section of this name."""
     cluster: ClusterStatus | None
-    """The Ray cluster, null if models.yaml has no section `cluster`."""
+    """Null if models.yaml has no section of this name."""
     usage: UsageStatus | None
-    """The ledger of usage, null if models.yaml switches it off."""
+    """Null if models.yaml switches the ledger off."""
     request_log: RequestLogStatus | None
-    """The request log, null if models.yaml names none."""
+    """Null if models.yaml names no log."""
     http_keys: HttpKeys
-    """The keys of clients over HTTP, for which gateways ask."""
+    """The keys for which gateways ask."""
     counters: Counters
-    """Counts since the supervisor's start."""
+    """Counts since the start."""
 
 
 class GpuStatus(TypedDict):
-    """A GPU, as NVML sees it."""
+    """A GPU, as NVML sees it. Values from `utilization_percent` on are null if the driver does not offer them, and for
+    GPUs of other machines."""
 
     index: int
-    """The number of the GPU in the order of the PCI bus."""
+    """The number in the order of the PCI bus."""
     uuid: str
-    """The name of the GPU, which never changes."""
+    """The permanent name."""
     total_bytes: Bytes
-    """The memory of the GPU."""
+    """All memory."""
     used_bytes: Bytes
-    """Memory that all processes together use."""
+    """Memory in use by any process."""
     free_bytes: Bytes
-    """Memory that is free."""
+    """Free memory."""
     limit_bytes: Bytes | None
-    """The most that all workers together may hold there (`vram_limit` in models.yaml); null for no limit."""
+    """Most memory of all workers together (`vram_limit` in models.yaml), null for no limit."""
     utilization_percent: Annotated[int, "%"] | None
-    """The share of the driver's last sample period in which the GPU computed. This value and the following ones are
-    null if the driver does not offer them, and for GPUs of other machines."""
+    """The share of the driver's last sample period in which the GPU computed."""
     temperature_celsius: Annotated[int, "°C"] | None
-    """The temperature of the GPU."""
+    """The temperature."""
     power_watts: Annotated[float, "W"] | None
-    """The power that the GPU takes."""
+    """The power drawn."""
     power_limit_watts: Annotated[float, "W"] | None
-    """The most power that the GPU may take."""
+    """The most power that the GPU may draw."""
 
 
 class StatusResult(TypedDict):
     rights: list[str]
-    """The rights of the client's key. The supervisor's own user has all of them."""
+    """The rights of the client's key; all for the supervisor's own user."""
     supervisor: SupervisorStatus
     """The supervisor."""
     gpus: list[GpuStatus]
     """Every GPU of the machine; empty if none is used."""
     gpus_unknown: str | None
-    """The reason why the GPUs cannot be read, null if they can."""
+    """Why the GPUs cannot be read, null if they can."""
     models: list[WorkerStatus]
     """One entry for each worker."""
 
@@ -295,108 +293,107 @@ class NoResult(TypedDict):
 
 class TokenizeResult(TypedDict):
     token_ids: bytes
-    """The ids, u32 little endian."""
+    """u32, little endian."""
     count: Tokens
     """The number of ids."""
     context: Tokens
-    """The longest prompt and answer together."""
+    """The most tokens of prompt and answer together."""
     text: NotRequired[str]
-    """The rendered conversation, or the prompt, if `with_text` was true."""
+    """With `with_text`: the rendered conversation, or the prompt."""
     pieces: NotRequired[list[bytes]]
-    """The bytes that each token adds to a text, or the name of a special token, if `with_pieces` was true."""
+    """With `with_pieces`: for each token its bytes in a text, or the name of a special token."""
 
 
 class ChatTemplateResult(TypedDict):
-    """The chat template of a model, a program for Jinja. Null if the model has none."""
+    """Templates are programs for Jinja."""
 
     source: str | None
+    """The template, null if the model has none."""
     tool_source: str | None
-    """The template for conversations with tools, if the model has another one for them."""
+    """The template for conversations with tools, if it is another one."""
     special_tokens: dict[str, str]
-    """The texts of the special tokens by their names, such as `bos_token`."""
+    """The texts of the special tokens, by names such as `bos_token`."""
 
 
 class DetokenizeResult(TypedDict):
     text: str
-    """The text. Bytes that are not UTF-8 become U+FFFD."""
+    """Bytes that are not UTF-8 become U+FFFD."""
 
 
 class WorkerOrder(TypedDict):
     """The effect of an order on one worker."""
 
     state: str
-    """The state of the worker now. The order is carried out after the reply: ask `status` until the state is the one
-    that you want."""
+    """The worker's state at the reply. The order is carried out later: ask `status`."""
     generation: int
-    """The number of the worker's process. In the reply to `restart`, the number of its next process."""
+    """The number of the worker's process, after `restart` that of its next process."""
 
 
 class OrderResult(WorkerOrder):
     """The effect of an order on all workers of a model. `state` and `generation` are those of the first worker."""
 
     workers: dict[str, WorkerOrder]
-    """The effect on each worker, by the worker's name."""
+    """By the worker's name."""
 
 
 class RestartResult(OrderResult):
     turnover: int | None
-    """The number of the entry in `turnovers` of `status`, if several workers are restarted one after the other."""
+    """The `number` in `turnovers` of `status`, if there are several workers."""
 
 
 class ReloadResult(TypedDict):
     turnover: int
-    """The number of the entry in `turnovers` of `status`."""
+    """The `number` in `turnovers` of `status`."""
 
 
 class LogLevelResult(TypedDict):
     levels: dict[str, str]
-    """The levels now, by the name of the model, or `supervisor` or `gateway`."""
+    """By model, `supervisor` or `gateway`."""
 
 
 class Key(TypedDict):
-    """A key on the list."""
+    """A client's key. A limit of null is no limit."""
 
     name: str
-    """Its name."""
+    """The name."""
     http: bool
-    """True for a token over HTTP, false for a key of a client over TCP."""
+    """True for a token over HTTP, false for a key over TCP."""
     rights: list[str]
-    """Its rights."""
+    """The rights."""
     models: list[str] | None
-    """Names and patterns of the models that it may use, null for all models."""
+    """Names and patterns of the models that it may use. Null: all models."""
     created: str
-    """When it was made, such as `2026-01-31T12:00:00Z`."""
+    """Such as `2026-01-31T12:00:00Z`."""
     expires: str | None
     """When it ends, null for never. An expired key stays on the list until it is revoked."""
     max_in_flight: int | None
-    """Most requests that may be unfinished, null for no limit, as for the next three."""
+    """Most unfinished requests."""
     requests_per_minute: int | None
     """Most requests in a minute."""
     tokens_per_minute: int | None
-    """Most tokens in a minute."""
+    """Most tokens of prompts and answers in a minute."""
     tokens_per_day: int | None
-    """Most tokens in a day."""
+    """Most tokens of prompts and answers in a day."""
     keep_alive_s: int | None
-    """The most seconds that its requests may keep a model loaded, null if they may not say so."""
+    """The most seconds that its requests may keep a model loaded. Null: they may not ask for it."""
     last_used: str | None
-    """When it last asked for something. Of requests before the supervisor's start only the day is known, and its
-    beginning stands here. Null if nothing is known."""
+    """The time of the last use; for use before the supervisor's start the beginning of that day. Null if unknown."""
     own: bool
     """True for the key that asks."""
 
 
 class KeysResult(TypedDict):
     keys: list[Key]
-    """The keys on the list, by name."""
+    """By name."""
     more: bool
-    """True if there are further keys: ask again with the last name as `after`."""
+    """True if keys are missing: ask again with the last name as `after`."""
 
 
 class SetKeyResult(TypedDict):
     key: Key | None
-    """The key as it is now, null if it was revoked meanwhile."""
+    """The key now, null if it was revoked meanwhile."""
     notes: list[str]
-    """A sentence for each pattern of `models` that matches no model yet."""
+    """A sentence for each pattern of `models` that matches no model."""
 
 
 class NewKeyResult(SetKeyResult):

@@ -61,35 +61,34 @@ class StatusParams(TypedDict):
     model: NotRequired[str]
     """A model, or one worker of several (`letters:2`). Unset: all models."""
     history: NotRequired[bool]
-    """True: each worker also has `speeds`."""
+    """True: each worker has `speeds`."""
 
 
 class RequestsParams(TypedDict):
     limit: NotRequired[Annotated[int, Within(1, 500)]]
-    """The greatest number of requests in the result, from 1 to 500; 100 by default."""
+    """Most requests in the result: 1 to 500, default 100."""
 
 
 class EndedRequestsParams(TypedDict):
     after: NotRequired[Number]
-    """The number of a request: the result holds only requests that have ended after it."""
+    """The number of a request: only requests that ended after it."""
     limit: NotRequired[Annotated[int, Within(1, 1000)]]
-    """The greatest number of requests in the result, from 1 to 1000; 100 by default. Older ones are left out."""
+    """Most requests in the result: 1 to 1000, default 100. Older ones are left out."""
 
 
 class StoryParams(TypedDict):
     id: str
-    """A request, as `requests` names it, or one of the `trace_ids` of its [GENERATE](#generate). The gateway gives each
-    request the id of the HTTP request (header `x-request-id`) and the id of the answer (`chatcmpl-...`)."""
+    """The `id` in `requests`, or one of the `trace_ids` in [GENERATE](#generate). The gateway's trace ids are the id of
+    the HTTP request (`x-request-id`) and that of the answer (`chatcmpl-...`)."""
 
 
 class EventsParams(TypedDict):
     model: NotRequired[str]
-    """A model, also one that models.yaml had before: the result holds its events only. Unset: all events."""
+    """Only events of this model, also of one that left models.yaml. Unset: all events."""
     after: NotRequired[Number]
-    """The number of an event: the result holds the events after it, the oldest first. Unset: the result holds the
-    newest events."""
+    """The number of an event: the oldest events after it. Unset: the newest events."""
     limit: NotRequired[Annotated[int, Within(1, 512)]]
-    """The greatest number of events in the result, from 1 to 512; 100 by default."""
+    """Most events in the result: 1 to 512, default 100."""
 
 
 class MetricsParams(TypedDict):
@@ -99,7 +98,7 @@ class MetricsParams(TypedDict):
 
 class UsageParams(TypedDict):
     key: NotRequired[str]
-    """The name of a key; an empty string for requests without a key. Unset: all keys that the client may see."""
+    """The name of a key; empty for requests without a key. Unset: all keys that the client may see."""
     model: NotRequired[str]
     """The name of a model. Unset: all models."""
     since: NotRequired[str]
@@ -107,16 +106,16 @@ class UsageParams(TypedDict):
 
 
 class TokenizeParams(ModelParams):
-    """A prompt or a conversation. Give exactly one of `prompt` and `messages`."""
+    """Give exactly one of `prompt` and `messages`. Keys with the name of an option of GENERATE mean the same."""
 
     prompt: NotRequired[str]
     """The text."""
     messages: NotRequired[list[dict[str, Any]]]
-    """The conversation, for the model's chat template. This key and the following ones are as in GENERATE."""
+    """The conversation, for the chat template."""
     tools: NotRequired[list[dict[str, Any]]]
     """The functions that the assistant may call."""
     template_kwargs: NotRequired[dict[str, Any]]
-    """Further variables of the template."""
+    """Variables of the template."""
     add_generation_prompt: NotRequired[bool]
     """True: the text ends where the assistant speaks next."""
     continue_final_message: NotRequired[bool]
@@ -124,91 +123,88 @@ class TokenizeParams(ModelParams):
     add_special: NotRequired[bool]
     """False: the ids of a prompt do not begin with BOS."""
     with_text: NotRequired[bool]
-    """True: the reply has the text of the conversation, too, as the chat template renders it."""
+    """True: the reply has the text as the chat template renders it."""
     with_pieces: NotRequired[bool]
-    """True: the reply has the bytes of each token, too."""
+    """True: the reply has the bytes of each token."""
 
 
 class DetokenizeParams(ModelParams):
     token_ids: bytes
-    """The ids, u32 little endian."""
+    """u32, little endian."""
 
 
 class StopParams(ModelParams):
     now: NotRequired[bool]
-    """Do not wait for unfinished requests. By default the worker finishes them, within the time limit of the drain."""
+    """True: do not wait for unfinished requests. By default the worker finishes them, within the time of the drain."""
 
 
 class ReloadParams(TypedDict):
     model: NotRequired[str]
-    """A model whose workers are replaced in any case. Unset: the supervisor reads models.yaml again and applies the
-    changes to all models."""
+    """Replace the workers of this model in any case. Unset: read models.yaml and apply all changes."""
     how: NotRequired[str]
-    """`auto` (the default: beside the old worker where both fit), `beside`, or `exchange` (the old worker leaves
-    first)."""
+    """`auto` (default: beside the old worker where both fit), `beside`, or `exchange` (the old worker leaves first)."""
 
 
 class ConfigParams(TypedDict):
     all: NotRequired[bool]
-    """True: `settings` has keys with their defaults, too."""
+    """True: `settings` also has keys with their defaults."""
 
 
 class ShutdownParams(TypedDict):
     now: NotRequired[bool]
-    """Do not wait for unfinished requests."""
+    """True: do not wait for unfinished requests."""
 
 
 class CancelRequestParams(TypedDict):
     id: str
-    """A request, as `requests` names it, or one of its trace ids, which several requests may have. Without the right
-    `admin` only requests of the client's own key are cancelled."""
+    """The `id` in `requests`, or a trace id, which several requests may have. Without the right `admin` only requests
+    of the client's own key are cancelled."""
 
 
 class LogLevelParams(TypedDict):
     model: NotRequired[str]
-    """A model, `supervisor` or `gateway`. Unset: all of them."""
+    """A model, `supervisor` or `gateway`. Unset: all."""
     level: NotRequired[str]
-    """The new level: `debug`, `info`, `warning` or `error`. Unset: nothing is changed."""
+    """The new level: `debug`, `info`, `warning` or `error`. Unset: no change."""
 
 
 class KeysParams(TypedDict):
     after: NotRequired[str]
-    """Only keys whose names come after this one in the alphabet."""
+    """Only keys with names after this one in the alphabet."""
     limit: NotRequired[Annotated[int, Within(1, 1000)]]
-    """The most keys, 1 to 1000. Default: 100."""
+    """Most keys in the result: 1 to 1000, default 100."""
 
 
 class KeyFields(TypedDict):
-    """The rights and the limits of a key. Null takes a limit away."""
+    """Rights and limits of a key. A limit of null is no limit."""
 
     rights: NotRequired[Annotated[list[str], _CHECKED_LATER]]
-    """Of `infer`, `status`, `admin`, `gateway`. A key over HTTP cannot have `gateway`."""
+    """Any of `infer`, `status`, `admin`, `gateway`. A key over HTTP cannot have `gateway`."""
     models: NotRequired[Annotated[list[str] | None, _CHECKED_LATER]]
     """Names of models, or patterns such as `qwen*`. Null: all models."""
     expires: NotRequired[Annotated[str | None, _CHECKED_LATER]]
-    """The end of the key: a lifetime from now, such as `12h`, `30d` or `8w`, or a time such as `2026-01-31T12:00:00Z`.
-    Null: never."""
+    """A lifetime from now (`12h`, `30d`, `8w`) or a time (`2026-01-31T12:00:00Z`). Null: never."""
     max_in_flight: NotRequired[Annotated[int | None, _CHECKED_LATER]]
-    """Most requests that may be unfinished."""
+    """Most unfinished requests."""
     requests_per_minute: NotRequired[Annotated[int | None, _CHECKED_LATER]]
     """Most requests in a minute."""
     tokens_per_minute: NotRequired[Annotated[int | None, _CHECKED_LATER]]
-    """Most tokens in a minute, of prompts and answers together."""
+    """Most tokens of prompts and answers in a minute."""
     tokens_per_day: NotRequired[Annotated[int | None, _CHECKED_LATER]]
-    """Most tokens in a day, of prompts and answers together."""
+    """Most tokens of prompts and answers in a day."""
     keep_alive_s: NotRequired[Annotated[int | str | None, _CHECKED_LATER]]
-    """The longest time that its requests may keep a model loaded, in seconds or as a text such as `2h`. Null: its
-    requests may not say so."""
+    """The longest time that its requests may keep a model loaded: seconds, or a text such as `2h`. Null: they may not
+    ask for it."""
 
 
 class NewKeyParams(KeyFields):
     name: str
-    """The name of the new key. Without `rights` it may send requests (`infer`)."""
+    """The name. Without `rights` the key has `infer`."""
 
 
 class SetKeyParams(KeyFields):
     name: str
-    """The name of the key. What is not given stays as it is."""
+    """The name. What is not given stays."""
 
 
 class RevokeKeyParams(TypedDict):
@@ -218,15 +214,14 @@ class RevokeKeyParams(TypedDict):
 
 class LogsParams(TypedDict):
     model: NotRequired[str]
-    """A model, or one worker of several (`letters:2`). A model with several workers means the first one. `gateway`
-    means the log of the gateway. Unset, or `supervisor`: the supervisor's own log."""
+    """A model (its first worker), one worker of several (`letters:2`), `gateway`, or `supervisor` (the default)."""
     lines: NotRequired[Annotated[int, Within(1, 1000)]]
-    """The greatest number of lines in the result, from 1 to 1000; 200 by default."""
+    """Most lines in the result: 1 to 1000, default 200."""
     after: NotRequired[str]
-    """A `position`: the result holds the lines after it, the oldest first. Unset: the result holds the last lines."""
+    """A `position`: the oldest lines after it. Unset: the last lines."""
     since: NotRequired[Annotated[float, "s"]]
-    """A time, in seconds since 1970, in place of `after`: the result holds the lines from that time on, the oldest
-    first. Lines of a file that was moved away are not among them."""
+    """In place of `after`, seconds since 1970: the oldest lines from then on. Files that were moved away are not
+    read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,22 +10,20 @@ from supervisor.ports import listeners
 from supervisor.ports.floods import ArrivalLimits
 from supervisor.requests import request
 from supervisor.requests.credit import MOST_UNREAD, SendBufferLimits
-from tools.docs.markdown import GENERATED, table
+from tools.docs.markdown import GENERATED, table, text
 
 MIB = 1 << 20
 
 
 def errors() -> str:
-    """Return the table of the places where each error can appear. ``error_table`` explains the errors themselves."""
+    """Return the table of the places where errors can appear. ``error_table`` explains the errors themselves."""
     places = attribute_docs(Where)
-    rows = [(f"[`{code.wire_name}`](#{code.wire_name})", "; ".join(APPEARS[code])) for code in ErrorCode]
-    parts = [
-        GENERATED.format(source="protocol/bodies.py"),
-        table(("name", "where"), rows),
-        "The places:",
-        table(("where", "what it means"), [(str(place), places[place.name]) for place in Where]),
-    ]
-    return "\n\n".join(parts) + "\n"
+    rows = []
+    for place in Where:
+        names = [f"[`{code.wire_name}`](#{code.wire_name})" for code in ErrorCode if place in APPEARS[code]]
+        rows.append((str(place), text(places[place.name]), ", ".join(names)))
+    note = GENERATED.format(source="protocol/bodies.py")
+    return note + "\n\n" + table(("where", "what it means", "errors"), rows) + "\n"
 
 
 def most() -> str:
@@ -33,12 +31,12 @@ def most() -> str:
     holds, arrivals = SendBufferLimits(), ArrivalLimits()
     kinds = sorted(CLIENT_TO_SUPERVISOR | SUPERVISOR_TO_CLIENT)
     frames = [(kind.name, size(limits.MAX_FRAME[kind])) for kind in kinds]
-    refused = "the frame is refused with `bad_frame`"
-    body = "`bad_frame` in REPLY and for HELLO, `invalid_request` in an error event"
+    refused = "`bad_frame`"
+    body = "`invalid_request` for GENERATE, else `bad_frame`"
     parts = [
         GENERATED.format(source="protocol/limits.py and the constants of supervisor/"),
         "A frame beyond the limit of its kind is answered with `too_large`, and the connection goes on. A frame beyond "
-        f"{size(limits.SOCKET_MAX_FRAME)} ends the connection without an answer: libzmq does that.",
+        f"{size(limits.SOCKET_MAX_FRAME)} ends the connection without an answer.",
         table(("kind", "largest frame"), frames),
         "Within a frame:",
         table(

@@ -3,9 +3,9 @@
 import inspect
 import re
 import types
+from itertools import groupby
 from typing import Annotated, Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from protocol import bodies
 from protocol.attribute_docs import attribute_docs, base_of
 from tools.docs.markdown import table, text
 
@@ -20,34 +20,48 @@ NAMES = {
     Any: "any",
 }
 """Python's type → its name on the wire."""
-FAILURE = "#map-failure"
-KEY_HEADER = ("key", "type", "presence", "meaning")
+KEY_HEADER = ("key", "type", "meaning")
 
 
-def described(map_type: type, present: str = "always") -> str:
-    """Return the text that belongs to a map as a whole, and the table of its keys.
-
-    present  the entry in the column "presence" for keys that are not optional
-    """
+def described(map_type: type) -> str:
+    """Return the text that belongs to a map as a whole, and its keys. The keys of a base with a section are linked."""
     own = inspect.cleandoc(map_type.__dict__.get("__doc__") or "")
-    inherited = f"It has the keys of the map [Failure]({FAILURE}), and:" if base_of(map_type) is bodies.Failure else ""
-    return "\n\n".join(filter(None, (text(own), inherited, keys(map_type, present))))
+    base = section_base(map_type)
+    inherited = f"It has the keys of {type_name(base)}, and:" if base else ""
+    return "\n\n".join(filter(None, (text(own), inherited, keys(map_type))))
 
 
-def keys(map_type: type, present: str = "always") -> str:
-    """Return the table of a map's keys; nothing for a map without keys."""
-    docs = dict(attribute_docs(map_type))
-    if base_of(map_type) is bodies.Failure:
-        docs = {name: words for name, words in docs.items() if name not in attribute_docs(bodies.Failure)}
+def section_base(map_type: type) -> type | None:
+    """Return the map that this one extends, if that has a section of its own. The only key of a map is repeated."""
+    base = base_of(map_type)
+    return base if base and len(get_type_hints(base)) > 1 else None
+
+
+def keys(map_type: type) -> str:
+    """Return the table of a map's keys, one line for a single key, and nothing for a map without keys."""
+    docs, base = attribute_docs(map_type), section_base(map_type)
+    hints = get_type_hints(map_type, include_extras=True)
+    inherited = get_type_hints(base) if base else {}
+    return listed(
+        KEY_HEADER, [(name, _key_type(hint), docs[name]) for name, hint in hints.items() if name not in inherited]
+    )
+
+
+def listed(header: tuple[str, ...], described: list[tuple[str, str, str]]) -> str:
+    """Return a table of names, types and meanings. Neighbours that differ in their names alone share a row."""
     rows = []
-    for name, hint in get_type_hints(map_type, include_extras=True).items():
-        if name not in docs:
-            continue
-        presence = present
-        if get_origin(hint) is NotRequired:
-            presence, (hint,) = "optional", get_args(hint)
-        rows.append((f"`{name}`", type_name(hint), presence, text(docs[name])))
-    return table(KEY_HEADER, rows) if rows else ""
+    for (kind, meaning), group in groupby(described, key=lambda row: row[1:]):
+        rows.append((", ".join(f"`{row[0]}`" for row in group), kind, text(meaning)))
+    if len(rows) == 1:
+        name, kind, meaning = rows[0]
+        return f"{name} ({kind}). {' '.join(meaning.split())}"
+    return table(header, rows) if rows else ""
+
+
+def _key_type(hint: Any) -> str:
+    if get_origin(hint) is NotRequired:
+        return f"{type_name(get_args(hint)[0])}, optional"
+    return type_name(hint)
 
 
 def type_name(hint: Any) -> str:
@@ -75,12 +89,13 @@ def _plural(name: str) -> str:
 
 
 def inner_maps(*map_types: type) -> list[type]:
-    """Return the maps that these maps hold, directly or not, in the order of their mention."""
+    """Return the maps that these maps hold or extend, directly or not, in the order of their mention."""
     found: dict[type, None] = {}
     for map_type in map_types:
-        for hint in get_type_hints(map_type, include_extras=True).values():
-            for inner in _mentioned(hint):
-                found |= {inner: None} | dict.fromkeys(inner_maps(inner))
+        base = section_base(map_type)
+        hints = get_type_hints(map_type, include_extras=True).values()
+        for inner in [*([base] if base else []), *(inner for hint in hints for inner in _mentioned(hint))]:
+            found |= {inner: None} | dict.fromkeys(inner_maps(inner))
     return list(found)
 
 

@@ -21,19 +21,19 @@ from protocol.messages import (
 )
 from protocol.results import result_of
 from protocol.values import hints_of
-from protocol.verbs import VERBS, Right, Verb
+from protocol.verbs import VERBS, Right
 from supervisor.logs.events import EventKind
 from supervisor.workers.life import WorkerState
 from tools.docs.markdown import GENERATED, table, text
-from tools.docs.wire_maps import KEY_HEADER, described, inner_maps, map_section, type_name
+from tools.docs.wire_maps import KEY_HEADER, described, inner_maps, listed, map_section, section_base, type_name
 
 ELEMENT_HEADER = ("element", "type", "meaning")
-USUAL = {
-    "request": "The number of the request.",
-    "call": "The number of the call.",
-    "body": "A bin that holds one msgpack map, see below.",
-}
-"""Elements that need no text of their own."""
+ALL_MESSAGES = (
+    "In every message `request` is the number of the request, and `call` that of the call. `body` is a bin that holds "
+    "one msgpack map, if nothing else is said. Integers outside of maps are u64. A key is always there, unless its "
+    "type says *optional*."
+)
+ALL_VERBS = "A parameter may be left out if its type says *optional*."
 ELSEWHERE = {
     Kind.CALL: "The verbs, their parameters and their results are in [Verbs of CALL](#verbs-of-call).",
 }
@@ -42,7 +42,7 @@ ELSEWHERE = {
 
 def messages() -> str:
     """Return the sections about all messages, and the maps that they hold."""
-    parts = [GENERATED.format(source="protocol/messages.py, protocol/messages.py and protocol/bodies.py")]
+    parts = [GENERATED.format(source="protocol/messages.py and protocol/bodies.py"), ALL_MESSAGES]
     parts += ["### Messages of the client", *(_message(kind) for kind in sorted(CLIENT_TO_SUPERVISOR))]
     only = sorted(SUPERVISOR_TO_CLIENT - CLIENT_TO_SUPERVISOR)
     parts += ["### Messages of the supervisor", *(_message(kind) for kind in only)]
@@ -54,22 +54,35 @@ def messages() -> str:
 
 def verbs() -> str:
     """Return the table of verbs, and a section about each."""
-    rows, parts = [], []
+    results = [result_of(verb) for verb in VERBS.values()]
+    bases = {section_base(result) for result in results}
+    shared = {result for result in results if get_type_hints(result) and (results.count(result) > 1 or result in bases)}
+    parts = [ALL_VERBS]
     for name, verb in VERBS.items():
-        rights = [right for right in Right if right in verb.rights]
-        needed = "any" if len(rights) == len(Right) else " or ".join(f"`{right}`" for right in rights)
-        rows.append(
-            (f"[`{name}`](#verb-{name})", "`admin`" if verb.order else "`front` or `admin`", needed, verb.purpose)
-        )
-        parts += [f"#### Verb `{name}`", verb.purpose, _parameters(verb), _result(verb)]
+        result = result_of(verb)
+        returned = f"{type_name(result)}." if result in shared else described(result)
+        parts += [f"#### Verb `{name}`", verb.purpose, _under("Parameters", described(verb.params))]
+        parts += [_under("Result", returned)]
     known = (bodies.Model, bodies.Failure)
-    maps = inner_maps(*map(result_of, VERBS.values()))
+    maps = dict.fromkeys(inner for verb in VERBS.values() for inner in inner_maps(verb.params, result_of(verb)))
+    maps |= dict.fromkeys(shared)
     parts += [map_section(map_type, "####") for map_type in maps if map_type not in known]
     kinds = attribute_docs(EventKind)
     parts += ["Kinds of events:", table(("kind", "meaning"), [(f"`{k}`", text(kinds[k.name])) for k in EventKind])]
-    header = ("verb", "socket over ipc", "right over TCP", "purpose")
     note = GENERATED.format(source="protocol/verbs.py, protocol/results.py, supervisor/logs/events.py")
-    return "\n\n".join([note, table(header, rows), *parts]) + "\n"
+    return "\n\n".join([note, _rights(), *parts]) + "\n"
+
+
+def _rights() -> str:
+    """Return the table of the rights that verbs need."""
+    verbs_of: dict[tuple[str, str], list[str]] = {}
+    for name, verb in VERBS.items():
+        rights = [right for right in Right if right in verb.rights]
+        needed = "any" if len(rights) == len(Right) else " or ".join(f"`{right}`" for right in rights)
+        place = needed, "`admin`" if verb.order else "`front` or `admin`"
+        verbs_of.setdefault(place, []).append(f"[`{name}`](#verb-{name})")
+    rows = [(*place, ", ".join(names)) for place, names in verbs_of.items()]
+    return table(("right over TCP", "socket over ipc", "verbs"), rows)
 
 
 def _message(kind: Kind) -> str:
@@ -79,8 +92,8 @@ def _message(kind: Kind) -> str:
     direction = "either side" if kind in CLIENT_TO_SUPERVISOR & SUPERVISOR_TO_CLIENT else ""
     heading = f"#### {kind.name}\n\n`[{layout}]`" + (f" ({direction})" if direction else "")
     docs, hints = attribute_docs(message), get_type_hints(message)
-    rows = [(f"`{e.name}`", _element_type(hints[e.name]), text(docs.get(e.name) or USUAL[e.name])) for e in elements]
-    parts = [heading, text(inspect.cleandoc(message.__doc__)), table(ELEMENT_HEADER, rows)]
+    rows = [(e.name, _element_type(hints[e.name]), docs[e.name]) for e in elements if e.name in docs]
+    parts = [heading, text(inspect.cleandoc(message.__doc__)), *filter(None, [listed(ELEMENT_HEADER, rows)])]
     if message is Events:
         parts += _events()
     elif message is Generate:
@@ -88,14 +101,14 @@ def _message(kind: Kind) -> str:
     elif kind in ELSEWHERE:
         parts.append(ELSEWHERE[kind])
     elif body := getattr(bodies, f"{message.__name__}Body", None):
-        parts.append(f"The body. {described(body)}")
+        parts.append(_under("Body", described(body)))
     return "\n\n".join(parts)
 
 
 def _generate() -> list[str]:
     hints, docs = hints_of(ChatMessage), attribute_docs(ChatMessage)
     rows = [
-        (f"`{name}`", type_name(hint), "optional" if hasattr(ChatMessage, name) else "required", text(docs[name]))
+        (f"`{name}`", type_name(hint) + (", optional" if hasattr(ChatMessage, name) else ""), text(docs[name]))
         for name, hint in hints.items()
     ]
     return [
@@ -108,19 +121,17 @@ def _generate() -> list[str]:
 
 
 def _element_type(hint: Any) -> str:
-    if hint is int:
-        return "integer (u64)"
     return "array of entries" if hint == list[EventEntry] else type_name(hint)
 
 
 def _events() -> list[str]:
     entry = attribute_docs(EventEntry)
-    rows = [(f"`{name}`", "integer (u64)", text(entry.get(name) or USUAL[name])) for name in EventEntry._fields]
+    rows = [(f"`{name}`", text(entry[name])) for name in EventEntry._fields if name in entry]
     flags = attribute_docs(EventFlag)
     reasons = attribute_docs(FinishReason)
     return [
-        "An entry is an array of five:",
-        table(ELEMENT_HEADER, rows),
+        f"An entry is an array of five integers, `[{', '.join(EventEntry._fields)}]`:",
+        table(("element", "meaning"), rows),
         "Flags:",
         table(("bit", "name", "meaning"), [(str(int(bit)), bit.name or "", flags[str(bit.name)]) for bit in EventFlag]),
         *(f"**{name}.** {described(map_type)}" for name, map_type in zip(_EVENT_NAMES, _EVENT_MAPS, strict=True)),
@@ -142,11 +153,6 @@ def _models() -> str:
     return "\n\n".join([map_section(bodies.Model, "####"), message, table(("state", "meaning"), rows)])
 
 
-def _parameters(verb: Verb) -> str:
-    params = described(verb.params, "required")
-    return ("Parameters:\n\n" if params.startswith("|") else "Parameters: ") + params
-
-
-def _result(verb: Verb) -> str:
-    result = described(result_of(verb))
-    return ("Result:\n\n" if result.startswith("|") else "Result: ") + result
+def _under(heading: str, words: str) -> str:
+    """Return words below what they are about, on the same line if they do not begin with a table."""
+    return f"{heading}:" + ("\n\n" if words.startswith("|") else " ") + words

@@ -45,7 +45,7 @@ def _events(*events: tuple[int, EventFlag | int, tuple[int, ...], dict[str, obje
 
 MODEL = {"name": "letters", "state": "ready", "context": 2048, "chat": False}
 USAGE = {"prompt_tokens": 8, "completion_tokens": 5}
-TIMINGS = {"queue_ms": 0.25, "prefill_ms": 4.5, "decode_ms": 8.0, "tokens_per_s": 500.0}
+TIMINGS = {"queue_ms": 0.25}
 END: dict[str, object] = {"text": "", "finish_reason": "stop", "usage": USAGE, "timings": TIMINGS}
 SESSION: tuple[tuple[str, Message], ...] = (
     ("The client is connected and has seen that its own user listens.", Hello(pack_body({"library": "example/1.0"}))),
@@ -83,8 +83,8 @@ SESSION: tuple[tuple[str, Message], ...] = (
 OTHERS: tuple[tuple[str, Message], ...] = (
     ("The client has consumed 128 events of request 1 and grants as many.", Credit(1, 128)),
     ("The client cancels request 1.", Cancel(1)),
-    ("The client asks for the models.", Call(2, "models", pack_body({}))),
-    ("The supervisor answers the call.", Reply(2, pack_body({"result": {"models": [MODEL]}}))),
+    ("The client asks to cancel a request by its name.", Call(2, "cancel_request", pack_body({"id": "12-3"}))),
+    ("The supervisor answers the call.", Reply(2, pack_body({"result": {}}))),
     (
         "The supervisor refuses the GENERATE of request 3.",
         Error(
