@@ -14,7 +14,6 @@ import torch
 
 from model_worker.engine import (
     Capabilities,
-    ChatTemplate,
     DrawnToken,
     EngineEvent,
     EngineStats,
@@ -26,17 +25,18 @@ from model_worker.engine import (
     ProgressCallback,
     PromptLogprobs,
 )
-from model_worker.engines.admission import check_job, left_to_draw
-from model_worker.engines.banned import BannedStrings, BanVerdict, Healer, Healing
+from model_worker.engines.admission import left_to_draw
+from model_worker.engines.banned import BannedStrings, BanVerdict, Healing
+from model_worker.engines.base import BaseEngine
 from model_worker.engines.constraints import OFFERED as CONSTRAINTS
-from model_worker.engines.constraints import WAIT_S, AnyConstraint, Constraints, Mask
+from model_worker.engines.constraints import AnyConstraint, Mask
 from model_worker.engines.embedded.check import OFFERED, check, read_options
 from model_worker.engines.embedded.load import SlotModel, check_room, device_name, load_model
 from model_worker.engines.embedded.sampling import Sampler, log_probability
 from model_worker.engines.prompt_scores import PromptPieces, places_at_once, score
 from model_worker.engines.vetting import understood
 from model_worker.text import LoopWatch, TextStream
-from protocol.errors import RequestError, WireError
+from protocol.errors import RequestError
 from protocol.messages import FinishReason
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
@@ -282,10 +282,13 @@ class _Counters:
     decode_steps: int = 0
 
 
-class TransformersEngine:
+class TransformersEngine(BaseEngine):
     """The engine that serves one model with the transformers library. ``embedded.check`` describes its options."""
 
+    _answers: dict[int, EmbeddedAnswer | _Running]
+
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__()
         options = read_options(spec)
         self._chunk_size, self._threads = options.chunk_size, options.threads
         self._spec = spec
@@ -294,10 +297,8 @@ class TransformersEngine:
         self._rows: list[_Running] = []
         self._decoding = 0
         self._prefilling: deque[_Running] = deque()  # in the order of arrival, which the rows need not have
-        self._by_id: dict[int, EmbeddedAnswer | _Running] = {}
         self._steps = 0
         self._counters = _Counters()
-        self._capabilities: Capabilities | None = None
 
     def load(self, progress: ProgressCallback) -> None:
         """Load the model and warm up. Set this process's number of torch threads. Raises LoadError."""
@@ -308,14 +309,10 @@ class TransformersEngine:
         with understood(self._spec.model_dir):
             check_room(directory, device, self._spec.max_batch_size, context)
             assert checked.tokenizer is not None, "build_engine has seen that its packages are there"
-            self._tokenizer = checked.tokenizer
-            pieces = self._tokenizer.pieces
+            pieces = checked.tokenizer.pieces
             model = load_model(directory, device, progress)
-        self._healer = Healer(pieces) if pieces else None
-        self._vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self._drawable = min(self._vocab_size, self._tokenizer.vocab_size)
-        eos_ids = self._tokenizer.eos_ids
-        self._constraints = Constraints(pieces, self._drawable, eos_ids, self._tokenizer) if pieces else None
+        rows = int(model.get_input_embeddings().num_embeddings)
+        self._set_vocabulary(checked.tokenizer, rows, checked.tokenizer.vocab_size)
         self._model = SlotModel(model, device, self._spec.max_batch_size, context)
         self._capabilities = Capabilities(
             context=context,
@@ -326,7 +323,7 @@ class TransformersEngine:
             attention="PyTorch SDPA over a cache of slots, float32",
             sleep_bytes=self._model.weight_bytes if self._spec.sleep else None,
             no_sleep="" if self._spec.sleep else "models.yaml does not let it sleep",
-            end_ids=eos_ids,
+            end_ids=self._tokenizer.eos_ids,
         )
         progress("warmup", 0, 1)
         with torch.inference_mode():
@@ -342,47 +339,12 @@ class TransformersEngine:
         prompt = (0,) * max(1, min(self._chunk_size, context - new))
         for number in range(self._spec.max_batch_size):
             self.submit(Job(-1 - number, prompt, new, SamplingParams(temperature=0)))
-        while self._by_id:
+        while self._answers:
             progress("warmup", 0, 1)
             self.step()
         self._steps, self._counters = 0, _Counters()
 
-    @property
-    def capabilities(self) -> Capabilities:
-        assert self._capabilities is not None, "load() first"
-        return self._capabilities
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    @property
-    def constraints(self) -> Constraints | None:
-        return self._constraints
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._tokenizer.chat_template
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return self._tokenizer.encode_rendered(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode_given(token_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id)
-
-    def submit(self, job: Job) -> None:
-        """Queue a job, first come, first served. Raises RequestError for a job that cannot be computed."""
-        if job.id in self._by_id or (self._constraints and job.id in self._constraints):
-            raise ValueError(f"job id {job.id} is in use")
-        check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)
-        if job.constraint is not None and self._constraints is not None:  # check_job has refused it if there are none
-            self._constraints.add(job)
-        else:
-            self._queue(job, self._constraints.of_reasoning(job) if self._constraints is not None else None)
-
-    def _queue(self, job: Job, constraint: AnyConstraint | None = None) -> None:
+    def _queue(self, job: Job, constraint: AnyConstraint | None) -> None:
         eos_ids = self._tokenizer.eos_ids
         healing = self._healer.heal(job.prompt_ids) if job.token_healing and self._healer else None
         stream = partial(self._tokenizer.stream, layout=job.layout)
@@ -391,13 +353,13 @@ class TransformersEngine:
             raise RequestError(
                 "token_healing: no token that may be drawn begins as the prompt's last one does", field="token_healing"
             )
-        self._by_id[job.id] = answer
+        self._answers[job.id] = answer
         self._pending.append(answer)
 
     def cancel(self, job_id: int) -> None:
         if self._constraints is not None and self._constraints.cancel(job_id):
             return
-        entry = self._by_id.pop(job_id, None)
+        entry = self._answers.pop(job_id, None)
         if isinstance(entry, EmbeddedAnswer):
             self._pending.remove(entry)
         elif entry is not None:
@@ -406,31 +368,19 @@ class TransformersEngine:
     def reset(self) -> None:
         if self._constraints is not None:
             self._constraints.clear()
-        for job_id in list(self._by_id):
+        for job_id in list(self._answers):
             self.cancel(job_id)
 
     @torch.inference_mode()
     def step(self) -> list[EngineEvent]:
         """Start the jobs that fit, compute at most one chunk of prompts, then one token for every running answer."""
         failed = self._queue_constrained()
-        if not self._by_id:
+        if not self._answers:
             return failed
         self._steps += 1
         self._admit()
         events = self._prefill()
         return failed + events + self._decode() if self._decoding else failed + events
-
-    def _queue_constrained(self) -> list[EngineEvent]:
-        """Queue the jobs whose constraints are compiled."""
-        failed: list[EngineEvent] = []
-        if self._constraints is None or not self._constraints:
-            return failed
-        for job, constraint in self._constraints.ready(0.0 if self._by_id else WAIT_S):
-            try:
-                self._queue(job, constraint())
-            except WireError as e:
-                failed.append(Failed(job.id, e))
-        return failed
 
     def _admit(self) -> None:
         while self._pending and len(self._rows) < self._spec.max_batch_size:
@@ -441,7 +391,7 @@ class TransformersEngine:
                 running.pieces = PromptPieces(answer.job.id, answer.job.prompt_ids, scoring)
             self._rows.append(running)
             self._prefilling.append(running)
-            self._by_id[answer.job.id] = running
+            self._answers[answer.job.id] = running
 
     def _prefill(self) -> list[EngineEvent]:
         """Run one forward pass over the next prompts, padded to the longest, of at most chunk_size tokens in all.
@@ -522,7 +472,7 @@ class TransformersEngine:
             except RequestError as e:
                 event = Failed(answer.job.id, e)
             if isinstance(event, Finished | Failed):
-                del self._by_id[answer.job.id]
+                del self._answers[answer.job.id]
                 self._release(running)
             else:
                 running.cached = answer.length - 1  # fewer if the answer went back; later steps overwrite the rest
@@ -575,11 +525,6 @@ class TransformersEngine:
                 "jobs_per_step": round(counters.decode_tokens / max(1, counters.decode_steps), 2),
             },
         )
-
-    def close(self) -> None:
-        """End the process that tries constraints."""
-        if self._constraints is not None:
-            self._constraints.close()
 
 
 def _draw_together(batch: Sequence[_Running], logits: torch.Tensor) -> dict[int, int]:

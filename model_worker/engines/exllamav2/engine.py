@@ -21,7 +21,6 @@ import torch
 
 from model_worker.engine import (
     Capabilities,
-    ChatTemplate,
     EngineEvent,
     EngineStats,
     Failed,
@@ -31,10 +30,10 @@ from model_worker.engine import (
     ProgressCallback,
     PromptScoring,
 )
-from model_worker.engines.admission import check_job
-from model_worker.engines.banned import Healer, Healing
+from model_worker.engines.banned import Healing
+from model_worker.engines.base import BaseEngine
 from model_worker.engines.constraints import OFFERED as CONSTRAINTS
-from model_worker.engines.constraints import WAIT_S, AnyConstraint, Constraints
+from model_worker.engines.constraints import AnyConstraint
 from model_worker.engines.exllamav2.answer import ExLlamaV2Answer, GuardedAnswer
 from model_worker.engines.exllamav2.answer_jobs import AnswerJobs, Batch
 from model_worker.engines.exllamav2.check import check
@@ -45,7 +44,7 @@ from model_worker.engines.exllamav2.options import offered, read_options
 from model_worker.engines.exllamav2.sampling import check_sampling
 from model_worker.engines.exllamav2.sleep import KeptPages
 from model_worker.engines.vetting import understood
-from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.errors import ErrorCode, RequestError
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 from protocol.request import SamplingParams
 
@@ -212,44 +211,41 @@ def prepare_ahead() -> None:
         key()
 
 
-class ExLlamaV2Engine:
+class ExLlamaV2Engine(BaseEngine):
     """The engine that serves one model with ExLlamaV2. ``exllamav2.options`` describes its options."""
 
+    _answers: dict[int, ExLlamaV2Answer]
+
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__()
         read_options(spec)  # raises LoadError for wrong options
         self._spec = spec
-        self._answers: dict[int, ExLlamaV2Answer] = {}
         self._scored: dict[int, Any] = {}
         """The AnswerJobs by job, whose prompts have log-probabilities that are not reported yet."""
         self._meter = Meter()
-        self._capabilities: Capabilities | None = None
 
     def load(self, progress: ProgressCallback) -> None:
         """Load the model onto the visible GPUs and warm up. Raises LoadError."""
         checked = check(self._spec)
         assert checked.tokenizer is not None, "build_engine has seen that its packages are there"
-        self._tokenizer = checked.tokenizer
         with understood(self._spec.model_dir):
-            pieces = self._tokenizer.pieces
+            pieces = checked.tokenizer.pieces
         loaded = self._loaded = load(checked, progress, sleep=self._spec.sleep)
         self._generator = make_generator(loaded, self._spec.max_batch_size)
         if loaded.ngram:
             self._generator.iterate_ngram_gen = lambda results: propose_for_all(self._generator)
         self._batch = Batch(self._generator, loaded.chunk_size, self._meter.defragmented)
         config = loaded.model.config
-        self._vocab_size = int(config.vocab_size)  # rows of the embedding
-        self._drawable = min(self._vocab_size, int(loaded.tokenizer.get_vocab_size()))
+        self._set_vocabulary(checked.tokenizer, int(config.vocab_size), int(loaded.tokenizer.get_vocab_size()))
         eos_ids = self._tokenizer.eos_ids
         self._jobs = AnswerJobs(loaded, self._batch, self._generator.padded_vocab_size, self._drawable, eos_ids)
-        self._healer = Healer(pieces) if pieces else None
-        self._constraints = Constraints(pieces, self._drawable, eos_ids, self._tokenizer) if pieces else None
         self._sleeper = Sleeper(self._generator, loaded, self._spec)
         self._loop, decoding = make_loop(loaded, self._generator, self._drawable, progress)
         self._capabilities = Capabilities(
             context=min(loaded.context, int(config.max_seq_len) - max(loaded.draft_tokens - 1, 0)),
             max_batch_size=self._spec.max_batch_size,
             offered=offered(speculates=loaded.draft_tokens > 0, tensor_parallel=loaded.model.tp_context is not None)
-            - (frozenset() if self._healer else {"token_healing"})
+            - (frozenset() if pieces else {"token_healing"})
             | (CONSTRAINTS if pieces else frozenset()),
             chat=self._tokenizer.has_chat_template,
             device=", ".join(dict.fromkeys(torch.cuda.get_device_name(index) for index in loaded.devices)),
@@ -280,54 +276,21 @@ class ExLlamaV2Engine:
         self.reset()
         self._meter.reset()
 
-    @property
-    def capabilities(self) -> Capabilities:
-        assert self._capabilities is not None, "load() first"
-        return self._capabilities
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    @property
-    def constraints(self) -> Constraints | None:
-        return self._constraints
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._tokenizer.chat_template
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return self._tokenizer.encode_rendered(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode_given(token_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id)
-
     def pages_needed(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Return how many pages of 256 tokens a job of this size reserves when it starts. A cached prefix may save
         some of them."""
         return -(-(prompt_tokens + max_new_tokens + self._loaded.draft_tokens) // PAGE_TOKENS)
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Raises RequestError for a job that would make the package fail an assertion, or read beyond the
-        end of a table."""
-        if job.id in self._answers or (self._constraints and job.id in self._constraints):
-            raise ValueError(f"job id {job.id} is in use")
-        check_job(job, self.capabilities, self._vocab_size, self._drawable, self._tokenizer.eos_ids)
+    def _check(self, job: Job) -> None:
+        """Raise RequestError for a job that would make the package fail an assertion, or read beyond the end of a
+        table."""
+        super()._check(job)
         check_sampling(job.sampling)
-        prompts = self._prompts(job)
-        self._check_pages(job, prompts)
-        if job.constraint is not None and self._constraints is not None:  # check_job has refused it if there are none
-            self._constraints.add(job)
-        else:
-            self._queue(job, prompts, self._constraints.of_reasoning(job) if self._constraints is not None else None)
+        self._check_pages(job, self._prompts(job))
 
-    def _queue(self, job: Job, prompts: list[tuple[int, ...]], constraint: AnyConstraint | None = None) -> None:
+    def _queue(self, job: Job, constraint: AnyConstraint | None) -> None:
         healing = self._healing(job)
-        if healing:
-            prompts = [healing.prompt_ids]
+        prompts = [healing.prompt_ids] if healing else self._prompts(job)
         handle = self._jobs.first(job, prompts, healing, constraint)
         stream = partial(self._tokenizer.stream, layout=job.layout)
         answer = (
@@ -480,18 +443,6 @@ class ExLlamaV2Engine:
             return False
         return sum(not answer.handle.shortcut for answer in self._answers.values()) >= THREADED
 
-    def _queue_constrained(self) -> list[EngineEvent]:
-        """Queue the jobs whose constraints are compiled."""
-        failed: list[EngineEvent] = []
-        if self._constraints is None or not self._constraints:
-            return failed
-        for job, constraint in self._constraints.ready(0.0 if self._answers else WAIT_S):
-            try:
-                self._queue(job, self._prompts(job), constraint())
-            except WireError as e:
-                failed.append(Failed(job.id, e))
-        return failed
-
     def _finish(self, answer: ExLlamaV2Answer, event: Finished | Failed) -> None:
         del self._answers[event.job]
         self._scored.pop(event.job, None)
@@ -540,12 +491,6 @@ class ExLlamaV2Engine:
 
     def wake(self, progress: Callable[[], None]) -> None:
         self._sleeper.wake(progress)
-
-    def close(self) -> None:
-        """End the process that tries constraints. The worker's process ends directly afterwards, which frees the
-        VRAM."""
-        if self._constraints is not None:
-            self._constraints.close()
 
 
 def _page(ids: Sequence[int], number: int) -> Sequence[int]:
