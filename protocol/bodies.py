@@ -34,32 +34,30 @@ class RouteKeys(TypedDict, total=False):
     resume: bool
     """When the request's worker dies, go on with the answer in another worker: no token twice, none missing."""
     priority: str
-    """Share of the workers while other requests wait: ``interactive`` requests get most, ``batch`` requests least."""
+    """Share of the workers while other requests wait: ``interactive`` most, ``batch`` least."""
     queue_ms: int
-    """Longest wait for a worker, and in it for a place in its batch. A request that waits longer ends with
-    ``queue_timeout``."""
+    """Longest wait for a worker and a place in its batch. A request that waits longer ends with ``queue_timeout``."""
     ttft_ms: int
-    """Longest time to the first token. A request that takes longer ends with ``deadline_exceeded``."""
+    """Longest time to the first token. After it: ``deadline_exceeded``."""
     deadline_ms: int
-    """Longest time to the end of the answer. A request that takes longer ends with ``deadline_exceeded``."""
+    """Longest time to the end of the answer. After it: ``deadline_exceeded``."""
     affinity: str
-    """Requests with the same text here go to the same worker, where their prefix is in the cache. If this is not set,
-    the beginning of the prompt is used."""
+    """Requests with the same text here go to the same worker, where their prefix is in the cache. Unset: the beginning
+    of the prompt."""
     progress: bool
-    """Report the place in the queue, and how far the load and the prompt are, until the first token."""
+    """Report the place in the queue, and the progress of load and prompt, until the first token."""
     keep_alive: float | str
-    """Unload a lazy model when it has had no request for so long, as in Ollama. It replaces the model's `ttl` until the
+    """Unload a lazy model after this time without a request, as in Ollama. It replaces the model's `ttl` until the
     model is unloaded, or another request sets it. A key needs `--keep-alive` for it."""
     ttl: int
-    """As `keep_alive`, by the name that LM Studio has for it: whole seconds."""
+    """`keep_alive` by LM Studio's name, in whole seconds."""
     on_behalf_of: str
-    """Send the request for the HTTP key with this id. Its rights, models, limits and place in the queue apply. Only
-    connections over ipc, and keys with the right ``gateway``, may give it."""
+    """Send the request for the HTTP key with this id: its rights, models, limits and place in the queue apply. Only for
+    connections over ipc, and keys with the right ``gateway``."""
     trace_ids: list[str]
-    """Names of the request, such as the id of the HTTP request that it belongs to. The verb ``story`` finds the request
-    by them."""
+    """Names of the request for the verb ``story``, such as the id of the HTTP request."""
     notes: list[str]
-    """What the sender of the request has to know, such as an option that a gateway has ignored or changed. The verb
+    """What the sender of the request has to know, such as an option that a gateway ignored or changed. The verb
     ``story`` shows it."""
 
 

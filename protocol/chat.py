@@ -70,9 +70,9 @@ class ChatMessage(CheckedValues):
     """One turn of a conversation. The template gets only the fields that the client sent."""
 
     role: Annotated[str, Then(_role)]
-    """The role of the speaker. ``developer`` is a system message under its newer name."""
+    """The speaker. ``developer`` means ``system``."""
     content: str | None = None
-    """The text. Only an assistant's turn with tool_calls may leave it out or set it to null."""
+    """The text. Optional in an assistant's turn with tool_calls only."""
     name: Annotated[str, Length(most=256)] | None = None
     """The name of the speaker, for the template."""
     tool_calls: Maps = None
@@ -81,7 +81,7 @@ class ChatMessage(CheckedValues):
     tool_call_id: Annotated[str, Length(most=256)] | None = None
     """In a tool's turn: the id of the call that the turn answers, for the template."""
     reasoning_content: str | None = None
-    """In an assistant's turn: what the assistant reasoned, for the template. Templates show it or leave it out."""
+    """In an assistant's turn: its reasoning, for the template, which may leave it out."""
 
     def check(self) -> None:
         """Raise ValueError for a turn that says nothing, and for values that only an assistant has."""

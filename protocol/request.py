@@ -87,24 +87,24 @@ class GenerateRequest(SamplingParams, ChatFields):
     """The body of GENERATE. It has exactly one of prompt, messages and token_ids."""
 
     prompt: str | None = None
-    """A text. It is used as it is, without a chat template."""
+    """A text, used as it is, without a chat template."""
     token_ids: Annotated[bytes | None, Then(_whole_ids)] = None
-    """Token ids as bytes: u32, little endian."""
+    """Token ids: u32, little endian."""
     max_tokens: Annotated[int, Within(0, 1 << 31)] | None = None
     """Most tokens of the answer. Unset: the model's default or limit, and at most what is left of the context. With 0
-    the prompt is read, and the answer is empty; a conversation needs at least 1."""
+    the prompt is only read; a conversation needs at least 1."""
     cut_to_context: bool = False
-    """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves of the context. Without
-    it, such a request is refused."""
+    """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves. False: refuse such a
+    request."""
     stop: Annotated[_STOPS, ReadWith(_stops)] = ()
-    """Strings that end the answer. They are not part of it. One string stands for a list of one. All of them together
-    have at most 64 KiB of text."""
+    """Strings that end the answer and are not part of it. One string stands for a list of one. At most 64 KiB
+    together."""
     min_tokens: Annotated[int, Within(0, 1 << 31)] = 0
-    """Least tokens of the answer. Until then no end token is drawn, and stop strings do not end the answer."""
+    """Least tokens of the answer. Until then neither end tokens nor stop strings end it."""
     stop_on_loop: Annotated[int, Within(0, MOST_LOOP), Then(_long_loop)] = 0
     """End the answer with finish_reason "loop" when its last tokens, as many as this number, are a block that repeats
-    three times or more. 0 is off, else at least 12. Reasoning and calls of tools count, too. Until min_tokens, nothing
-    ends the answer."""
+    three times or more. 0 is off, else at least 12. Reasoning and tool calls count. Nothing ends the answer before
+    min_tokens."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Length(most=64)] = ()
     """Token ids that end the answer, besides the model's own. Their text is not part of it."""
     banned_strings: Annotated[
@@ -114,18 +114,16 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Strings that the answer must not hold, in upper or lower case. The engine goes back and draws other tokens. If it
     finds none, the answer ends with finish_reason "banned_strings"."""
     token_healing: bool = False
-    """Draw the prompt's last token again, from the tokens whose text begins with that token's text. So a prompt may end
-    inside a word. A prompt of one token, or one that ends with a special token, stays as it is."""
+    """Draw the prompt's last token again, from the tokens whose text begins with its text, so that a prompt may end
+    inside a word. Without effect for a prompt of one token, or with a special token at its end."""
     json_schema: Annotated[str | None, ReadWith(_schema_text)] = None
-    """A JSON schema, as a map or as JSON text. The answer is JSON that validates against it, unless max_tokens cuts it
-    short. A part of JSON Schema that is not offered is refused by its name. Give at most one of json_schema, regex and
-    choice."""
+    """A JSON schema, as a map or as JSON text. The answer is JSON that validates against it, unless max_tokens cuts it.
+    Parts of JSON Schema that are not offered are refused by name. Give at most one of json_schema, regex and choice."""
     whitespace_flexible: bool = False
-    """Allow white space between the parts of the JSON that json_schema asks for: a line break and up to 40 blanks at
-    each place. By default there is none."""
+    """Allow a line break and up to 40 blanks between the parts of the JSON that json_schema asks for."""
     regex: Annotated[str, Length(1, 8192)] | None = None
     """A regular expression that the whole answer matches, in the syntax of the Rust crate regex: no look-around, no
-    back-references; ``\\d`` is 0-9."""
+    back-references; `\\d` is 0-9."""
     choice: (
         Annotated[
             tuple[Annotated[str, Length(1, 1024)], ...],
@@ -133,27 +131,26 @@ class GenerateRequest(SamplingParams, ChatFields):
         ]
         | None
     ) = None
-    """Strings. The answer is one of them."""
+    """The answer is one of these strings."""
     logprobs: bool = False
     """Report each token's log-probability (natural) by the model alone, before any sampling parameter."""
     top_logprobs: Annotated[int, Within(0, 20)] = 0
-    """The number of likeliest tokens to report with each token. Needs logprobs."""
+    """How many likeliest tokens to report with each token. Needs logprobs."""
     prompt_logprobs: Annotated[int, Within(0, 20)] | None = None
-    """Report the log-probability of each token of the prompt but the first, and this number of likeliest tokens at its
-    place. 0: no likeliest tokens. Log-probabilities are those of `logprobs`. At most 1,048,576 of them are reported:
-    tokens of the prompt times this number plus one. Unset: none."""
+    """Report the log-probability (as with `logprobs`) of each token of the prompt but the first, and this number of
+    likeliest tokens at its place. Tokens of the prompt times this number plus one is at most 1,048,576. Unset: none."""
     prompt_logprobs_from: Annotated[int, Within(1, 1 << 31)] = 1
-    """The first token of the prompt, counted from 0, whose log-probability is reported. What stands before it may come
-    from the cache. Needs prompt_logprobs."""
+    """The first token of the prompt, from 0, whose log-probability is reported. What stands before it may come from the
+    cache. Needs prompt_logprobs."""
     with_format: bool = False
-    """Say with the first event of the answer how the model writes reasoning and calls of tools, in the key `format`.
-    Keep the markers of reasoning and calls in the text, also where they are special tokens. Stop strings then act in
-    the text only: not in the reasoning, and not from the first call on. Needs messages."""
+    """Send how the model writes reasoning and tool calls with the first event, in the key `format`, and keep their
+    markers in the text. Stop strings then act in the text only: not in the reasoning, and not from the first call on.
+    Needs messages."""
     tool_choice: Literal["auto", "required"] | None = None
-    """Constrain calls of tools, for a model whose tool format is known. With "auto" the model decides whether it calls
-    a tool, and a call that it begins has the shape of the tool's schema. With "required" the answer consists of calls.
-    With "auto" and one of json_schema, regex and choice, the answer is calls, or else a text of that shape. Unset: the
-    template shows the tools to the model, and nothing constrains the answer. Needs tools."""
+    """Constrain tool calls, for a model with a known tool format. "auto": the model decides whether it calls a tool,
+    and calls have the shape of the tool's schema. "required": the answer consists of calls. With "auto" and one of
+    json_schema, regex and choice, the answer is calls, or else a text of that shape. Unset: the template shows the
+    tools, and nothing constrains the answer. Needs tools."""
     allowed_tools: Annotated[
         tuple[Annotated[str, Length(1, 256)], ...] | None,
         Length(1, 256),
@@ -162,17 +159,16 @@ class GenerateRequest(SamplingParams, ChatFields):
     parallel_tool_calls: bool = True
     """Allow more than one call in an answer. False needs tool_choice."""
     reasoning_budget: Annotated[int, Within(0, 1 << 31)] | None = None
-    """Most tokens of reasoning. After that many, the marker that ends the reasoning is written in the model's place,
-    and the model goes on with the answer. For a model whose reasoning markers are known. Needs messages."""
+    """Most tokens of reasoning. Then the worker writes the marker that ends the reasoning, and the model goes on with
+    the answer. For a model with known reasoning markers. Needs messages."""
     budget_if_reasoning: bool = False
-    """Leave ``reasoning_budget`` out for a model whose reasoning markers are not known. Without it, such a request is
-    refused."""
+    """Ignore `reasoning_budget` for a model without known reasoning markers. False: refuse such a request."""
     preset: Literal["none", "steady"] | None = None
-    """The name of a set of sampling parameters, for options that the request leaves out: ``protocol.presets``. "none"
-    switches off the preset among the model's defaults."""
+    """The name of a set of sampling parameters, for options that the request leaves out. "none" switches off the preset
+    among the model's defaults."""
     negative_prompt: str | None = None
-    """The text that cfg_scale leads away from. Unset: the model's beginning-of-sequence token alone. A model without
-    such a token needs a text."""
+    """The text that cfg_scale leads away from. Unset: the beginning-of-sequence token. A model without such a token
+    needs a text."""
     replaced: ClassVar[Mapping[str, float | None]] = MappingProxyType({})
     """The options whose values models.yaml has replaced, as ``presets.force`` returns them."""
 

@@ -11,12 +11,13 @@ WITH_A_TIME = frozenset({ErrorCode.MODEL_FAILED, ErrorCode.MODEL_NOT_RUNNING})
 
 
 def http_error_table() -> str:
-    """Return the table. Its rows have the order of the statuses."""
-    rows = []
+    """Return the table, by status. Errors that differ in their codes alone share a row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for code, status in sorted(STATUS.items(), key=lambda entry: (entry[1], entry[0])):
         if code not in NEVER_ANSWERED:
             again = "yes" if code in RETRYABLE else "if it has `Retry-After`" if code in WITH_A_TIME else "no"
-            known = f"[`{code.wire_name}`](wire-protocol.md#{code.wire_name})"
-            rows.append((str(status), f"`{code_of(code)}`", known, f"`{type_of(status)}`", again))
-    header = ("status", "`code`", "error of the wire", "`type`", "sent again")
-    return GENERATED.format(source="gateway/http/errors.py") + "\n\n" + table(header, rows) + "\n"
+            known = f"[`{code_of(code)}`](wire-protocol.md#{code.wire_name})"
+            rows.setdefault((str(status), f"`{type_of(status)}`", again), []).append(known)
+    header = ("status", "`type`", "sent again", "`code`")
+    shown = table(header, [(*same, ", ".join(codes)) for same, codes in rows.items()])
+    return GENERATED.format(source="gateway/http/errors.py") + "\n\n" + shown + "\n"

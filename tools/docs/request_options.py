@@ -93,7 +93,7 @@ def value_of(schema: Mapping[str, Any]) -> str:
     return _NAMES[schema["type"]] + _bounds(schema)
 
 
-_NAMES = {"string": "text", "boolean": "true or false", "integer": "whole number", "number": "number", "object": "map"}
+_NAMES = {"string": "text", "boolean": "true or false", "integer": "integer", "number": "number", "object": "map"}
 
 
 def _plural(items: Mapping[str, Any]) -> str:

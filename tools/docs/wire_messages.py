@@ -113,8 +113,8 @@ def _generate() -> list[str]:
     ]
     return [
         "[Options of a request](http-api.md#options-of-a-request) has the keys of the body and, under *How the request "
-        "is served*, those of the route. There, a text is a string, a list an array, bytes a bin, a whole number an "
-        "integer. A number is an integer or a float. The keys of `logit_bias` are strings of digits.",
+        "is served*, those of the route. There, a text is a string, a list an array, bytes a bin. A number is an "
+        "integer or a float. The keys of `logit_bias` are strings of digits.",
         "A message in `messages`:",
         table(KEY_HEADER, rows),
     ]
