@@ -266,8 +266,8 @@ class DeltaEvent(TypedDict):
     `[id, logprob, bytes]`."""
     prompt_logprobs: NotRequired[PromptLogprobsPiece]
     """With the option `prompt_logprobs`. Such events come before all events with tokens, in the order of the prompt,
-    and have no text and no ids. Each has the tokens up to the next one whose number is a multiple of 256. A prompt of
-    one token has one such event, without tokens."""
+    and have no text and no ids. Each ends at the next token whose number is a multiple of 256. A prompt of one token
+    has one such event, without tokens."""
     format: NotRequired[AnswerFormat]
     """With the option `with_format`."""
     prompt_tokens: NotRequired[Tokens]
@@ -446,8 +446,8 @@ class WorkerStatus(TypedDict):
     """What the worker changes in conversations for the chat template, or why the template renders none. Null if the
     template takes every conversation."""
     end_tokens: str | None
-    """The tokens that end the answer to a conversation, with spaces between: those of the model's files, and those that
-    the chat template writes after the assistant's words."""
+    """The tokens that end the answer to a conversation, with spaces between, by the model's files and its chat
+    template."""
     tool_format: str | None
     """The format of tool calls."""
     parallel_tool_calls: bool | None
@@ -496,7 +496,7 @@ class WorkerStatus(TypedDict):
     known, and for copies `per_s` (bytes in a second)."""
     engine_stats: dict[str, Any]
     """The last reading: `pending`, `active`, `steps`, figures of the engine, and of all requests that this process
-    finished `prompt_tokens` and `cached_tokens` (those of them in the cache)."""
+    finished `prompt_tokens` and `cached_tokens`."""
     totals: Totals
     """Counts of the worker's model."""
     last_exit: dict[str, Any] | None

@@ -30,30 +30,36 @@ def most() -> str:
     """Return the tables of limits."""
     holds, arrivals = SendBufferLimits(), ArrivalLimits()
     kinds = sorted(CLIENT_TO_SUPERVISOR | SUPERVISOR_TO_CLIENT)
-    frames = [(kind.name, size(limits.MAX_FRAME[kind])) for kind in kinds]
-    refused = "`bad_frame`"
-    body = "`invalid_request` for GENERATE, else `bad_frame`"
+    frames: dict[int, list[str]] = {}
+    for kind in kinds:
+        frames.setdefault(limits.MAX_FRAME[kind], []).append(kind.name)
     parts = [
         GENERATED.format(source="protocol/limits.py and the constants of supervisor/"),
         "A frame beyond the limit of its kind is answered with `too_large`, and the connection goes on. A frame beyond "
         f"{size(limits.SOCKET_MAX_FRAME)} ends the connection without an answer.",
-        table(("kind", "largest frame"), frames),
-        "Within a frame:",
+        table(("largest frame", "kinds"), [(size(most), ", ".join(names)) for most, names in sorted(frames.items())]),
+        "Within the head of a frame. Beyond it: `bad_frame`.",
         table(
-            ("what", "most", "beyond it"),
+            ("what", "most"),
             [
-                ("arrays and maps in the head (the frame itself is one)", str(limits.MAX_HEAD_CONTAINERS), refused),
-                ("keys of `route`", str(limits.MAX_ROUTE_KEYS), refused),
-                ("characters of a string in the head", str(limits.MAX_STRING), refused),
-                ("arrays and maps in a body", str(limits.MAX_BODY_CONTAINERS), body),
-                ("values of all arrays and maps in a body", str(limits.MAX_BODY_VALUES), body),
-                ("values of one array in a body", str(limits.MAX_BODY_ARRAY), body),
-                ("keys of one map in a body", str(limits.MAX_BODY_MAP), body),
-                ("characters of a key in a body", str(limits.MAX_NAME), body),
-                ("maps and arrays within one another in `tools` and the like", str(DEEPEST), "`invalid_request`"),
-                ("events in one EVENTS frame", str(limits.MAX_INDEX), "the supervisor sends no such frame"),
+                ("arrays and maps in the head (the frame itself is one)", str(limits.MAX_HEAD_CONTAINERS)),
+                ("keys of `route`", str(limits.MAX_ROUTE_KEYS)),
+                ("characters of a string in the head", str(limits.MAX_STRING)),
             ],
         ),
+        "Within a body. Beyond it: `invalid_request` for GENERATE, else `bad_frame`.",
+        table(
+            ("what", "most"),
+            [
+                ("arrays and maps", str(limits.MAX_BODY_CONTAINERS)),
+                ("values of all arrays and maps", str(limits.MAX_BODY_VALUES)),
+                ("values of one array", str(limits.MAX_BODY_ARRAY)),
+                ("keys of one map", str(limits.MAX_BODY_MAP)),
+                ("characters of a key", str(limits.MAX_NAME)),
+                ("maps and arrays within one another in `tools` and the like", str(DEEPEST)),
+            ],
+        ),
+        f"One EVENTS frame has at most {limits.MAX_INDEX} events.",
         "Of a connection:",
         table(
             ("what", "most", "beyond it"),

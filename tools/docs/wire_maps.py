@@ -20,6 +20,8 @@ NAMES = {
     Any: "any",
 }
 """Python's type → its name on the wire."""
+UNIT_ENDINGS = re.compile(r"_(s|ms|bytes|tokens)$")
+"""Endings of names that say the unit, so that the type does not repeat it."""
 KEY_HEADER = ("key", "type", "meaning")
 
 
@@ -43,7 +45,7 @@ def keys(map_type: type) -> str:
     hints = get_type_hints(map_type, include_extras=True)
     inherited = get_type_hints(base) if base else {}
     return listed(
-        KEY_HEADER, [(name, _key_type(hint), docs[name]) for name, hint in hints.items() if name not in inherited]
+        KEY_HEADER, [(name, _key_type(name, hint), docs[name]) for name, hint in hints.items() if name not in inherited]
     )
 
 
@@ -58,10 +60,12 @@ def listed(header: tuple[str, ...], described: list[tuple[str, str, str]]) -> st
     return table(header, rows) if rows else ""
 
 
-def _key_type(hint: Any) -> str:
-    if get_origin(hint) is NotRequired:
-        return f"{type_name(get_args(hint)[0])}, optional"
-    return type_name(hint)
+def _key_type(name: str, hint: Any) -> str:
+    optional = get_origin(hint) is NotRequired
+    kind = type_name(get_args(hint)[0] if optional else hint)
+    if unit := UNIT_ENDINGS.search(name):
+        kind = re.sub(rf", {unit[1]}\b", "", kind)
+    return f"{kind}, optional" if optional else kind
 
 
 def type_name(hint: Any) -> str:

@@ -31,7 +31,7 @@ ELEMENT_HEADER = ("element", "type", "meaning")
 ALL_MESSAGES = (
     "In every message `request` is the number of the request, and `call` that of the call. `body` is a bin that holds "
     "one msgpack map, if nothing else is said. Integers outside of maps are u64. A key is always there, unless its "
-    "type says *optional*."
+    "type says *optional*. The ending of a name may be its unit: `_s`, `_ms`, `_bytes`, `_tokens`."
 )
 ALL_VERBS = "A parameter may be left out if its type says *optional*."
 ELSEWHERE = {
