@@ -31,6 +31,7 @@ from protocol.answer_formats import json_formats
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.process.birth import helper_environment
 from protocol.process.helper_process import HelperProcess
+from protocol.values import read
 
 # Turn a conversation into what a chat template can take, and lose no word of it. Pure.
 #
@@ -150,17 +151,9 @@ class TemplateForm:
     @classmethod
     def from_wire(cls, given: Any) -> "TemplateForm":
         """Return the form that the template's process has found. Raises ValueError for anything else."""
-        if not isinstance(given, dict) or given.keys() != {field.name for field in fields(cls)}:
-            raise ValueError("no form")
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list | tuple) else value for key, value in given.items()
-        }
-        for field in fields(cls):
-            value = values[field.name]
-            texts = value if isinstance(value, tuple) else ()
-            if type(value) is not type(field.default) or not all(type(text) is str for text in texts):
-                raise ValueError("no form")
-        return cls(**values)
+        if not isinstance(given, dict) or len(given) < len(fields(cls)):
+            raise ValueError("no form: every field must be there")
+        return read(cls, given)
 
 
 class UnfitError(Exception):

@@ -321,6 +321,6 @@ def test_a_template_that_fails_every_probe(source: str, why: str, monkeypatch: p
 def test_a_form_from_a_process_that_was_taken_over_is_checked() -> None:
     good = TemplateForm().to_wire()
     for bad in (None, {}, good | {"more": 1}, good | {"nine": 1}, good | {"parts": [1]}, good | {"error": None}):
-        with pytest.raises(ValueError, match="no form"):
+        with pytest.raises(ValueError, match=r"no form|more|nine|parts|error"):
             TemplateForm.from_wire(bad)
     assert TemplateForm.from_wire(json.loads(json.dumps(good))) == TemplateForm()
