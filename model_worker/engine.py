@@ -74,6 +74,21 @@ class ChatTemplate:
                 ) from None
 
 
+JOB_OPTIONS = frozenset(
+    {
+        "min_tokens",
+        "stop_on_loop",
+        "stop_token_ids",
+        "banned_strings",
+        "token_healing",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+    }
+)
+"""Options of a request, besides those of sampling, that engine exllamav2 and engine transformers both offer."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """The features of a loaded engine. A request for anything else is refused with an error that names the option.

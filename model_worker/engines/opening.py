@@ -7,7 +7,6 @@ message for people.
 
 from typing import TYPE_CHECKING
 
-from model_worker.engine import LoadError
 from model_worker.engines.model_dir import ModelDir
 from protocol.process.worker_spec import READ_TOKENIZERS, not_installed
 
@@ -32,12 +31,6 @@ def open_vocabulary(directory: ModelDir) -> dict[str, int] | None:
     """
     if not_installed(READ_TOKENIZERS):
         return None
-    import tokenizers
+    from model_worker.engines.tokenizer import read_library
 
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(directory.read("tokenizer.json"))
-    except LoadError:
-        raise
-    except Exception as e:  # the library raises bare Exception
-        raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
-    return dict(tokenizer.get_vocab(with_added_tokens=False))
+    return dict(read_library(directory).get_vocab(with_added_tokens=False))

@@ -185,6 +185,16 @@ def _growth(step: dict[str, Any]) -> float:
     return max(1.0, len(step.get("content") or "") / max(1, len(replaced or "")))
 
 
+def read_library(directory: ModelDir) -> tokenizers.Tokenizer:
+    """Return the library's own tokenizer of a directory. Raises LoadError for a tokenizer.json that cannot be read."""
+    try:
+        return tokenizers.Tokenizer.from_buffer(directory.read("tokenizer.json"))
+    except LoadError:
+        raise
+    except Exception as e:  # the library raises bare Exception
+        raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
+
+
 class Tokenizer:
     """Converts text to ids and back. Raises LoadError for a tokenizer.json or a chat template that cannot be read.
 
@@ -194,12 +204,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: ModelDir) -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(directory.read("tokenizer.json"))
-        except LoadError:
-            raise
-        except Exception as e:  # the library raises bare Exception
-            raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
+        self._tokenizer = read_library(directory)
         check_growth(self._tokenizer, directory.tokenizer_path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

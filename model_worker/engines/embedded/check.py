@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_worker.engine import LoadError
+from model_worker.engine import JOB_OPTIONS, LoadError
 from model_worker.engines.model_dir import ModelDir, Options, check_counts, check_names_and_shapes
 from model_worker.engines.opening import open_tokenizer
 from model_worker.engines.vetting import Faults, read_json, refusal, understood
@@ -101,7 +101,7 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FULL_ATTENTION = "full_attention"
 _SLIDING = "sliding_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
-OFFERED = frozenset(
+OFFERED = JOB_OPTIONS.union(
     {
         "temperature",
         "top_k",
@@ -118,14 +118,6 @@ OFFERED = frozenset(
         "allowed_tokens",
         "ignore_eos",
         "seed",
-        "min_tokens",
-        "stop_on_loop",
-        "stop_token_ids",
-        "banned_strings",
-        "token_healing",
-        "logprobs",
-        "top_logprobs",
-        "prompt_logprobs",
     }
 )
 """Options of a request that the engine offers: the library has a processor for the option, or it needs none."""

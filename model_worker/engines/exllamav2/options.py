@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model_worker.engine import LoadError
+from model_worker.engine import JOB_OPTIONS, LoadError
 from model_worker.engines.model_dir import ModelDir, Options
 from protocol.process.worker_spec import PAGE_TOKENS, EngineSpec
 from protocol.request import SamplingParams
@@ -17,17 +17,7 @@ MAX_DRAFT_TOKENS = 16
 DEFAULT_CHUNK_SIZE = 2048
 DEFAULT_MAX_GAP_MS = 30
 
-OFFERED = frozenset(hints_of(SamplingParams)) | {
-    "min_tokens",
-    "stop_on_loop",
-    "stop_token_ids",
-    "banned_strings",
-    "token_healing",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "negative_prompt",
-}
+OFFERED = frozenset(hints_of(SamplingParams)) | JOB_OPTIONS | {"negative_prompt"}
 """Options of a request that the engine offers. Guidance needs two sequences per job, so it excludes speculation."""
 GUIDANCE = frozenset({"cfg_scale", "negative_prompt"})
 
