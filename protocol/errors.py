@@ -174,11 +174,8 @@ class WireError(Exception):
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def again(self) -> Self:
-        """Return a copy. Raise the copy where the error itself is kept and raised more than once.
-
-        The reason is that each raise adds a traceback to the exception. The traceback keeps the stack frames and all
-        objects that they refer to in memory. The copy has no traceback and no cause.
-        """
+        """Return a copy. Raise the copy where the error itself is kept and raised more than once, because each raise
+        adds a traceback, which keeps stack frames and their objects in memory."""
         return copy.copy(self)
 
     def to_wire(self) -> dict[str, Any]:

@@ -235,8 +235,8 @@ class Error(Message):
     """Refuse a frame, or say why the connection ends.
 
     ERROR with a number refuses the GENERATE of that number, never a request that was accepted and has not ended. ERROR
-    of request 0 with ``refused`` answers any other frame but a CALL, and ends no stream. Without ``refused`` the
-    connection ends.
+    of request 0 with ``refused`` answers a frame that is neither a CALL nor a GENERATE with a free number, and ends no
+    stream. Without ``refused`` the connection ends.
     """
 
     request: int

@@ -39,84 +39,75 @@ class StreamBase:
 
     @property
     def accepted(self) -> dict[str, Any] | None:
-        """The supervisor's message ACCEPTED: the model, the place in the queue, ... None until it has arrived."""
+        """The map in ACCEPTED: the model, the place in the queue. None until it has arrived."""
         return self._state.accepted
 
     @property
     def text(self) -> str:
-        """The text that was read so far: empty until the stream is read. ``Client.complete`` returns a whole answer."""
+        """The text read so far. ``Client.complete`` returns a whole answer."""
         return "".join(self._state.text)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens that were read so far."""
+        """The ids of the tokens read so far."""
         return tuple(self._state.token_ids)
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the tokens that were read so far, if the request asked for them."""
+        """The log-probabilities of the tokens read so far, if the request asked for them."""
         return tuple(self._state.logprobs)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the prompt's tokens that were read so far, if the request asked for them.
-
-        The first is that of token ``prompt_logprobs_from``, counted from 0. The first token of a prompt has none. They
-        are unpacked at each call.
-        """
+        """The log-probabilities of the prompt's tokens read so far, from token ``prompt_logprobs_from`` on, if the
+        request asked for them. The first token of a prompt has none. They are unpacked at each call."""
         return tuple(token for piece in self._state.prompt for token in piece.tokens())
 
     @property
     def prompt(self) -> tuple[PromptLogprobs, ...]:
-        """The log-probabilities of the prompt's tokens that were read so far, as they came."""
+        """The log-probabilities of the prompt's tokens read so far, as they came."""
         return tuple(self._state.prompt)
 
     @property
     def format(self) -> dict[str, Any]:
-        """The way in which the model writes reasoning and calls of tools, if the request asked ``with_format``.
-
-        The keys are those of ``AnswerFormat`` in the wire protocol: tools, reasoning and inside. Empty until the first
-        event has arrived.
-        """
+        """How the model writes reasoning and tool calls, if the request asked ``with_format``: the map
+        ``AnswerFormat`` of the wire protocol. Empty until the first event."""
         return self._state.format
 
     @property
     def prompt_tokens(self) -> int | None:
-        """The tokens of the prompt, if the request asked ``with_format``. None until the first event has arrived."""
+        """The tokens of the prompt, if the request asked ``with_format``. None until the first event."""
         return self._state.prompt_tokens
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """The options that the worker did without, as the request allowed it (``budget_if_reasoning``). Empty until
-        the first event has arrived."""
+        the first event."""
         return self._state.left_out
 
     @property
     def forced(self) -> dict[str, float | None]:
-        """The options of the request that the model's ``forced`` values have replaced, with the value that counts, or
-        None for one that is no number and no switch. Empty until the first event has arrived."""
+        """The options that the model's ``forced`` values have replaced, with the value that counts, or None for one
+        that is no number and no switch. Empty until the first event."""
         return self._state.forced
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens that the answer can have, if the context has cut the request's own ``max_tokens``
-        (``cut_to_context``). None otherwise, and until the first event has arrived."""
+        """The most tokens that the answer can have, if ``cut_to_context`` has cut the request's ``max_tokens``, else
+        None. None until the first event."""
         return self._state.max_tokens
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason why the answer ended: "stop", "length", "loop", "cancelled" or "banned_strings".
-
-        None until the end has been read, and for an answer that ended with an error. After a reader has left the stream
-        before its end, the reason is "cancelled".
-        """
+        """The reason why the answer ended, see ``Completion``. None until the end has been read, and after an error.
+        "cancelled" after a reader has left the stream before its end."""
         if self._cut:
             return FinishReason.CANCELLED
         return None if self._state.deltas else self._state.finish_reason
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer. None until the end has been read, and if no stop string has."""
+        """The stop string that ended the answer, else None."""
         return None if self._state.deltas else self._state.stop_string
 
     @property

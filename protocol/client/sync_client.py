@@ -368,16 +368,14 @@ class Client(ClientBase[SharedConnection]):
     admin            connect to the admin socket, which takes ``call`` only
     key              for an endpoint over TCP (``tcp://HOST:PORT``): a ClientKey, or the path of the file that
                      ``modelctl keys new`` wrote
-    reconnect        connect anew for the next request or call after the connection was lost. False: each later request
-                     or call raises ConnectionLost
+    reconnect        connect anew for the next request or call after a lost connection. False: they raise ConnectionLost
     connect_timeout  seconds to connect anew. The client tries again after pauses that grow from 0.05 s to 2 s
-    silence          seconds without any message from the supervisor, while the client waits for one, after which the
-                     connection counts as lost. The client sends a PING after a third of this time
+    silence          seconds without any message, while the client waits for one, after which the connection counts as
+                     lost. The client sends a PING after a third of this time
 
-    The constructor waits for the greeting. It raises ConnectionLost if nobody listens there, if another user listens
-    there, or if nobody answers within ``timeout``. It raises WireError if the supervisor refuses the client
-    (unauthorized, bad_version, draining), and ValueError for a socket path that is too long or a key file that cannot
-    be used.
+    The constructor waits for the greeting. It raises ConnectionLost if nobody listens, if another user listens, or if
+    nobody answers within ``timeout``; WireError if the supervisor refuses the client (unauthorized, bad_version,
+    draining); and ValueError for a socket path that is too long or a key file that cannot be used.
     """
 
     _connection_class = SharedConnection
