@@ -18,7 +18,8 @@ import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -121,10 +122,8 @@ class UsageStore:
 
     def ages(self) -> dict[str, float]:
         """Return what ``keep_ages`` has stored."""
-        try:
-            return dict(self._open().execute("SELECT day, seconds FROM ages"))
-        except sqlite3.Error as e:
-            raise self._trouble(e) from None
+        with self._opened() as connection:
+            return dict(connection.execute("SELECT day, seconds FROM ages"))
 
     def keep_ages(self, ages: dict[str, float]) -> None:
         """Store for how many seconds the days before each day were seen to be too old."""
@@ -145,8 +144,7 @@ class UsageStore:
         if models is not None:
             clauses.append("may_use(model)")
         where = f"WHERE {' AND '.join(clauses)} " if clauses else ""
-        try:
-            connection = self._open()
+        with self._opened() as connection:
             connection.create_function(
                 "may_use",
                 1,
@@ -157,8 +155,6 @@ class UsageStore:
             order = "ORDER BY day DESC, key, model LIMIT ?"
             rows = connection.execute(names + order, [*values, MOST_ROWS + 1]).fetchall()
             total = connection.execute(f"SELECT {_SUMS} FROM usage {where}", values).fetchone()
-        except sqlite3.Error as e:
-            raise self._trouble(e) from None
         columns = ("day", "key", "model", *_COUNTS)
         return {
             "rows": [dict(zip(columns, row, strict=True)) | {"key": row[1] or None} for row in rows[:MOST_ROWS]],
@@ -168,10 +164,8 @@ class UsageStore:
 
     def last_days(self) -> dict[str, str]:
         """Return the last day of each key's usage, by the key's id."""
-        try:
-            return dict(self._open().execute("SELECT key_id, max(day) FROM usage WHERE key_id <> '' GROUP BY key_id"))
-        except sqlite3.Error as e:
-            raise self._trouble(e) from None
+        with self._opened() as connection:
+            return dict(connection.execute("SELECT key_id, max(day) FROM usage WHERE key_id <> '' GROUP BY key_id"))
 
     def close(self) -> None:
         """Close the file. The next use opens it again."""
@@ -180,13 +174,21 @@ class UsageStore:
             self._connection = None
 
     def _change(self, statements: Iterable[tuple[str, Sequence[Sequence[Any]]]]) -> None:
+        with self._opened() as connection, connection:  # the second one commits
+            for statement, rows in statements:
+                connection.executemany(statement, rows)
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """Open the file if that is needed. Close it at an error of SQLite, which becomes StoreTrouble."""
         try:
-            connection = self._open()
-            with connection:
-                for statement, rows in statements:
-                    connection.executemany(statement, rows)
+            yield self._open()
         except sqlite3.Error as e:
-            raise self._trouble(e) from None
+            self.close()
+            remedy = "mend that; the counts are kept in memory until then"
+            if (isinstance(e, sqlite3.DatabaseError) and "not a database" in str(e)) or "malformed" in str(e):
+                remedy = "move the file away, and a new one is made; the counts are kept in memory until then"
+            raise StoreTrouble(f"{self._file} cannot be used: {e}; {remedy}") from None
 
     def _open(self) -> sqlite3.Connection:
         """Return the connection. If there is none, take the lock, open the file and take in former sessions.
@@ -250,13 +252,6 @@ class UsageStore:
             message = f"{self._file} is in use by another supervisor: give each its own supervisor.usage.file"
             raise StoreTrouble(message)
         self._lock = lock
-
-    def _trouble(self, error: sqlite3.Error) -> StoreTrouble:
-        self.close()
-        remedy = "mend that; the counts are kept in memory until then"
-        if (isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error)) or "malformed" in str(error):
-            remedy = "move the file away, and a new one is made; the counts are kept in memory until then"
-        return StoreTrouble(f"{self._file} cannot be used: {error}; {remedy}")
 
 
 def _inode_of(file: Path) -> int:
