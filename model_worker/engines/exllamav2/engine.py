@@ -30,7 +30,6 @@ from model_worker.engine import (
     ProgressCallback,
     PromptScoring,
 )
-from model_worker.engines.banned import Healing
 from model_worker.engines.base import BaseEngine
 from model_worker.engines.constraints import OFFERED as CONSTRAINTS
 from model_worker.engines.constraints import AnyConstraint
@@ -287,9 +286,14 @@ class ExLlamaV2Engine(BaseEngine):
         super()._check(job)
         check_sampling(job.sampling)
         self._check_pages(job, self._prompts(job))
+        if job.token_healing and job.sampling.cfg_scale != 1.0:
+            raise RequestError(
+                "token_healing and cfg_scale are not offered together", field="token_healing",
+                code=ErrorCode.UNSUPPORTED,
+            )  # fmt: skip
 
     def _queue(self, job: Job, constraint: AnyConstraint | None) -> None:
-        healing = self._healing(job)
+        healing = self._healer.heal(job.prompt_ids) if job.token_healing and self._healer else None
         prompts = [healing.prompt_ids] if healing else self._prompts(job)
         handle = self._jobs.first(job, prompts, healing, constraint)
         stream = partial(self._tokenizer.stream, layout=job.layout)
@@ -302,20 +306,6 @@ class ExLlamaV2Engine(BaseEngine):
         self._answers[job.id] = answer
         if handle.scorer is not None:
             self._scored[job.id] = handle
-
-    def _healing(self, job: Job) -> Healing | None:
-        if not job.token_healing:
-            return None
-        if job.sampling.cfg_scale != 1.0:
-            raise RequestError(
-                "token_healing and cfg_scale are not offered together", field="token_healing",
-                code=ErrorCode.UNSUPPORTED,
-            )  # fmt: skip
-        if self._healer is None:
-            raise RequestError(
-                "token_healing is not offered by this model", field="token_healing", code=ErrorCode.UNSUPPORTED
-            )
-        return self._healer.heal(job.prompt_ids)
 
     def _prompts(self, job: Job) -> list[tuple[int, ...]]:
         """Return the prompt, and the negative prompt if there is guidance. Raises RequestError if the guidance cannot
