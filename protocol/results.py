@@ -338,7 +338,7 @@ class OrderResult(WorkerOrder):
 
 class RestartResult(OrderResult):
     turnover: int | None
-    """The `number` in `turnovers` of `status`, if there are several workers."""
+    """The `number` in `turnovers` of `status`, if several workers are restarted one after the other; else null."""
 
 
 class ReloadResult(TypedDict):
