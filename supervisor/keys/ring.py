@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any, Final
 
 from supervisor.keys.records import KeysProblem, described, format_time
-from supervisor.keys.rights import Allowance, Identity
+from supervisor.keys.rights import Allowance, Identity, TokenBucket
 from supervisor.keys.store import MOST_NAMED, KeyStore
 from supervisor.logs.events import EventKind, noted
 
@@ -41,22 +41,21 @@ class Handshakes:
     """The budget of each public key. ``refused`` counts the handshakes that exceeded a budget."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}
-        """(handshakes left, at this time) by public key."""
+        self._buckets: dict[str, TokenBucket] = {}
         self.refused = 0
 
     def admit(self, public_key: str, now: float) -> bool:
         """Return whether this key may connect now. If so, take one handshake from its budget."""
-        left, at = self._left.get(public_key, (float(AT_ONCE), now))
-        left = min(float(AT_ONCE), left + (now - at) * PER_S)
-        enough = left >= 1
-        self._left[public_key] = left - enough, now
+        bucket = self._buckets.setdefault(public_key, TokenBucket(AT_ONCE, AT_ONCE / PER_S, AT_ONCE, now))
+        bucket.refill(now)
+        enough = bucket.left >= 1
+        bucket.left -= enough
         self.refused += not enough
         return enough
 
     def forget(self, public_key: str) -> None:
         """Forget a key that is no longer on the list."""
-        self._left.pop(public_key, None)
+        self._buckets.pop(public_key, None)
 
 
 class HandshakeDecision(Enum):
