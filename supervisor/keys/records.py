@@ -225,20 +225,14 @@ def described(identity: Identity) -> dict[str, Any]:
 
 def entry_of(identity: Identity, created: str) -> dict[str, Any]:
     """Return the entry of a key in the file. ``created`` is in ISO 8601."""
-    entry: dict[str, Any] = {
-        "name": identity.name,
+    told = described(identity)
+    entry = {
+        "name": told["name"],
         _IDS[identity.is_http]: identity.key_id,
-        "rights": [right for right in Right if right in identity.rights],
+        "rights": told["rights"],
         "created": created,
     }
-    for name in LIMITS:
-        if (value := getattr(identity, name)) is not None:
-            entry[name] = value
-    if identity.models is not None:
-        entry["models"] = list(identity.models)
-    if identity.expires is not None:
-        entry["expires"] = format_time(identity.expires)
-    return entry
+    return entry | {field: told[field] for field in (*LIMITS, "models", "expires") if told[field] is not None}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
