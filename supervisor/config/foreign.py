@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -641,15 +642,10 @@ def _object(text: str | None) -> dict[str, Any]:
 
 
 def _number(text: str | None) -> Any:
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text or "")
+    return None
 
 
 def _mounts(words: Sequence[str]) -> Iterator[tuple[str, str]]:
