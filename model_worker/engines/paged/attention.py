@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from model_worker.engines.paged import launch as paged_triton
-from model_worker.engines.paged.launch import Attend, AttentionShape, AttentionStep
+from model_worker.engines.paged.launch import Attend, AttentionShape, AttentionStep, ForeignPages
 
 # Attention over pages with ``scaled_dot_product_attention`` alone. It works on every device and is the reference.
 #
@@ -264,8 +264,8 @@ def choose(step: AttentionStep, shape: AttentionShape) -> tuple[str, Attend]:
 
 def flash_attn_with_kvcache(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: torch.Tensor | ForeignPages,
+    v_cache: torch.Tensor | ForeignPages,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     *,
@@ -279,13 +279,13 @@ def flash_attn_with_kvcache(
     """Compute flash-attn's function of this name, as far as paged generation needs it.
 
     Shapes are those of ``launch.Shape``. softmax_scale is head_dim ** -0.5 by default. There is no rotary embedding.
-    Raises NotImplementedError unless causal.
+    Captured steps pass foreign pages, too. Raises NotImplementedError unless causal.
     """
     device = q.device
     step = _steps.get(device)
     if step is None or not step.is_of(cache_seqlens, block_table):
         step = _steps[device] = AttentionStep(cache_seqlens, block_table)
-    key = (q.shape, k_cache.shape, k is None, causal, softmax_scale, window_size, softcap)
+    key = (q.shape, type(k_cache), k_cache.shape, v_cache.shape, k is None, causal, softmax_scale, window_size, softcap)
     attend = step.calls.get(key)
     if attend is None:
         if not causal:
@@ -305,7 +305,8 @@ def flash_attn_with_kvcache(
             softcap=float(softcap),
             dtype=q.dtype,
         )
-        attend = step.calls[key] = choose(step, shape)[1]
+        attend = choose(step, shape)[1] if isinstance(k_cache, torch.Tensor) else k_cache.plan(step, shape, v_cache)
+        step.calls[key] = attend
     if not q.is_contiguous():
         q = q.contiguous()
     if k is not None and v is not None and not (k.is_contiguous() and v.is_contiguous()):

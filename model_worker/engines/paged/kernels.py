@@ -3,10 +3,12 @@
 # (Triton's language is not Python: it has other types, and separates choices at compile time from those at run time)
 """Attention over pages as Triton kernels, which read the pages in place.
 
-``split`` is for few queries per sequence (decoding, speculation). The keys of a sequence are distributed over programs
-as ``schedule`` has planned for the whole step. The last program of a row to finish merges the parts. ``split`` also
-writes the step's new keys and values into the pages. ``prompt`` is for many queries: one program per tile of queries.
-All query heads that share a key head are rows of one tile: row r is query r // GROUP of head r % GROUP.
+``split`` is for few queries per sequence (decoding, speculation). The keys of a sequence are divided into parts, which
+``schedule`` lists for the whole step. The program that finishes a sequence's last part merges them, in their order. The
+parts depend on the sequence's own length alone, so its result has the same bits whatever sequences are beside it.
+``split`` also writes the step's new keys and values into the pages. ``prompt`` is for many queries: one program per
+tile of queries. All query heads that share a key head are rows of one tile: row r is query r // GROUP of head
+r % GROUP.
 
 The softmax is online and in base 2 (Milakov and Gimelshein 2018; Dao 2023). The split over keys is that of
 flash-decoding (2023). Shapes are those of ``launch``. In every kernel ``scale`` multiplies q @ k, ``window`` is the
@@ -16,8 +18,10 @@ number of keys before its own that a query sees, and ``softcap`` limits scores t
 import triton
 import triton.language as tl
 
-# int32 numbers per work item: sequence (-1: none), first key, end of its keys, the sequence's items, the first of them
+# int32 numbers per work item: sequence, first key, end of its keys, the sequence's items, the first of them, and the
+# number of all items
 FIELDS = tl.constexpr(8)
+LEAST_KEYS = tl.constexpr(512)
 
 
 @triton.jit
@@ -44,15 +48,15 @@ def _fold(q, k, v, visible, acc, top, total, scale, softcap, CAPPED: tl.constexp
     return acc, new, total
 
 
-@triton.jit(do_not_specialize=["batch", "q_len", "window", "parts", "least"])
+@triton.jit(do_not_specialize=["batch", "q_len", "window", "parts", "room"])
 def schedule(
-    lengths, work, batch, q_len, window, parts, least,
+    lengths, work, batch, q_len, window, parts, room,
     APPENDS: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Distribute the keys of all sequences over about ``parts`` equal items, each of one sequence and of ``least`` keys
-    or more.
+    """List the parts of all sequences as items: of LEAST_KEYS keys, twice that from 8 parts on, or as many times that
+    as make at most ``parts``. Short parts keep a GPU busy with one sequence; each costs some microseconds.
 
-    The host does not read the lengths for this. ``work`` has room for parts + batch items.
+    The host does not read the lengths for this. ``work`` has room for ``room`` items.
     """
     row = tl.arange(0, BLOCK_B)
     inside = row < batch
@@ -66,26 +70,25 @@ def schedule(
     if WINDOWED:
         first = tl.maximum(past - window, 0) // BLOCK_N * BLOCK_N
     keys = tl.where(inside, tl.maximum(stop - first, 0), 0)
-    size = tl.maximum(tl.cdiv(tl.sum(keys), parts), least)
+    size = tl.maximum(tl.cdiv(keys, parts * LEAST_KEYS), tl.where(keys > 8 * LEAST_KEYS, 2, 1)) * LEAST_KEYS
     splits = tl.where(inside, tl.maximum(tl.cdiv(keys, size), 1), 0)
     behind = tl.cumsum(splits)
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     sequence = tl.sum((behind[None, :] <= item[:, None]).to(tl.int32), 1)  # number of sequences before the item
     mine = row[None, :] == sequence[:, None]
     its_keys = tl.sum(tl.where(mine, keys[None, :], 0), 1)
-    its_splits = tl.maximum(tl.sum(tl.where(mine, splits[None, :], 0), 1), 1)
+    its_size = tl.sum(tl.where(mine, size[None, :], 0), 1)
     its_first_key = tl.sum(tl.where(mine, first[None, :], 0), 1)
     its_first_item = tl.sum(tl.where(mine, (behind - splits)[None, :], 0), 1)
-    share = tl.cdiv(tl.cdiv(its_keys, its_splits), BLOCK_N) * BLOCK_N
-    begin = its_first_key + (item - its_first_item) * share
-    end = tl.minimum(begin + share, its_first_key + its_keys)
+    begin = its_first_key + (item - its_first_item) * its_size
     entry = work + item * FIELDS
-    room = item < parts + batch
-    tl.store(entry, tl.where(item < tl.max(behind), sequence, -1), mask=room)
-    tl.store(entry + 1, begin, mask=room)
-    tl.store(entry + 2, end, mask=room)
-    tl.store(entry + 3, its_splits, mask=room)
-    tl.store(entry + 4, its_first_item, mask=room)
+    there = item < room
+    tl.store(entry, sequence, mask=there)
+    tl.store(entry + 1, begin, mask=there)
+    tl.store(entry + 2, tl.minimum(begin + its_size, its_first_key + its_keys), mask=there)
+    tl.store(entry + 3, tl.sum(tl.where(mine, splits[None, :], 0), 1), mask=there)
+    tl.store(entry + 4, its_first_item, mask=there)
+    tl.store(entry + 5, tl.max(behind) + tl.zeros_like(item), mask=there)
 
 
 @triton.jit
@@ -109,7 +112,7 @@ def _merge(
     for part_0 in range(0, splits, MERGE_PARTS):
         exists = (part_0 + s < splits)[:, None] & there[None, :]
         parts = ((first_item + part_0 + s) * KV_HEADS + kv) * tiles + tile
-        cell = parts[:, None] * BLOCK_M + r[None, :]
+        cell = parts[:, None] * MERGE_ROWS + r[None, :]
         # Bypass the first-level cache, which the writes of other programs do not reach.
         tops = tl.load(part_top + cell, mask=exists, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(part_total + cell, mask=exists, other=0.0, cache_modifier=".cg")
@@ -141,13 +144,18 @@ def split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_NEW: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of few queries. Grid: work items, key heads, tiles of BLOCK_M rows."""
-    item = tl.program_id(0)
+    """Compute attention of few queries. Grid: programs that share the items, key heads, tiles of BLOCK_M rows."""
     kv = tl.program_id(1)
     tile = tl.program_id(2)
-    entry = work + item * FIELDS
-    sequence = tl.load(entry)
-    if sequence >= 0:
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    whole = d < DIM
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = row // GROUP
+    there = query < q_len
+    for item in range(tl.program_id(0), tl.load(work + 5), tl.num_programs(0)):
+        entry = work + item * FIELDS
+        sequence = tl.load(entry)
         first = tl.load(entry + 1)
         last = tl.load(entry + 2)
         splits = tl.load(entry + 3)
@@ -155,12 +163,6 @@ def split(
         past = tl.load(lengths + sequence)
         if not APPENDS:
             past -= q_len
-        d = tl.arange(0, BLOCK_D)
-        n = tl.arange(0, BLOCK_N)
-        whole = d < DIM
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        query = row // GROUP
-        there = query < q_len
         q_row = ((sequence * q_len + query) * KV_HEADS + kv) * GROUP + row % GROUP
         rows = tl.load(q + q_row[:, None] * DIM + d[None, :], mask=there[:, None] & whole[None, :], other=0.0)
         position = past + query
@@ -210,11 +212,10 @@ def split(
             )  # fmt: skip
         else:
             tiles = tl.num_programs(2)
-            r = tl.arange(0, BLOCK_M)
-            part = (item * KV_HEADS + kv) * tiles + tile
-            tl.store(part_acc + (part * BLOCK_M + r)[:, None] * BLOCK_D + d[None, :], acc, mask=there[:, None])
-            tl.store(part_top + part * BLOCK_M + r, top, mask=there)
-            tl.store(part_total + part * BLOCK_M + r, total, mask=there)
+            cell = ((item * KV_HEADS + kv) * tiles + tile) * MERGE_ROWS + tl.arange(0, BLOCK_M)
+            tl.store(part_acc + cell[:, None] * BLOCK_D + d[None, :], acc, mask=there[:, None])
+            tl.store(part_top + cell, top, mask=there)
+            tl.store(part_total + cell, total, mask=there)
             tl.debug_barrier()  # all threads must have stored before the count
             count = done + (sequence * KV_HEADS + kv) * tiles + tile
             if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:

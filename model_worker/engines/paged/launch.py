@@ -11,18 +11,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 # The data that all layers of a step share: the shape of its attention calls, its tables, and its attention.
 
 
-# (q, k_cache, v_cache, k, v) -> out, with the shapes of Shape.
-Attend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    torch.Tensor,
-]
+# (q, k_cache, v_cache, k, v) -> out, with the shapes of Shape. The caches may be ForeignPages.
+Attend = Callable[[torch.Tensor, Any, Any, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+
+
+class ForeignPages(Protocol):
+    """Pages of a cache that are no tensors of numbers, and know how they are attended to."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[pages, page_size, kv_heads, ...]"""
+
+    def plan(self, step: "AttentionStep", shape: "AttentionShape", values: Any) -> Attend:
+        """Return the attention of this shape for this step. ``values``: the pages of the values."""
 
 
 @dataclass(frozen=True)
@@ -158,12 +166,11 @@ def prompt_blocks(shape: AttentionShape, device: torch.device) -> Blocks:
     return _fitting(Blocks(64, 64 if shape.head_dim > 64 else 128, 4, 5), shape, device)
 
 
-def split_parts(shape: AttentionShape, device: torch.device, tiles: int) -> tuple[int, int]:
-    """Return the number of work items per key head to aim at, and the fewest keys that are worth an item.
-
-    The number gives each multiprocessor two programs, and each sequence two items, which evens out their lengths.
-    """
-    return max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles), 2 * shape.batch), 256
+def most_parts(shape: AttentionShape, device: torch.device, tiles: int) -> int:
+    """Return the most parts of a sequence for each key head: so many that one sequence gives each multiprocessor up to
+    two programs. No other sequence changes that number, nor their count."""
+    wanted = max(1, 2 * _multiprocessors(device) // (shape.kv_heads * tiles))
+    return 1 << (wanted.bit_length() - 1)
 
 
 class _Scratch:
@@ -254,39 +261,57 @@ def plan(step: AttentionStep, shape: AttentionShape) -> Attend | None:
     return on_its_device
 
 
+class SplitPlan:
+    """How the keys of a step's sequences are divided for few queries, and memory for parts of results.
+
+    tile  rows (query heads times queries) of a tile
+    keys  keys that a kernel reads at once: parts begin at multiples
+
+    work         int32 [items, 8], see ``kernels``, filled by a kernel that is queued here
+    items        the most items that there may be
+    parts_rows   rows of a tile that parts have
+    sums         fp32 [items, kv_heads, tiles, parts_rows, power of two >= head_dim]; tops, totals without the last
+    done         int32 [batch, kv_heads, tiles], zero before and after each layer
+    """
+
+    def __init__(self, step: AttentionStep, shape: AttentionShape, tile: int, keys: int) -> None:
+        found: Any = kernels()
+        device, batch = step.table.device, shape.batch
+        self.tiles = -(-shape.q_len * shape.group // tile)
+        parts = most_parts(shape, device, self.tiles)
+        # A sequence has no more parts than its pages can fill.
+        width = step.table.shape[1] * shape.page_size
+        self.items = batch * max(1, min(parts, -(-width // int(found.LEAST_KEYS.value))))
+        self.work = torch.empty(self.items * 8, dtype=torch.int32, device=device)
+        rows = _power(batch)
+        at_once = max(1, min(_power(self.items), (1 << _LOG2_ITEMS) // rows))
+        _Launch(
+            found.schedule, shape, (-(-self.items // at_once), 1, 1),
+            (step.lengths, self.work), (batch, shape.q_len, shape.window, parts, self.items),
+            APPENDS=shape.appends, WINDOWED=shape.window >= 0, BLOCK_B=rows, BLOCK_N=keys, ITEMS=at_once, num_warps=4,
+        )()  # fmt: skip
+        self.parts_rows = min(tile, _power(shape.q_len * shape.group, 1))
+        cells = self.items * shape.kv_heads * self.tiles * self.parts_rows
+        self.sums = _scratch.get(device, "acc", cells * _power(shape.head_dim), torch.float32)
+        self.tops = _scratch.get(device, "top", cells, torch.float32)
+        self.totals = _scratch.get(device, "total", cells, torch.float32)
+        self.done = _scratch.get(device, "done", batch * shape.kv_heads * self.tiles, torch.int32)
+        # Four programs for each multiprocessor share the items.
+        together = -(-4 * _multiprocessors(device) // (shape.kv_heads * self.tiles))
+        self.grid = max(1, min(self.items, together)), shape.kv_heads, self.tiles
+
+
 def _plan_split(found: Any, step: AttentionStep, shape: AttentionShape) -> Attend:
-    device, batch = step.table.device, shape.batch
-    blocks = split_blocks(shape, device)
-    tiles = -(-shape.q_len * shape.group // blocks.m)
-    parts, least = split_parts(shape, device, tiles)
-    width = step.table.shape[1] * shape.page_size
-    # One sequence has no more parts than its pages can fill.
-    parts = max(1, min(parts, batch * -(-width // least)))
-    items = parts + batch
-    work = torch.empty(items * 8, dtype=torch.int32, device=device)
-    rows = _power(batch)
-    at_once = max(1, min(_power(items), (1 << _LOG2_ITEMS) // rows))
-    windowed = shape.window >= 0
-    _Launch(
-        found.schedule, shape, (-(-items // at_once), 1, 1),
-        (step.lengths, work), (batch, shape.q_len, shape.window, parts, least),
-        APPENDS=shape.appends, WINDOWED=windowed, BLOCK_B=rows, BLOCK_N=blocks.n, ITEMS=at_once, num_warps=4,
-    )()  # fmt: skip
-    dim = _power(shape.head_dim)
-    cells = items * shape.kv_heads * tiles * blocks.m
-    part_acc = _scratch.get(device, "acc", cells * dim, torch.float32)
-    part_top = _scratch.get(device, "top", cells, torch.float32)
-    part_total = _scratch.get(device, "total", cells, torch.float32)
-    done = _scratch.get(device, "done", batch * shape.kv_heads * tiles, torch.int32)
-    merge_rows = min(blocks.m, _power(shape.q_len * shape.group, 1))
+    blocks = split_blocks(shape, step.table.device)
+    plan, dim = SplitPlan(step, shape, blocks.m, blocks.n), _power(shape.head_dim)
     launch = _Launch(
-        found.split, shape, (items, shape.kv_heads, tiles),
-        (step.table, step.lengths, work, part_acc, part_top, part_total, done),
+        found.split, shape, plan.grid,
+        (step.table, step.lengths, plan.work, plan.sums, plan.tops, plan.totals, plan.done),
         (shape.q_len, step.table.stride(0), shape.window, shape.scale, shape.softcap),
         KV_HEADS=shape.kv_heads, GROUP=shape.group, DIM=shape.head_dim, PAGE=shape.page_size,
-        APPENDS=shape.appends, WINDOWED=windowed, CAPPED=shape.softcap != 0,
+        APPENDS=shape.appends, WINDOWED=shape.window >= 0, CAPPED=shape.softcap != 0,
         BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_D=dim, BLOCK_NEW=_power(shape.q_len),
-        MERGE_ROWS=merge_rows, MERGE_PARTS=max(1, 8192 // (merge_rows * dim)),
+        MERGE_ROWS=plan.parts_rows, MERGE_PARTS=max(1, 8192 // (plan.parts_rows * dim)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
