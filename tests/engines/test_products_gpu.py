@@ -17,10 +17,12 @@ import torch
 from benchmarks import exl2, gptq
 from benchmarks.models import SHAPES, write_model
 from model_worker.engines import build_engine
+from model_worker.engines.exllamav2.decode.capture import finish_tuning
 from model_worker.engines.exllamav2.decode.graphs import DecodeGraphs, HostEmbedding, StepRow
 from model_worker.engines.exllamav2.load import import_package
 from model_worker.engines.exllamav2.products import layout
 from model_worker.engines.exllamav2.products.modules import OwnModules, Products, _Matrix, _Product
+from model_worker.engines.exllamav2.quantised_cache import in_place
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.conftest import need_gpu
 
@@ -148,38 +150,47 @@ def test_gptq(products: dict[bool, Products], inputs: int, outputs: int, groups:
     check(products[True], *gptq_matrix(inputs, outputs, groups, reordered))
 
 
-@pytest.mark.parametrize("form", ["exl2", "gptq"])
-def test_a_whole_step(tmp_path: Path, form: str) -> None:
-    """Our products and the package's give the same logits, but for rounding. With ours a row keeps its bits.
-
-    Its bits would depend on others if they had more tokens: attention divides a sequence by the tokens of all.
-    """
+@pytest.mark.parametrize(
+    ("form", "mode"), [("exl2", "FP16"), ("gptq", "FP16"), ("exl2", "Q8"), ("exl2", "Q6"), ("exl2", "Q4")]
+)
+def test_a_whole_step(tmp_path: Path, form: str, mode: str) -> None:
+    """Our products and the package's give the same logits, but for rounding. With ours a row keeps its bits. So it is
+    with quantised pages, which our steps read in place, and the package copies."""
     plain, quantised = tmp_path / "plain", tmp_path / "quantised"
     write_model(plain, SHAPES["tiny"])
     if form == "exl2":
         exl2.write(plain, quantised)
     else:
         gptq.write_both(plain, quantised, tmp_path / "twin", gptq.SCHEMES["gptq"])
-    options = {"cache_size": 64 * 512, "graphs": False}
+    options = {"cache_size": 64 * 1024, "graphs": False, "cache_mode": mode}
     engine: Any = build_engine(EngineSpec("m", "exllamav2", str(quantised), "cuda", 1024, 64, options))
     engine.load(lambda *_: None)
     loaded = engine._loaded
     model, cache = loaded.model, loaded.cache
+    finish_tuning(loaded.core, model)  # of the package's kernels: it waits for the GPU, which a capture does not allow
     own = OwnModules(model)
     assert own.complete, own.why
     embedding = HostEmbedding(model.modules[0].embedding.weight.data)
+    random_numbers = torch.Generator(device="cuda").manual_seed(6)
     for tensor in cache.key_states + cache.value_states:
-        tensor.normal_(generator=torch.Generator(device="cuda").manual_seed(6))
+        if mode == "FP16":
+            tensor.normal_(generator=random_numbers)
+        else:
+            tensor.random_(0, 256, generator=random_numbers)
+    for tensor in () if mode == "FP16" else cache.key_scales + cache.value_scales:
+        tensor.fill_(1 / (50 if mode == "Q4" else 800))
+    pages, why = in_place(cache, model.config.num_attention_heads, 1)
+    assert not why
     draw = random.Random(7)
     step = [
-        StepRow([draw.randrange(200)], draw.randrange(1, 500), np.array([2 * row, 2 * row + 1], dtype=np.int32))
+        StepRow([draw.randrange(200)], draw.randrange(1, 1000), np.arange(4 * row, 4 * row + 4, dtype=np.int32))
         for row in range(63)
     ]
     counts = [1, 2, 3, 4, 8, 16, 24, 32, 40, 63]
     logits = {}
-    for name, modules in (("package", None), ("own", own)):
+    for name, modules, used in (("package", None, cache), ("own", own, pages or cache)):
         graphs = DecodeGraphs(
-            model, cache, None, embedding, rows=counts, widths=[2], queries=1, spare=127, own=modules
+            model, used, None, embedding, rows=counts, widths=[4], queries=1, spare=255, own=modules
         )  # fmt: skip
         graphs.capture(lambda *_: None)
         for count in counts:

@@ -26,6 +26,7 @@ from model_worker.engines.exllamav2.lora import load_adapters
 from model_worker.engines.exllamav2.meaning import layer_kinds
 from model_worker.engines.exllamav2.options import DEFAULT_MAX_GAP_MS, ExLlamaV2Options, Sizes
 from model_worker.engines.exllamav2.package_model import compute_as_transformers, only_the_models_weights, replaced
+from model_worker.engines.exllamav2.quantised_cache import is_quantised, store_once
 from model_worker.engines.exllamav2.sleep import NoSleepError, SleepMemory, obstacle
 from model_worker.engines.model_dir import ModelDir, bytes_of_modules, read_shape
 from model_worker.engines.paged import attention as paged_attention
@@ -353,6 +354,9 @@ def load(checked: CheckedExLlamaV2Model, progress: ProgressCallback, *, sleep: b
             model = core.ExLlamaV2(config)
             count = _counted(progress, "loading", model, directory, memory)
             cache = _load_model(core, model, options, cache_tokens, gpus, count, memory)
+            for each in (cache, draft_cache):
+                if is_quantised(each) and not options.tensor_parallel:
+                    store_once(each)
             if options.loras:
                 progress("loading lora", 0, len(options.loras))
             with weights():

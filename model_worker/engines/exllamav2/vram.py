@@ -20,7 +20,13 @@ from dataclasses import dataclass
 
 from model_worker.engine import LoadError
 from model_worker.engines.exllamav2.check import check
-from model_worker.engines.exllamav2.decode.buckets import PASSES, most_captured, page_sizes, row_sizes
+from model_worker.engines.exllamav2.decode.buckets import (
+    PASSES,
+    most_captured,
+    page_sizes,
+    reads_in_place,
+    row_sizes,
+)
 from model_worker.engines.exllamav2.gpu_draws.sizes import BINS, MOST
 from model_worker.engines.exllamav2.lora import adapter_bytes, check_adapter
 from model_worker.engines.exllamav2.options import SCORED_LOGITS, ExLlamaV2Options, Sizes
@@ -238,7 +244,8 @@ def graph_bytes(directory: ModelDir, shape: ModelShape, options: ExLlamaV2Option
     draft_tokens = options.draft_tokens if options.speculates else 0
     pages = -(-(sizes.context + draft_tokens) // PAGE_TOKENS)
     quantized = options.cache_mode != "FP16"
-    graphs = len(row_sizes(sizes.rows // (draft_tokens + 1))) * len(page_sizes(pages, quantized))
+    copied = quantized and not reads_in_place(shape.head_dim)
+    graphs = len(row_sizes(sizes.rows // (draft_tokens + 1))) * len(page_sizes(pages, copied))
     graphs += len(passes) * len(page_sizes(pages + 1, quantized))
     # Draws: for each row bias, two tables, weights and a mask of the vocabulary, and candidates (gpu_draws.batched).
     draws = 0 if draft_tokens else rows * (16 * shape.vocab + shape.vocab // 8 + 12 * (MOST + BINS))

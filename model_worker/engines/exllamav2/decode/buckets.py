@@ -48,10 +48,16 @@ def most_captured(most: int, quantised: bool) -> int:
     return WIDE if quantised and FEWEST_KERNEL_ROWS < most <= KERNEL_ROWS else most
 
 
+def reads_in_place(head_dim: int) -> bool:
+    """Return whether steps read quantised pages of such heads where they lie (``paged.launch.reads_quantised``)."""
+    return head_dim in (64, 128, 256)
+
+
 def page_sizes(most: int, depends_on_width: bool) -> list[int]:
     """Return the widths of block tables to capture, in pages, ascending, the last of them ``most``.
 
-    depends_on_width  whether a step's cost depends on the table's width (quantised caches), and not only on the lengths
+    depends_on_width  whether the cost depends on the table's width (the package copies a quantised cache), and not only
+                      on the lengths
     """
     if not depends_on_width:
         return [most]

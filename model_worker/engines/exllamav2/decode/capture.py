@@ -28,6 +28,7 @@ from model_worker.engines.exllamav2.decode.loop import ChunkSizer, Computed, Dec
 from model_worker.engines.exllamav2.gpu_draws.batched import BatchedDraws, RowTables
 from model_worker.engines.exllamav2.load import Loaded
 from model_worker.engines.exllamav2.products.modules import OwnModules
+from model_worker.engines.exllamav2.quantised_cache import in_place, is_quantised
 from protocol.process.worker_spec import PAGE_TOKENS
 
 # Queue captured steps, draw behind them, and read the tokens when an event says that they are there.
@@ -361,14 +362,14 @@ def make_loop(
     if why is not None:
         return None, _one_by_one(why)
     try:
-        graphs = _graphs(loaded, loaded.model, loaded.cache, loaded.loras, rows, queries)
+        graphs, copied = _graphs(loaded, loaded.model, loaded.cache, loaded.loras, rows, queries)
     except NotReadableError as e:
         return None, _one_by_one(str(e))
     steps = None if loaded.draft_tokens else DeviceSteps(graphs, drawable)
     _capture(loaded, loaded.model, loaded.cache, loaded.loras, graphs, lambda *counts: progress("capturing", *counts))
     if loaded.draft_model is not None and obstacle(loaded.draft_model, None) is None:
         most = most_rows(loaded.draft_model, generator.max_batch_size, 1)
-        draft = _graphs(loaded, loaded.draft_model, loaded.draft_cache, None, most, 1)
+        draft, _ = _graphs(loaded, loaded.draft_model, loaded.draft_cache, None, most, 1)
         _capture(
             loaded, loaded.draft_model, loaded.draft_cache, None, draft,
             lambda *counts: progress("capturing draft", *counts),
@@ -379,6 +380,8 @@ def make_loop(
     text = "each step is one captured CUDA graph"
     if graphs.own is not None and graphs.own.why:
         text += f"; the package multiplies its quantised matrices: {graphs.own.why}"
+    if copied:
+        text += f"; the package copies its quantised cache: {copied}"
     if loop is not None:
         text += ", queued before the last one is read"
     if rows < generator.max_batch_size:
@@ -390,24 +393,27 @@ def _one_by_one(why: str) -> str:
     return f"one kernel at a time: {why}" if why else "one kernel at a time"
 
 
-def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queries: int) -> DecodeGraphs:
+def _graphs(loaded: Loaded, model: Any, cache: Any, loras: Any, rows: int, queries: int) -> tuple[DecodeGraphs, str]:
+    """Return the steps to capture, and why they do not read a quantised cache in place ("" if they do)."""
     own = None if loras else OwnModules(model)
     if own is not None and own.complete:
         kernel_rows = KERNEL_ROWS
     else:
         finish_tuning(loaded.core, model)
         kernel_rows = rows_of_kernels(loaded.core, model) if queries == 1 else KERNEL_ROWS
-    return DecodeGraphs(
+    pages, copied = in_place(cache, model.config.num_attention_heads, queries)
+    graphs = DecodeGraphs(
         model,
-        cache,
+        pages or cache,
         loras,
         HostEmbedding(model.modules[0].embedding.weight.data),
         rows=row_sizes(rows, kernel_rows),
-        widths=_widths(loaded, cache),
+        widths=_widths(loaded, copied=bool(copied)),
         queries=queries,
         spare=loaded.cache_size // PAGE_TOKENS,
         own=own,
     )
+    return graphs, copied
 
 
 def _capture(
@@ -419,7 +425,8 @@ def _capture(
     """
     passes = [
         DecodeGraphs(
-            model, cache, loras, graphs.embedding, rows=[1], widths=_widths(loaded, cache, 1), queries=tokens,
+            model, cache, loras, graphs.embedding, rows=[1], queries=tokens,
+            widths=_widths(loaded, 1, copied=is_quantised(cache)),
             spare=graphs.spare, head=False, pools=graphs.pools, own=graphs.own,
         )
         for tokens in PASSES
@@ -436,8 +443,10 @@ def _capture(
     use_graphs(model, cache, graphs, PromptPasses(passes, int(model.config.max_seq_len)) if passes else None)
 
 
-def _widths(loaded: Loaded, cache: Any, more: int = 0) -> list[int]:
-    """Return the widths of block tables in pages, the last of them ``more`` than a sequence may have."""
-    quantised = cache.all_tensors()[0].dtype == torch.uint8
+def _widths(loaded: Loaded, more: int = 0, *, copied: bool) -> list[int]:
+    """Return the widths of block tables in pages, the last of them ``more`` than a sequence may have.
+
+    copied  whether a step copies the pages of its table, so that its cost depends on the width, not on the lengths
+    """
     context = min(loaded.context + loaded.draft_tokens, loaded.cache_size)
-    return page_sizes(-(-context // PAGE_TOKENS) + more, quantised)
+    return page_sizes(-(-context // PAGE_TOKENS) + more, copied)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from model_worker.engines.exllamav2.nvrtc import Module, NoKernelsError
 from model_worker.engines.exllamav2.products import layout
-from model_worker.engines.exllamav2.products.nvrtc import Module, NoKernelsError
 
 _SOURCE = Path(__file__).with_name("products.cu")
 _ROW_TILES = 1, 2, 4, 8
@@ -117,7 +117,7 @@ class Products:
         """Put the rows of x, fp16 [rows, inputs], in the order of weights."""
         rows, inputs = x.shape
         self._placing.launch(
-            self._placing.function("place"), (-(-inputs // 1024), rows), 128, 0, ctypes.c_void_p(x.data_ptr()),
+            self._placing.function("place"), (-(-inputs // 1024), rows, 1), 128, 0, ctypes.c_void_p(x.data_ptr()),
             ctypes.c_void_p(_address(perm)), ctypes.c_void_p(placed.data_ptr()), ctypes.c_int(inputs),
         )  # fmt: skip
 
@@ -125,7 +125,7 @@ class Products:
         """Place the RMS norm of the rows of x, fp16 or fp32 [rows, inputs]. ``norm``: the package's module."""
         rows, inputs = x.shape
         self._placing.launch(
-            self._placing.function("rms_norm", 64 << 10), (rows, 1), 512, 2 * inputs, ctypes.c_void_p(x.data_ptr()),
+            self._placing.function("rms_norm", 64 << 10), (rows, 1, 1), 512, 2 * inputs, ctypes.c_void_p(x.data_ptr()),
             ctypes.c_void_p(norm.weight.data_ptr()), ctypes.c_void_p(_address(perm)),
             ctypes.c_void_p(placed.data_ptr()), ctypes.c_int(inputs), ctypes.c_float(norm.variance_epsilon),
             ctypes.c_int(x.dtype == torch.float),
@@ -137,7 +137,7 @@ class Products:
         tiles = next(tiles for tiles in _ROW_TILES if launch.rows <= 8 * tiles)
         shared = layout.STAGES * layout.THREADS * 16 * (launch.bits + tiles)
         function = self._kernels.function(f"{name}_{tiles}", _most_shared(tiles))
-        self._kernels.launch(function, (strips, launch.parts), layout.THREADS, shared, launch)
+        self._kernels.launch(function, (strips, launch.parts, 1), layout.THREADS, shared, launch)
 
 
 class _Product:

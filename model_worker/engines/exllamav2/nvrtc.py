@@ -18,10 +18,13 @@ class NoKernelsError(Exception):
     """The kernels cannot be compiled or loaded here. The text says why, for people."""
 
 
+_HEADER = Path(__file__).with_name("tensor_cores.cuh")
+
+
 class Module:
     """The kernels of one source, on one GPU.
 
-    source   CUDA C++ without includes
+    source   CUDA C++ without includes, behind ``tensor_cores.cuh``
     defines  macros, such as "A=1"
     device   the GPU's index
 
@@ -30,11 +33,16 @@ class Module:
 
     def __init__(self, source: str, defines: Sequence[str], device: int) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *(f"-D{define}" for define in defines)]
+        options = [
+            f"--gpu-architecture=sm_{major}{minor}",
+            "--std=c++17",
+            "-default-device",  # for lambdas
+            *(f"-D{define}" for define in defines),
+        ]
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module = ctypes.c_void_p()
         self._functions: dict[str, ctypes.c_void_p] = {}
-        cubin = _compiled(source, options)
+        cubin = _compiled(_HEADER.read_text() + source, options)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the GPU's context, and makes it the current one
             self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), cubin))
@@ -56,12 +64,12 @@ class Module:
         return found
 
     def launch(
-        self, function: ctypes.c_void_p, grid: tuple[int, int], threads: int, shared: int, *arguments: Any
+        self, function: ctypes.c_void_p, grid: tuple[int, int, int], threads: int, shared: int, *arguments: Any
     ) -> None:
         """Queue a kernel on the current stream of the current GPU. ``arguments`` are objects of ctypes."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._check(self._driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, shared, stream, pointers, None))
+        self._check(self._driver.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, pointers, None))
 
 
 def _compiled(source: str, options: Sequence[str]) -> bytes:
@@ -94,7 +102,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 def _compile(library: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"products.cu", 0, None, None)
+    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
     try:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
