@@ -15,6 +15,7 @@ from model_worker.engines.constraints import AnyConstraint
 from model_worker.engines.exllamav2.answer import PromptScorer, Redraw
 from model_worker.engines.exllamav2.load import Loaded
 from model_worker.engines.exllamav2.sampling import NEVER, PieceSearch, TokenBias, settings_of, xtc_is_on
+from model_worker.engines.exllamav2.victims import VictimRule
 from model_worker.engines.prompt_scores import PromptPieces
 from protocol.errors import RequestError
 from protocol.request import SamplingParams
@@ -47,6 +48,7 @@ class Batch:
 
     def __init__(self, generator: Any, chunk: int, defragmented: Callable[[], None] = lambda: None) -> None:
         self._generator, self._chunk = generator, chunk
+        generator.victim_rule = VictimRule(generator.max_pages)
         self._defragment, self._defragmented = generator.defrag_cache, defragmented
         generator.defrag_cache = self._defragment_when_idle
         self._line: list[Any] = []
@@ -153,6 +155,7 @@ class Batch:
         self._passed.clear()
         self._generator.clear_queue()
         self._generator.reset_page_table()
+        self._generator.victim_rule = VictimRule(self._generator.max_pages)
 
     @property
     def waiting(self) -> int:

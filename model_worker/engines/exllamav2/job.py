@@ -3,8 +3,9 @@
 Importing this module imports exllamav2, so ``exllamav2.load`` must have imported the package before.
 
 The package's work after each draw (text, held text, result dictionaries) is left out, because the engine makes text
-from ids. A sequence owns its pages as in the package, but four faults of the package are repaired. Each of these faults
-would give a later prompt the keys and values of another place, or would end the process:
+from ids. A sequence owns its pages as in the package, but which cached pages are given up is our choice (``victims``),
+and four faults of the package are repaired. Each of these faults would give a later prompt the keys and values of
+another place, or would end the process:
 
 * A page that a full cache hit leaves for the first new token did not know the page before it.
 * At the end of an answer, speculated tokens that were not accepted were still counted as computed.
@@ -30,6 +31,7 @@ from model_worker.engines.exllamav2.gpu_draws.batched import draw_by_rule
 from model_worker.engines.exllamav2.gpu_draws.rule import draws_by_rule, rule_of
 from model_worker.engines.exllamav2.ngram import NGrams
 from model_worker.engines.exllamav2.sampling import NEVER, BeforeDraw, TokenBias, is_cut
+from model_worker.engines.exllamav2.victims import Held, victims
 from protocol.errors import RequestError
 from protocol.messages import FinishReason
 from protocol.process.worker_spec import PAGE_TOKENS
@@ -522,7 +524,26 @@ class AnswerJob(ExLlamaV2DynamicJob):  # type: ignore[misc]
         return left
 
     def allocate_pages(self) -> None:
+        """Take the pages of the prompts and answers. What has to be given up for them is chosen by ``victims``."""
+        generator, idle = self.generator, self.generator.unreferenced_pages
+        names, wanted = set(), 0
+        for sequence in self.sequences:
+            names.update(sequence.page_hashes)
+            wanted += sequence.new_unique_pages
+            generator.victim_rule.use(sequence.page_hashes, sequence.new_unique_pages)
+        wanted += sum(name not in idle and name not in generator.referenced_pages for name in names)
+        held = [Held(page.phash, page.prev_hash, page.access_serial, page.kv_position) for page in idle.values()]
+        chosen = victims(held, generator.referenced_pages, names, wanted, newest=generator.victim_rule.newest)
+        # The package takes the pages with the lowest numbers.
+        pages = [(idle[page.name], page.used) for page in chosen]
+        for number, (page, _) in enumerate(pages):
+            page.access_serial = number - len(pages)
         super().allocate_pages()
+        for page, used in pages:
+            if not page.ref_count:
+                page.access_serial = used
+            elif page.can_revert:
+                page.access_serial_revert = used
         for sequence in self.sequences:
             full = len(sequence.page_hashes)
             if full:  # the package leaves None, which means the start of a text, if all pages before are in the cache
