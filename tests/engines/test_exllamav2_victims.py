@@ -67,7 +67,7 @@ def chosen(load: list[Request], pages: int) -> float:
     rule, cache, hits = VictimRule(pages), Followed(pages, newest=False), 0
     for names, answer in load:
         rule.use(names, answer)
-        cache._newest = rule.newest
+        cache.newest = rule.newest
         hits += cache.use(names, answer)
     return hits / sum(len(names) for names, _ in load)
 

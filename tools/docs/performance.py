@@ -18,7 +18,7 @@ SHORT = 6
 GROUPS = {
     "Speed": (
         "decoding", "decoding-8b", "decoding-exl2", "decoding-8b-exl2", "decoding-8b-exl2-h100", "contexts",
-        "first-use", "prompts-beside", "draws",
+        "prompt-cache", "first-use", "prompts-beside", "draws",
         "gpu-idle", "exact-answers",
         "serving-exllamav2", "serving-transformers", "unpaged", "gpus-2", "gpus-4", "gpus-split",
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "cluster-scale",

@@ -89,7 +89,7 @@ class Followed:
     """
 
     def __init__(self, pages: int, *, newest: bool) -> None:
-        self._pages, self._newest = pages, newest
+        self._pages, self.newest = pages, newest
         self._held: dict[bytes, Held] = {}
         self._uses = 0
 
@@ -100,7 +100,7 @@ class Followed:
             hits += 1
         missing = sum(name not in self._held for name in names) + answer - (self._pages - len(self._held))
         if missing > 0:
-            for page in victims(self._held.values(), (), set(names), missing, newest=self._newest):
+            for page in victims(self._held.values(), (), set(names), missing, newest=self.newest):
                 del self._held[page.name]
         for number, name in enumerate(names):
             self._uses += 1
