@@ -71,7 +71,11 @@ def test_options_of_a_request_name_engine_bounds_and_other_names() -> None:
     assert "exllamav2" in rows["mirostat_tau"]
     assert "number from 0 to 10 " in rows["temperature"]
     assert "`rep_pen`" in rows["repetition_penalty"]
-    assert "sampling, forced, limits" in rows["max_tokens"]
+    keys = {line.split("`")[1]: line for line in request_options().splitlines() if line.startswith("* ")}
+    assert "but `seed`, and" in keys["sampling"]
+    assert "`max_tokens`" in keys["sampling"]
+    assert "the same but `preset`." in keys["forced"]
+    assert "`max_tokens`" in keys["limits"]
     assert "longer ends with `queue_timeout`" in rows["queue_ms"]
     assert engines_of("prompt") == engines_of("temperature") == "all"
     assert engines_of("top_a") == "exllamav2"

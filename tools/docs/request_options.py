@@ -20,7 +20,7 @@ from tools.docs.markdown import table, text
 
 OFFERED: dict[str, frozenset[str]] = {"exllamav2": exllamav2.OFFERED, "transformers": embedded.OFFERED}
 """The options that each engine offers, among the options that depend on the engine."""
-HEADER = ("option", "value", "default", "models.yaml", "meaning")
+HEADER = ("option", "value", "default", "meaning")
 _OTHER_NAMES = {name: [alias for alias, target in ALIASES.items() if target == name] for name in ALIASES.values()}
 
 
@@ -32,6 +32,7 @@ def request_options() -> str:
     presets = [(f"`{name}`", ", ".join(f"`{k}: {v}`" for k, v in given.items())) for name, given in PRESETS.items()]
     return "\n\n".join(
         [
+            _in_models_yaml(drawn),
             "### What is asked",
             "Give exactly one of `prompt`, `messages` and `token_ids`.",
             _table(asked),
@@ -45,6 +46,23 @@ def request_options() -> str:
             table(("preset", "sets"), presets),
         ]
     )
+
+
+def _in_models_yaml(drawn: list[str]) -> str:
+    """Return the sentences that say under which keys of a model an option may stand."""
+    others = [name for name in DEFAULTS if name not in drawn]
+    return "\n".join(
+        [
+            f"* `sampling` may have the options of *How tokens are drawn* but {_named(set(drawn) - {*DEFAULTS})}, and "
+            f"{_named(others)}.",
+            f"* `forced` may have the same but {_named({*DEFAULTS} - {*FORCED})}.",
+            f"* `limits` may have {_named(LIMITS)}.",
+        ]
+    )
+
+
+def _named(options: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(options))
 
 
 def engines_of(option: str) -> str:
@@ -62,13 +80,11 @@ def _table(names: Iterable[str]) -> str:
     rows = []
     for name in names:
         others = ", ".join(f"`{other}`" for other in _OTHER_NAMES.get(name, ()))
-        may = [key for key, names in (("sampling", DEFAULTS), ("forced", FORCED), ("limits", LIMITS)) if name in names]
         rows.append(
             (
                 f'<span id="option-{name}"></span>`{name}`',
                 value_of(schemas[name]),
                 _default(schemas[name]["default"]),
-                ", ".join(may),
                 text(docs[name]) + (f" Other names: {others}." if others else "") + _only(name),
             )
         )
