@@ -72,9 +72,9 @@ def test_options_of_a_request_name_engine_bounds_and_other_names() -> None:
     assert "number from 0 to 10 " in rows["temperature"]
     assert "`rep_pen`" in rows["repetition_penalty"]
     keys = {line.split("`")[1]: line for line in request_options().splitlines() if line.startswith("* ")}
-    assert "but `seed`, and" in keys["sampling"]
+    assert "except `seed`." in keys["sampling"]
     assert "`max_tokens`" in keys["sampling"]
-    assert "the same but `preset`." in keys["forced"]
+    assert "except `preset`." in keys["forced"]
     assert "`max_tokens`" in keys["limits"]
     assert "longer ends with `queue_timeout`" in rows["queue_ms"]
     assert engines_of("prompt") == engines_of("temperature") == "all"

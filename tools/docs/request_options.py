@@ -53,9 +53,9 @@ def _in_models_yaml(drawn: list[str]) -> str:
     others = [name for name in DEFAULTS if name not in drawn]
     return "\n".join(
         [
-            f"* `sampling` may have the options of *How tokens are drawn* but {_named(set(drawn) - {*DEFAULTS})}, and "
-            f"{_named(others)}.",
-            f"* `forced` may have the same but {_named({*DEFAULTS} - {*FORCED})}.",
+            f"* `sampling` may have all options of *How tokens are drawn* except {_named({*drawn} - {*DEFAULTS})}. It "
+            f"may also have {_named(others)}.",
+            f"* `forced` may have the options of `sampling` except {_named({*DEFAULTS} - {*FORCED})}.",
             f"* `limits` may have {_named(LIMITS)}.",
         ]
     )
