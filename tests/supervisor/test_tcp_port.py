@@ -372,7 +372,7 @@ def test_a_key_that_connects_too_often_is_told_so_and_keeps_nobody_out(
     host: TcpHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("supervisor.keys.ring.AT_ONCE", 2)
-    monkeypatch.setattr("supervisor.keys.ring.PER_S", 0.0)
+    monkeypatch.setattr("supervisor.keys.ring.PER_S", 1e-6)
     other_key = host.store.add("b", frozenset({Right.INFER}), host.store.directory.parent / "b.key")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with host.greet() as first, host.greet() as second:
