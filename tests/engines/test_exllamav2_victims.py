@@ -1,24 +1,14 @@
 """Which pages of the prompt cache are given up: the choice, and what the real generator then finds again."""
 
-import hashlib
 import random
 from collections.abc import Sequence
 
 import pytest
 
-from model_worker.engines.exllamav2.victims import Followed, Held, VictimRule, victims
+from benchmarks.prompt_cache import Request, chosen, mixed, share
+from benchmarks.prompt_cache import names as text
+from model_worker.engines.exllamav2.victims import Followed, Held, victims
 from tests.engines.exllamav2_cpu.harness import PAGE, Harness
-
-Request = tuple[list[bytes], int]
-
-
-def text(name: object, pages: int, shared: Sequence[object] = ()) -> list[bytes]:
-    """Return names of a text's pages, the first of them ``shared`` with other texts."""
-    made: list[bytes] = []
-    for number in range(pages):
-        own = shared[number] if number < len(shared) else (name, number)
-        made.append(hashlib.sha256(repr((made[-1:], own)).encode()).digest())
-    return made
 
 
 def held(names: Sequence[bytes], used: int) -> list[Held]:
@@ -58,55 +48,26 @@ def test_pages_behind_a_page_in_use_can_be_found() -> None:
     assert named(victims([*behind, lost], {names[0]}, (), 3, newest=False)) == [b"lost", names[2], names[1]]
 
 
-def share(load: list[Request], cache: Followed) -> float:
-    return sum(cache.use(*request) for request in load) / sum(len(names) for names, _ in load)
-
-
-def chosen(load: list[Request], pages: int) -> float:
-    """Return the share of pages that a cache finds which follows the rule of ``VictimRule``."""
-    rule, cache, hits = VictimRule(pages), Followed(pages, newest=False), 0
-    for names, answer in load:
-        rule.use(names, answer)
-        cache.newest = rule.newest
-        hits += cache.use(names, answer)
-    return hits / sum(len(names) for names, _ in load)
+def followed(load: list[Request], cache: Followed) -> float:
+    return share(load, [cache.use(*request) for request in load]) / 100
 
 
 def in_turn(agents: int, pages: int, turns: int) -> list[Request]:
     return [(text(turn % agents, pages), 2) for turn in range(turns)]
 
 
-def mixed(seed: int) -> list[Request]:
-    """Chats behind a system prompt that go on, single questions, documents of which some are asked for often."""
-    rng, load, chats = random.Random(seed), [], dict[int, int]()
-    system = [("system", number) for number in range(4)]
-    for number in range(300):
-        kind = rng.random()
-        if kind < 0.5:
-            chat = rng.choice(list(chats)[-12:]) if chats and rng.random() < 0.8 else len(chats)
-            chats[chat] = chats.get(chat, 6) + rng.randint(1, 3)
-            load.append((text(("chat", chat), min(chats[chat], 60), system), 2))
-        elif kind < 0.8:
-            load.append((text(("question", number), rng.randint(1, 20), system if rng.random() < 0.5 else ()), 2))
-        elif kind < 0.9:
-            load.append((text(("document", int(rng.paretovariate(1)) % 8), 40), 2))
-        else:
-            load.append((text(("long", number), rng.randint(40, 120)), 3))
-    return load
-
-
 def test_the_rule_that_would_have_hit_more_is_used() -> None:
     """Three texts of 117 pages on 256: the oldest first keeps 16 %, the latest first 56 %, which one who knows the
     future would keep, too. A mixed load is no worse off than with the oldest first."""
     load = in_turn(3, 117, 60)
-    assert share(load, Followed(256, newest=False)) < 0.2
-    assert share(load, Followed(256, newest=True)) > 0.55
-    assert chosen(load, 256) > 0.53
+    assert followed(load, Followed(256, newest=False)) < 0.2
+    assert followed(load, Followed(256, newest=True)) > 0.55
+    assert chosen(load, 256) / 100 > 0.53
     for seed in range(3):
-        load = mixed(seed)
-        oldest, latest = (share(load, Followed(256, newest=newest)) for newest in (False, True))
+        load = mixed(300, seed)
+        oldest, latest = (followed(load, Followed(256, newest=newest)) for newest in (False, True))
         assert oldest > latest
-        assert chosen(load, 256) > oldest - 0.01, f"seed {seed}"
+        assert chosen(load, 256) / 100 > oldest - 0.01, f"seed {seed}"
 
 
 @pytest.mark.usefixtures("decoding")
@@ -140,7 +101,7 @@ def test_agents_in_turn_find_what_the_rule_says() -> None:
         h.driver.run()
         assert outcome.finished is not None
         cached += outcome.finished.cached_tokens
-    expected = chosen([(text(turn % 3, size), 1) for turn in range(turns)], pages)
+    expected = chosen([(text(turn % 3, size), 1) for turn in range(turns)], pages) / 100
     assert cached / (turns * (size * PAGE + 1)) == pytest.approx(expected, abs=0.02)
     assert expected > 0.3
     h.check()

@@ -46,19 +46,18 @@ def victims(
     newest  whether the text used last goes first, else the one used longest ago
     """
     pages = {page.name: page for page in held}
-    found: dict[bytes, bool] = {}
+    behind: dict[bytes | None, list[Held]] = {}
     for page in pages.values():
-        chain = []
-        at: Held | None = page
-        while at is not None and at.name not in found:
-            chain.append(at.name)
-            found[at.name] = at.parent is None or at.parent in in_use
-            at = None if found[at.name] or at.parent is None else pages.get(at.parent)
-        reached = bool(chain and found[chain[-1]]) or (at is not None and found[at.name])
-        found.update(dict.fromkeys(chain, reached))
+        behind.setdefault(page.parent, []).append(page)
+    found: set[bytes] = set()
+    look = [page for page in pages.values() if page.parent is None or page.parent in in_use]
+    while look:
+        page = look.pop()
+        found.add(page.name)
+        look += behind.get(page.name, ())
     free = [page for page in pages.values() if page.name not in kept]
     chosen = [page for page in free if not page.tokens]
-    chosen += sorted((page for page in free if page.tokens and not found[page.name]), key=lambda page: page.used)
+    chosen += sorted((page for page in free if page.tokens and page.name not in found), key=lambda page: page.used)
     if len(chosen) >= count:
         return chosen[:count]
     gone = {page.name for page in chosen}
