@@ -33,6 +33,8 @@ class Module:
 
     def __init__(self, source: str, defines: Sequence[str], device: int) -> None:
         major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise NoKernelsError(f"a GPU of compute capability {major}.{minor} is older than Ampere")
         options = [
             f"--gpu-architecture=sm_{major}{minor}",
             "--std=c++17",

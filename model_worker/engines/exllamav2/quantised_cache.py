@@ -60,10 +60,13 @@ class _Quantise(ctypes.Structure):
 @cache
 def _kernels(device: int, head_dim: int, key_bits: int, value_bits: int) -> Module:
     """Raises NoKernelsError."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        raise NoKernelsError(f"a GPU of compute capability {capability[0]}.{capability[1]} is older than Ampere")
     return Module(_SOURCE.read_text(), [f"DIM={head_dim}", f"KB={key_bits}", f"VB={value_bits}"], device)
+
+
+def _shared(head_dim: int, rows: int) -> int:
+    """Return the bytes of shared memory of ``attend``, if its tile has as many rows: the warps' sums, fp32; turned
+    queries, and new keys and values, fp16."""
+    return _WARPS * rows * (head_dim + 8) * 4 + _TILE * head_dim * 3 * 2
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,8 @@ class QuantisedPages:
         kernels = _kernels(device.index, head_dim, self.bits(head_dim), values.bits(head_dim))
         with torch.cuda.device(device):
             plan = SplitPlan(step, shape, _TILE, _KEYS)
-        # The warps' sums, fp32; turned queries, and new keys and values, fp16
-        shared = _WARPS * plan.parts_rows * (head_dim + 8) * 4 + _TILE * head_dim * 3 * 2
-        function = kernels.function("attend", _WARPS * _TILE * (head_dim + 8) * 4 + _TILE * head_dim * 3 * 2)
+        shared = _shared(head_dim, plan.parts_rows)
+        function = kernels.function("attend", _shared(head_dim, _TILE))
         given = _Attention(
             table=step.table.data_ptr(), lengths=step.lengths.data_ptr(), work=plan.work.data_ptr(),
             sums=plan.sums.data_ptr(), tops=plan.tops.data_ptr(), totals=plan.totals.data_ptr(),
@@ -112,11 +114,11 @@ class QuantisedPages:
             v_cache: QuantisedPages,
             k: torch.Tensor | None,
             v: torch.Tensor | None,
-            _alive: Any = (step, plan),
         ) -> torch.Tensor:
             assert k is not None
             assert v is not None
             out = torch.empty_like(q)
+            # ``plan`` owns the memory to which ``given`` points.
             given.q, given.k_new, given.v_new, given.out = (tensor.data_ptr() for tensor in (q, k, v, out))
             given.k, given.k_scales = k_cache.levels.data_ptr(), k_cache.scales.data_ptr()
             given.v, given.v_scales = v_cache.levels.data_ptr(), v_cache.scales.data_ptr()
@@ -241,7 +243,7 @@ def in_place(package_cache: Any, heads: int, queries: int) -> tuple[Any | None, 
 def _difference(package_cache: Any, made: _InPlace, heads: int, device: torch.device) -> float:
     """Return the largest difference of attention over the restored and the quantised pages of some tokens."""
     layer = next(number for number, tensor in enumerate(package_cache.key_states) if tensor.device == device)
-    slots, kv_heads, head_dim = package_cache.key_states[layer].shape[1:]
+    slots, kv_heads = package_cache.key_states[layer].shape[1:3]
     head_dim = package_cache.head_dim
     past = min(700, slots - 1)
     options: dict[str, Any] = {"device": device, "dtype": torch.int32}

@@ -267,6 +267,7 @@ class SplitPlan:
     tile  rows (query heads times queries) of a tile
     keys  keys that a kernel reads at once: parts begin at multiples
 
+    tables       the lengths and the block table of the step
     work         int32 [items, 8], see ``kernels``, filled by a kernel that is queued here
     items        the most items that there may be
     parts_rows   rows of a tile that parts have
@@ -277,6 +278,7 @@ class SplitPlan:
     def __init__(self, step: AttentionStep, shape: AttentionShape, tile: int, keys: int) -> None:
         found: Any = kernels()
         device, batch = step.table.device, shape.batch
+        self.tables = step.lengths, step.table
         self.tiles = -(-shape.q_len * shape.group // tile)
         parts = most_parts(shape, device, self.tiles)
         # A sequence has no more parts than its pages can fill.

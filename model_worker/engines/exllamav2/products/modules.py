@@ -80,9 +80,6 @@ class Products:
     """
 
     def __init__(self, device: int, widths: Sequence[int], *, gptq: bool) -> None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            raise NoKernelsError(f"a GPU of compute capability {capability[0]}.{capability[1]} is older than Ampere")
         source = _SOURCE.read_text()
         cases = " ".join(f"CASE({bits})" for bits in widths)
         self.device = device
