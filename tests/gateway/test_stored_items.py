@@ -1,6 +1,7 @@
 """Items of responses are kept in memory, within bounds, for the key that made them; encrypted reasoning comes back."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,10 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[openai.Op
     tokens = [store.add_token(name, parse_rights("infer")) for name in ("one", "two")]
     port = free_port()
     models = {"local": {"model_dir": ".", "engine": "tests.agent_engine:AgentEngine"}}
-    with Serving(models, gateway={"listen": port}, keys=keys):
+    with Serving(models, gateway={"listen": port}, keys=keys), ExitStack() as open_ones:
         url = f"http://127.0.0.1:{port}/v1"
-        yield [openai.OpenAI(base_url=url, api_key=token, timeout=WITHIN, max_retries=0) for token in tokens]
+        made = [openai.OpenAI(base_url=url, api_key=token, timeout=WITHIN, max_retries=0) for token in tokens]
+        yield [open_ones.enter_context(client) for client in made]
 
 
 def test_a_conversation_goes_on_by_references(clients: list[openai.OpenAI]) -> None:

@@ -146,7 +146,9 @@ def test_the_examples_of_the_page_answer_as_they_show(url: str, capsys: pytest.C
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8").replace("localhost:8000", f"127.0.0.1:{port}")
     tools, reasoning = page[page.index("\n## Tools\n") :].split("\n## Reasoning\n")
     (code,) = re.findall(r"```python\n(.+?)```", tools, re.DOTALL)
-    exec(compile(code, "http-api.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(code, "http-api.md", "exec"), names)
+    names["client"].close()
     (shown,) = re.findall(r"```console\n(.+?)```", tools, re.DOTALL)
     assert capsys.readouterr().out == shown
     ((address, body, *lines),) = re.findall(r"\$ curl -s (\S+) -d '(.+)' \| jq .+\n(.+)\n(.+)\n```", reasoning)

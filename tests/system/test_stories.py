@@ -1,6 +1,7 @@
 """The verb ``story`` tells what became of a request, and to whom it may be told."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -86,7 +87,7 @@ def test_a_request_whose_client_left_and_one_that_waited_for_a_load(keyed: Keyed
             one.complete("lazy", "p", max_tokens=1, trace_ids=["waited"])
         story = told(viewer, "waited")
         assert story["steps"][0]["ready"] is False
-        assert any("lazy: ready, 0." in event["message"] for event in story["events"])
+        assert any(re.search(r"lazy: ready, \d", event["message"]) for event in story["events"])
 
 
 def test_an_error_has_its_name_and_nothing_of_the_request(keyed: Keyed) -> None:
