@@ -77,8 +77,7 @@ class VariantConfig(NullLeavesOut):
     """One variant of a model, an entry of the map ``variants``. It changes what requests leave out."""
 
     sampling: dict[str, Any] | None = None
-    """Defaults for options that a request leaves out. They replace the values of the same names in the model's own
-    ``sampling``.
+    """Defaults for options that a request leaves out. They replace those of the same names in the model's ``sampling``.
 
     Default: the model's own
     Example: {temperature: 0.2, max_tokens: 1024}
@@ -115,16 +114,14 @@ class ModelConfig(NullLeavesOut):
     Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
     """
     engine: str = field(default="exllamav2", metadata=WORKERS)
-    """[Engine](engines.md) that computes the model: ``exllamav2``, ``transformers``, or an import string
-    ``package.module:Class`` for one of your own.
+    """[Engine](engines.md) of the model: ``exllamav2``, ``transformers``, or your own as ``package.module:Class``.
 
     Example: transformers
     """
     gpu: Gpu = field(default=None, metadata=WORKERS)
     """The GPU or GPUs of every worker of this model.
 
-    An index counts as nvidia-smi counts. ``auto`` is the GPU with the most free memory. A list splits the model over
-    several GPUs.
+    An index is that of nvidia-smi. ``auto`` is the GPU with the most free memory. A list splits the model.
 
     Default: required for exllamav2, cpu for the other engines
     Example: [0, 1]
@@ -145,7 +142,7 @@ class ModelConfig(NullLeavesOut):
     vram: Vram = None
     """GPU memory of each worker in all, as nvidia-smi shows it.
 
-    It replaces the estimate. One size is divided evenly among several GPUs. A list has one size for each GPU.
+    It replaces the estimate. One size is divided evenly among several GPUs; a list has one for each.
 
     Default: the estimate of the engine
     Example: 12GiB
@@ -162,7 +159,7 @@ class ModelConfig(NullLeavesOut):
     Example: 16
     """
     cache_size: Tokens | None = field(default=None, metadata=EXLLAMAV2)
-    """Tokens in the cache of a worker, for all its running requests together. A multiple of 256.
+    """Tokens in the cache of a worker, for all its requests together. A multiple of 256.
 
     Default: the larger of max_seq_len and 256 × max_batch_size
     Example: 65536
@@ -181,7 +178,7 @@ class ModelConfig(NullLeavesOut):
     rope_scale: Factor | None = field(default=None, metadata=EXLLAMAV2)
     """Linear scaling of the rotary embedding: positions are divided by this number.
 
-    A max_seq_len above the model's own context needs rope_scale or rope_alpha.
+    A max_seq_len above the model's own context needs this or rope_alpha.
 
     Default: the model's own
     Example: 2.0
@@ -205,9 +202,9 @@ class ModelConfig(NullLeavesOut):
     Example: [512, 96]
     """
     tensor_parallel: bool | None = field(default=None, metadata=EXLLAMAV2)
-    """Split every layer over the worker's GPUs, instead of placing whole layers.
+    """Split every layer over the worker's GPUs.
 
-    It needs EXL2 weights of Llama, Mistral or Qwen2. It is slower than one GPU.
+    It needs EXL2 weights of Llama, Mistral or Qwen2, and is slower than one GPU.
 
     Example: true
     """
@@ -255,7 +252,7 @@ class ModelConfig(NullLeavesOut):
     """Capture the steps of decoding as CUDA graphs when the model is loaded.
 
     This makes a model several times faster, and takes some 100 MB of GPU memory and a second of loading. A model that
-    cannot be captured is served as with false. A seed gives another answer with false.
+    cannot be captured is served as with false. With false a seed gives another answer.
 
     Default: true
     Example: false
@@ -286,17 +283,15 @@ class ModelConfig(NullLeavesOut):
     Example: 64
     """
     max_queue_tokens: Annotated[int, Within(1, 1 << 30)] = _QUEUE.tokens
-    """Most prompt tokens that may wait for this model, of all waiting requests together.
-
-    Four bytes of a prompt count as one token.
+    """Most prompt tokens that may wait for this model. Four bytes of a prompt count as one token.
 
     Example: 1000000
     """
     sampling: dict[str, Any] | None = field(default=None, metadata=TOLD)
     """Defaults for options that a request leaves out, by name.
 
-    [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here. ``preset: steady``
-    keeps small models from repeating themselves.
+    [Options of a request](http-api.md#options-of-a-request) says which options may stand here, in ``forced`` and in
+    ``limits``. ``preset: steady`` keeps small models from repeating themselves.
 
     Default: the neutral defaults of the options
     Example: {preset: steady, temperature: 0.7, max_tokens: 512}
@@ -304,8 +299,7 @@ class ModelConfig(NullLeavesOut):
     forced: dict[str, Any] | None = field(default=None, metadata=TOLD)
     """Values of options that count for every request, whatever the request asks for.
 
-    A request with another value is served with the forced one. The header ``x-modelctl-changed`` of its answer says so.
-    [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here.
+    The header ``x-modelctl-changed`` of an answer names the values of the request that they have replaced.
 
     Default: requests choose
     Example: {temperature: 0.7, repetition_penalty: 1.0}
@@ -314,7 +308,6 @@ class ModelConfig(NullLeavesOut):
     """Limits that a request may not exceed, by the option's name. ``prompt_tokens`` limits the length of the prompt.
 
     A request beyond a limit is refused. A request without max_tokens gets the limit of max_tokens.
-    [Options of a request](http-api.md#options-of-a-request) marks the options that may stand here.
 
     Default: no limits
     Example: {max_tokens: 2048, prompt_tokens: 8192, temperature: 1.5}
@@ -322,8 +315,8 @@ class ModelConfig(NullLeavesOut):
     chat_template: UserPath | None = field(default=None, metadata=BOTH)
     """The chat template for all conversations, in place of the one that the model's directory has.
 
-    A value with ``/`` or with ``.jinja`` at its end is a file: absolute, or relative to models.yaml. On another machine
-    of the ``cluster`` it must have the same path. Any other value is the name of a template in tokenizer_config.json.
+    A value with ``/`` or with ``.jinja`` at its end is a file, which must have the same path on all machines of a
+    ``cluster``. Any other value is the name of a template in tokenizer_config.json.
 
     Default: the template of the model's directory
     Example: templates/chatml.jinja
@@ -335,7 +328,7 @@ class ModelConfig(NullLeavesOut):
     Example: {enable_thinking: false}
     """
     description: Description = field(default=None, metadata={ONE: "is the description of one model; write it"})
-    """The purpose of the model, in one line for people. `modelctl status`, the page and GET /v1/models show it.
+    """The purpose of the model, which `modelctl status`, the page and GET /v1/models show.
 
     Default: none
     Example: "for code: slow, and the best that we have"
@@ -347,16 +340,14 @@ class ModelConfig(NullLeavesOut):
     Example: [gpt-4o-mini, claude-local, "llama3.2:latest"]
     """
     variants: dict[str, VariantConfig] = field(default_factory=dict)
-    """Settings under a name of their own. A request reaches the variant ``precise`` of the model ``qwen`` as
-    ``qwen:precise``. The workers are the model's own.
+    """Settings under names of their own, such as ``qwen:precise``. The workers are the model's own.
 
     Example: {precise: {sampling: {temperature: 0.2}}}
     """
     listed: bool = True
     """Show the model's names to clients that ask which models there are.
 
-    With ``false``, requests that name the model are served as before. This is no protection: to let a key use some
-    models only, make it with ``--models``.
+    With ``false``, requests that name the model are served all the same. Only ``--models`` of a key protects models.
 
     Example: false
     """
@@ -375,15 +366,13 @@ class ModelConfig(NullLeavesOut):
     Example: {start: <think>, end: </think>}
     """
     step_timeout: Lease | None = field(default=None, metadata=WORKERS)
-    """Longest time that one step of the engine may take. After it the supervisor kills the worker as hung.
+    """Longest time for one step of the engine. After it the supervisor kills the worker as hung.
 
     Default: the value of supervisor.watch.step
     Example: 2m
     """
     load_timeout: Lease | None = None
-    """Longest time that one part of a load may take, such as one module of the weights.
-
-    The whole load may take longer.
+    """Longest time for one part of a load, such as one module of the weights.
 
     Default: the value of supervisor.watch.load
     Example: 10m
@@ -395,9 +384,7 @@ class ModelConfig(NullLeavesOut):
     Example: false
     """
     lazy: bool = False
-    """Start the model with the first request that asks for it.
-
-    A lazy model that is idle makes room when another model needs its GPU memory.
+    """Start the model with its first request. An idle lazy model makes room for other models.
 
     Example: true
     """
@@ -421,7 +408,7 @@ class ModelConfig(NullLeavesOut):
     Example: 2m
     """
     sleep_cache: HostMemory = field(default=None, metadata=EXLLAMAV2 | LAZY)
-    """For a lazy model: host memory for the cached prompts of a model that sleeps. They are not computed again then.
+    """For a lazy model: host memory that keeps cached prompts while the model sleeps.
 
     Default: none is kept
     Example: 4GiB

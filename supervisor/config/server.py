@@ -119,9 +119,8 @@ class GatewayConfig:
     Example: 0.0.0.0:8000
     """
     auth: Literal["keys", "none"] = "keys"
-    """Authentication of requests. ``keys``: every request needs a token (``modelctl keys new NAME --http`` makes one).
-    ``none``: everybody who can reach the port may use and stop the models. So it may
-    listen only on an address of this machine (127.0.0.1 or [::1]).
+    """``keys``: every request needs a token (``modelctl keys new NAME --http`` makes one). ``none``: everybody who can
+    reach the port may use and stop the models, so ``listen`` must be 127.0.0.1 or [::1].
 
     Example: none
     """
@@ -131,8 +130,7 @@ class GatewayConfig:
     Example: 4
     """
     allowed_hosts: list[HostName] = field(default_factory=list)
-    """Names by which clients may call the gateway, besides localhost and the address itself. A request with another
-    name in its Host header is refused.
+    """Names by which clients may call the gateway (header Host), besides localhost and the address itself.
 
     Example: [models.example.org]
     """
@@ -142,32 +140,32 @@ class GatewayConfig:
     Example: [https://chat.example.org]
     """
     certificate: UserPath | None = None
-    """PEM file of the certificate chain, for HTTPS: absolute, or relative to models.yaml.
+    """PEM file of the certificate chain, for HTTPS.
 
     Default: plain HTTP
     Example: ~/tls/fullchain.pem
     """
     private_key: UserPath | None = None
-    """PEM file of the certificate's private key: absolute, or relative to models.yaml.
+    """PEM file of the certificate's private key.
 
     Default: plain HTTP
     Example: ~/tls/privkey.pem
     """
     max_body: Size = 16 << 20
-    """Largest body of a request, in bytes or as a size.
+    """Largest body of a request.
 
     Example: 64MiB
     """
     body_memory: OptionalSize = None
-    """Most bytes of all bodies together that one gateway process holds at one time. One key may use a quarter, so that
-    four bodies of ``max_body`` must fit. With ``auth: none`` one body must fit.
+    """Most bytes of all bodies that one gateway process holds. One key may use a quarter, so four bodies of
+    ``max_body`` must fit. With ``auth: none`` one body must fit.
 
     Default: 256MiB, or four times max_body if that is more
     Example: 1GiB
     """
     stored_items: Annotated[int | None, ReadWith(parse_stored, "size or 0")] = None
-    """Most bytes of items of /v1/responses that the gateway keeps in its memory for an hour, for clients that refer
-    to them. One key may use an eighth. 0 keeps nothing, and with several ``processes`` nothing is kept.
+    """Most bytes of items of /v1/responses that the gateway keeps in its memory for an hour. One key may use an eighth.
+    0 keeps nothing.
 
     Default: 128MiB, or 0 with several processes
     Example: 0
@@ -179,20 +177,20 @@ class GatewayConfig:
     Example: chunk
     """
     progress: ProgressPlace = "comment"
-    """Where a stream of /v1/chat/completions tells of the load of its model. ``comment``: in the comments of
-    ``keepalive``. ``reasoning``: also in short lines of reasoning before the answer.
+    """Where a stream of /v1/chat/completions tells of the load of its model: in the comments of ``keepalive``, or also
+    in lines of ``reasoning`` before the answer.
 
     Example: reasoning
     """
     reasoning_key: ReasoningKey = "reasoning_content"
-    """Key of the reasoning in /v1/chat/completions. Most clients read ``reasoning_content``; those of
-    newer versions of vLLM and of OpenRouter read ``reasoning``.
+    """Key of the reasoning in /v1/chat/completions. Most clients read ``reasoning_content``; those of newer vLLM and of
+    OpenRouter read ``reasoning``.
 
     Example: reasoning
     """
     unknown_options: Literal["ignore", "refuse"] = "ignore"
-    """What happens to options of a request that no API has. ``ignore``: they are ignored, and the header
-    ``x-modelctl-ignored`` of the answer names them. ``refuse``: they are errors.
+    """Unknown options of a request. ``ignore``: the header ``x-modelctl-ignored`` of the answer names them. ``refuse``:
+    they are errors.
 
     Example: refuse
     """
@@ -224,7 +222,7 @@ _RESTART = RestartPolicy()
 
 @dataclass(frozen=True, kw_only=True)
 class RestartConfig:
-    """The rules by which the supervisor restarts a model whose worker ended unexpectedly, and gives up."""
+    """How the supervisor restarts a model whose worker ended unexpectedly, and when it gives up."""
 
     limit: Annotated[int, Within(1, 1000)] = _RESTART.limit
     """Unexpected ends within the window after which the model is ``failed``.
@@ -253,12 +251,12 @@ class StopConfig:
     """The longest time of each step of stopping a worker."""
 
     drain: Duration = 30.0
-    """Time for running requests to finish, before the worker is told to end.
+    """Time for running requests to finish.
 
     Example: 2m
     """
     shutdown: Duration = PATIENT.shutdown_s
-    """Time for the worker to end by itself after it was told to, before it gets SIGTERM.
+    """Time for the worker to end by itself, before it gets SIGTERM.
 
     Example: 10s
     """
@@ -274,7 +272,7 @@ _POISON = PoisonPolicy()
 
 @dataclass(frozen=True, kw_only=True)
 class PoisonConfig:
-    """The rule by which the supervisor refuses a request because the workers that compute it die."""
+    """When the supervisor refuses a request because the workers that compute it die."""
 
     limit: Annotated[int, Within(1, 1000)] = _POISON.limit
     """Deaths of workers that are blamed on a request, after which it ends as ``poisoned``.
@@ -315,8 +313,6 @@ class WatchConfig:
     step: Lease = _WATCH.step_s
     """Longest time for one step of the engine: one chunk of a prompt (chunk_size) and one token of each answer.
 
-    The whole prompt may take longer.
-
     Example: 2m
     """
     move: Lease = _WATCH.move_s
@@ -336,7 +332,7 @@ class UsageConfig:
     Example: false
     """
     file: UserPath | None = None
-    """The SQLite file with the counts: absolute, or relative to models.yaml. Two supervisors cannot share one.
+    """The SQLite file with the counts. Two supervisors cannot share one.
 
     Default: usage.sqlite3 beside the directory of the logs
     Example: /var/lib/modelctl/usage.sqlite3
@@ -355,8 +351,8 @@ _HELD = SendBufferLimits()
 class HeldConfig:
     """The most bytes of answers that wait for clients that read slowly.
 
-    Above a limit the stream that holds most ends as ``slow_consumer``. A token takes about 28 bytes, and 120
-    with five log-probabilities.
+    Above a limit the stream that holds most ends as ``slow_consumer``. [Slow readers](http-api.md#slow-readers) says
+    how to choose them.
     """
 
     stream: HeldSize = _HELD.of_stream
@@ -399,15 +395,13 @@ class SupervisorConfig:
     Example: json
     """
     model_roots: list[UserPath] | None = field(default=None, metadata=LATER)
-    """Directories into which the files of models' directories may be links: absolute, or relative to models.yaml.
-    Weights may be links to other places, too, see [Security](security.md#linked-files).
+    """Directories into which the files of models' directories [may be links](security.md#linked-files).
 
     Default: files may be links into the model's own directory and Hugging Face's cache only
     Example: [/mnt/disk2/models]
     """
     request_log: UserPath | None = None
-    """File that gets a [line of JSON](operate.md#the-request-log) for each request that ends: absolute, or relative to
-    models.yaml.
+    """File that gets a [line of JSON](operate.md#the-request-log) for each request that ends.
 
     Default: no request log is written
     Example: /var/log/modelctl/requests.jsonl
@@ -419,30 +413,28 @@ class SupervisorConfig:
     Example: tcp://192.168.1.5:5570
     """
     keys: UserPath | None = field(default=None, metadata=AT_START)
-    """Directory of the keys: absolute, or relative to models.yaml. A change takes a restart of the supervisor.
+    """Directory of the keys. A change takes a restart of the supervisor.
 
     Default: $MODELCTL_KEYS, else ~/.config/modelctl/keys
     Example: ~/.config/modelctl/keys
     """
     stall: Duration = SendBufferLimits.stall_s
-    """Longest time that events of a stream may wait while its client reads none. After it, the stream ends as
-    ``slow_consumer``.
+    """Longest time that events of a stream wait for a client that reads none. Then it ends as ``slow_consumer``.
 
     Example: 2m
     """
     vram_limit: VramLimit = field(default=None, metadata=LATER)
-    """Most memory of a GPU that all models together may take: one limit for every GPU, or a map from GPU to limit.
+    """Most memory of a GPU that all models together may take: one limit for every GPU, or a map.
 
-    In a map, an index means a GPU of the supervisor's own machine, and a UUID a GPU of any machine.
+    There an index means a GPU of the supervisor's machine, and a UUID one of any machine.
 
     Default: no limit
     Example: {0: 20GiB, 1: 90%}
     """
 
     host_memory: HostMemory = None
-    """Most host memory that the models may take that sleep, or that keep a copy of their weights there.
-
-    Beyond it, those that have slept longest are unloaded.
+    """Most host memory of the models that sleep, or keep a copy of their weights there. Beyond it, those that have
+    slept longest are unloaded.
 
     Default: half of the memory that the machine and its cgroup have free when the supervisor starts
     Example: 64GiB
@@ -560,7 +552,7 @@ class FolderConfig:
     """One folder, an entry of the list ``folders``. A path alone stands for a folder without ``defaults``."""
 
     path: UserPath
-    """The directory: absolute, or relative to models.yaml. Models may lie at any depth below it.
+    """The directory. Models may lie at any depth below it.
 
     Example: /data/models
     """
@@ -581,9 +573,9 @@ class FileConfig:
     defaults: dict[str, Any] | None = None
     """Keys for all models: any [key of a model](#keys-of-a-model) but model_dir, aliases and description.
 
-    A model's own key wins. The value ``null`` there stands for the default of the key, whatever ``defaults`` has. The
-    maps ``sampling``, ``forced``, ``limits``, ``variants``, ``template_kwargs`` and ``options`` are merged by their
-    keys. A key applies to the models that may have it.
+    A model's own key wins; ``null`` there stands for the default of the key. The maps ``sampling``, ``forced``,
+    ``limits``, ``variants``, ``template_kwargs`` and ``options`` are merged by their keys. A key applies to the models
+    that may have it.
 
     Default: none
     Example: {gpu: auto, lazy: true, ttl: 10m, sampling: {temperature: 0.7}}

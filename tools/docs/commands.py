@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import click
 
@@ -13,12 +13,13 @@ from protocol.attribute_docs import attribute_docs
 from tools.docs.markdown import page, table, text
 
 INTRODUCTION = """\
-`modelctl COMMAND --help` shows the text of a command in the terminal. Most commands talk to the supervisor that runs on
-this machine under your user. With `--json` a command prints JSON, and an error is JSON on standard error. A command
-that goes on prints one line of JSON at a time. MODEL... stands for names, and for patterns in quotes such as
-`'llama-*'`."""
+`modelctl COMMAND --help` shows these texts, too. Most commands talk to the supervisor of your user on this machine.
+With `--json` a command prints JSON, and an error is JSON on standard error. A command that goes on prints one line of
+JSON at a time. MODEL... stands for names, and for patterns in quotes such as `'llama-*'`."""
 COMMON = 4
 """An option that so many commands have, with the same explanation, is explained once."""
+SEVERAL = 2
+"""So many options that an earlier command explains are named together, with a link to that command."""
 _PATTERN = re.compile(
     r"\s*MODEL may be a pattern in quotes[^.]*\.|; a pattern such as 'llama-\*' needs quotes|: names, or quoted "
     r"patterns such as 'llama-\*'"
@@ -34,7 +35,8 @@ def commands_page() -> str:
         links = [
             f"[{each.command_path.partition(' ')[2]}](#{each.command_path.replace(' ', '-')})" for each in commands
         ]
-        parts = [part for each in commands for part in _part(each, common)]
+        first = {record: each.command_path for each in reversed(commands) for record in option_records(each)}
+        parts = [part for each in commands for part in _part(each, common, first)]
     return page(
         "Commands",
         "the commands in modelctl/cli",
@@ -44,7 +46,7 @@ def commands_page() -> str:
         + ", ".join(f"`{other}` is `{name}`" for other, name in ALIASES.items())
         + ".",
         "## Common options",
-        "Each command names those that it has.",
+        "Each command names those that it has at the end of its first line.",
         _options(common),
         *parts,
         "## Exit codes",
@@ -83,16 +85,25 @@ def walk(context: click.Context) -> Iterator[click.Context]:
             yield below
 
 
-def _part(context: click.Context, common: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _part(
+    context: click.Context, common: Sequence[tuple[str, str]], first: Mapping[tuple[str, str], str]
+) -> Iterator[str]:
+    """Yield the part of a command. ``first`` has the first command with an option, which explains it."""
     command = context.command
     yield f"## {context.command_path}"
     pieces = [piece for piece in command.collect_usage_pieces(context) if piece != command.options_metavar]
-    yield f"`{' '.join([context.command_path, *pieces])}`"
+    also = [f"[{name}]" for name in names_of_common(context, common)]
+    yield f"`{' '.join([context.command_path, *pieces, *also])}`"
     yield text(_PATTERN.sub("", inspect.cleandoc(command.help or "")).strip())
-    if own := [record for record in option_records(context) if record not in common]:
-        yield _options(own)
-    if also := names_of_common(context, common):
-        yield "Common options: " + ", ".join(f"`{name}`" for name in also) + "."
+    own = [record for record in option_records(context) if record not in common]
+    uses = Counter(first[record] for record in own)
+    before = {path for path, count in uses.items() if count >= SEVERAL and path != context.command_path}
+    lines = [_options(record for record in own if first[record] not in before)] if own else []
+    for path in sorted(before):
+        names = ", ".join(f"`{names}`" for names, meaning in own if first[names, meaning] == path)
+        lines.append(f"* {names}: as of [{path.partition(' ')[2]}](#{path.replace(' ', '-')}).")
+    if any(lines):
+        yield "\n".join(filter(None, lines))
     if isinstance(command, Command) and command.examples:
         yield "\n".join(["```sh", *(f"{line}  # {meaning}" for line, meaning in command.examples.items()), "```"])
 

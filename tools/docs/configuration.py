@@ -31,8 +31,8 @@ ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers"
 """The engines that modelctl has, and the class with the defaults of their own keys."""
 IMPORTED = "an import string"
 INTRODUCTION = """\
-models.yaml describes all models of a supervisor. `modelctl check` names every fault with its line. No value is
-corrected silently. `modelctl reload` applies a changed file.
+models.yaml describes all models of a supervisor. `modelctl check` names every fault with its line, and `modelctl
+reload` applies a changed file.
 
 ```yaml
 models:
@@ -46,12 +46,12 @@ supervisor: # may be left out
 ```
 
 * A **duration** is `250ms`, `30s`, `5m`, `1h`, or a number of seconds. A **size** is `20GiB` or `20G` (2³⁰ bytes
-  each), `20GB` (10⁹ bytes), or a number of bytes. A **share** of a GPU is `90%`.
+  each), `20GB` (10⁹ bytes), or a number of bytes. A **share** of a GPU is `90%`. A range such as 1 to 64 is of whole
+  numbers.
 * Paths may begin with `~`. Relative ones start from the directory of models.yaml; if that is a link, from the link's.
-* [`defaults`](#defaults) holds keys for all models. Keys at the top that begin with `x-` may hold what some models
-  share: `x-common: &common {gpu: 0, cache_mode: Q8}`, and `<<: *common` in each of them.
-
-* `modelctl check --json-schema` prints a JSON schema for editors. `modelctl init` names it in the file; in a file of
+* Keys at the top that begin with `x-` may hold what some models share: `x-common: &common {gpu: 0, cache_mode: Q8}`,
+  and `<<: *common` in each of them.
+* `modelctl check --json-schema` prints a JSON schema for editors, which `modelctl init` names in the file; in a file of
   your own, write `# yaml-language-server: $schema=PATH`.
 
 ## Variables in values
@@ -69,12 +69,12 @@ that is not set or empty. `$${` stands for `${`. A variable brings one value, no
 braces YAML wants quotes: `{cache_size: "${CACHE}"}`. A quoted value stays text in `sampling`, `limits`,
 `template_kwargs` and `options`.
 
-A value may be a secret: `modelctl config`, the page, errors, events and logs show `${NAME}` in its place. What a
-value becomes in use shows, such as an alias or the address of an open port. An error of an engine of your own may
+`modelctl config`, the page, errors, events and logs show `${NAME}` in place of the value, which may be a secret. What
+a value becomes in use shows, such as an alias or the address of an open port. An error of an engine of your own may
 show a part of the value.
 
-A new value takes a restart of the supervisor. Commands that read the file themselves, such as `check`, use the
-variables of their shell. A service gets them in its unit: `Environment=MODELS=/srv/models`.
+A new value takes a restart of the supervisor. `check` and other commands that read the file use the variables of their
+shell. A service gets them in its unit: `Environment=MODELS=/srv/models`.
 
 ## Variables that set keys
 
@@ -92,7 +92,7 @@ A value is YAML: `MODELCTL_MODELS__B__ALIASES='[x, y]'`. A mapping replaces the 
 a model.
 
 The last of these wins: the default, the model's `tabby_config.yml`, `defaults`, the model's keys, the environment, a
-flag. `modelctl config` shows the value of each key and where it comes from:
+flag. `modelctl config` shows each value and where it comes from:
 
 ```
 $ MODELCTL_SUPERVISOR__STALL=2m modelctl config
@@ -105,9 +105,8 @@ supervisor.stall               2m                              MODELCTL_SUPERVIS
 
 ## tabby_config.yml
 
-For engine `exllamav2`, this file in a model's directory gives defaults, with [TabbyAPI's keys of a
-model](guide.md#tabbyapi). A draft model must lie beside the model. What does not fit is left out, and `check`, `config`
-and the log say so."""
+For engine `exllamav2`, this file in a model's directory gives defaults, with [TabbyAPI's keys](guide.md#tabbyapi). A
+draft model must lie beside the model. What does not fit is left out, and `check`, `config` and the log say so."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +230,8 @@ def type_name(hint: Any) -> str:
 _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number", float: "number", dict: "map"}
 _OBVIOUS = re.compile(r"true or false|whole number|number|duration|`")
 """Types whose name says how a value is written. The page has no example of one."""
+_PLAIN = ("true or false", "duration", "size", "days")
+"""Types that are left out where a default shows how a value is written."""
 _NOUN = re.compile(r"\b(number|text|path|name|origin)\b")
 _PLURAL: dict[Any, str] = {
     LoraConfig: "maps with the [keys of a LoRA adapter](#keys-of-a-lora-adapter)",
@@ -309,4 +310,6 @@ def _part(title: str, kind: type, prefix: str) -> Iterator[str]:
         default = "Required." if key.default == "required" else f"Default: {key.default}."
         engines = "" if key.engines in ("", "all") else f"Engine: {key.engines}. "
         example = "" if _OBVIOUS.match(key.type) else f"Example: `{key.example}`"
-        yield f"Value: {key.type}. {default} {engines}{example}".rstrip()
+        plain = key.type in _PLAIN and key.default.startswith("`")
+        value = "" if plain else f"Value: {key.type.removeprefix('whole number from ')}. "
+        yield f"{value}{default} {engines}{example}".rstrip()
