@@ -19,7 +19,9 @@ def test_every_result_file_has_a_section_with_its_origin() -> None:
     page = performance_page(files)
     for name, file in files.items():
         part = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
-        for key in ("machine", "commit", "command"):
+        (machine,) = re.findall(r"`, (M\d+), ", part)
+        assert f"| {machine} | {file.content['machine']} |\n" in page, name
+        for key in ("commit", "command"):
             assert file.content[key] in part, name
         assert file.content["date"][:10] in part
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +39,8 @@ GROUPS = {
 """Result files by topic. Files without a topic come last."""
 INTRODUCTION = """\
 A script in `benchmarks/` measured each figure. A part of this page has the name of its file in `benchmarks/results/`,
-which often has more figures. Machines are noisy, so read the ratios first: both sides of a ratio were measured in
-turns on one machine."""
+and ends with command, machine, date, commit, and how many more figures the file has. Machines are noisy, so read the
+ratios first: both sides of a ratio were measured in turns on one machine."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,22 @@ def performance_page(files: dict[str, ResultFile]) -> str:
     """Return the page."""
     grouped = {name for names in GROUPS.values() for name in names}
     groups = GROUPS | {"More": tuple(name for name in files if name not in grouped)}
-    parts = ["## Missed targets", _misses(files), "## Pictures", *_pictures(files)]
-    for title, names in groups.items():
-        if there := [files[name] for name in names if name in files]:
+    shown_files = {title: [files[name] for name in names if name in files] for title, names in groups.items()}
+    known = machines(files)
+    parts = ["## Machines", table(("name", "machine"), [(name, machine) for machine, name in known.items()])]
+    parts += ["## Missed targets", _misses(files), "## Pictures", *_pictures(files, known)]
+    first: dict[str, str] = {}
+    for title, there in shown_files.items():
+        if there:
             parts.append(f"## {title}")
-            parts += [part for file in there for part in _section(file)]
+            parts += [part for file in there for part in _section(file, known, first)]
     return page("Performance", "benchmarks/results", INTRODUCTION, *parts)
+
+
+def machines(files: dict[str, ResultFile]) -> dict[str, str]:
+    """Return the machine of each file, as the file describes it, and its name on the page. The most used come first."""
+    used = Counter(file.content["machine"] for file in files.values())
+    return {machine: f"M{number}" for number, (machine, _) in enumerate(used.most_common(), 1)}
 
 
 def pictures() -> dict[str, Callable[[], str]]:
@@ -115,18 +126,17 @@ def headline(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [r for r in chosen if r in missed or r in others]
 
 
-def _section(file: ResultFile) -> Iterator[str]:
+def _section(file: ResultFile, known: dict[str, str], first: dict[str, str]) -> Iterator[str]:
+    """Yield the part of a file. ``first`` has for each purpose the first file with it, whose part tells the purpose."""
     yield f"### {file.name}"
-    yield text(file.purpose)
+    told = first.setdefault(file.purpose, file.name)
+    yield text(file.purpose) if told == file.name else f"Measured as [{told}](#{told})."
     chosen = headline(file.results)
     yield table(("figure", "value", "target"), [_row(result) for result in chosen])
     more = len(file.results) - len(chosen)
-    yield _origin(file) + (f" {more} more figures are in the file." if more else "")
-
-
-def _origin(file: ResultFile) -> str:
     content = file.content
-    return f"`{content['command']}`, {content['machine']}, {content['date'][:10]}, commit {content['commit']}."
+    origin = f"`{content['command']}`, {known[content['machine']]}, {content['date'][:10]}, {content['commit']}."
+    yield origin + (f" {more} more figures." if more else "")
 
 
 def _row(result: dict[str, Any]) -> tuple[str, str, str]:
@@ -152,12 +162,12 @@ def _misses(files: dict[str, ResultFile]) -> str:
     return table(("file", "figure", "value", "target"), rows) if rows else "None."
 
 
-def _pictures(files: dict[str, ResultFile]) -> Iterator[str]:
+def _pictures(files: dict[str, ResultFile], known: dict[str, str]) -> Iterator[str]:
     for chart, sources in charts(files):
         links = ", ".join(f"[{name}](#{name})" for name in sources)
-        yield f"### {chart.title}"
         yield f"![{chart.title}]({_picture(sources)})"
-        yield f"From {links}: {files[sources[0]].content['machine']}, {files[sources[0]].content['date'][:10]}."
+        content = files[sources[0]].content
+        yield f"{chart.title}. From {links}: {known[content['machine']]}, {content['date'][:10]}."
 
 
 def charts(files: dict[str, ResultFile]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
