@@ -69,6 +69,7 @@ from supervisor.placement.policy import (
     rooms,
     split_of,
 )
+from supervisor.placement.vram import free_bytes
 from supervisor.reactor import Timers
 from supervisor.workers.launcher import Launched
 from supervisor.workers.local import LocalLauncher
@@ -263,14 +264,19 @@ class ProcessStarter:
                 timer.callback()
 
     def wait_for_order(self, engine: str) -> bytes:
-        """Keep a spare worker of an engine, and return what standard input brings up to its end."""
-        self.launcher.keep_spares({(engine, None)}, time.monotonic(), starting=False)
-        poller = select.poll()
+        """Keep a spare worker of an engine, and return what standard input brings up to its end.
+
+        As on the supervisor's own machine, another spare follows one that has ended, and none is made while the machine
+        has too little memory. If there is none when the order comes, the worker starts without.
+        """
+        poller, ready = select.poll(), dict[int, int]()
         for descriptor in (stdin := sys.stdin.fileno(), self.launcher.descriptor):
             poller.register(descriptor, select.POLLIN)
-        while stdin not in dict(poller.poll(1000)):
+        while stdin not in ready:
+            self.launcher.keep_spares({(engine, None)}, time.monotonic(), starting=False, free=free_bytes)
+            ready = dict(poller.poll(1000))
             self.call_timers(time.monotonic())
-            self.launcher.ended()  # collects a spare that has ended. The worker then starts without
+            self.launcher.ended()  # collects a spare that has ended
         return sys.stdin.buffer.read()
 
 

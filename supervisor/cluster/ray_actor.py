@@ -12,10 +12,7 @@ import signal
 import subprocess
 import sys
 
-import psutil
 import ray
-
-from supervisor.workers.local import LEAST_FREE
 
 PROBE_S = 45.0
 """Seconds that reading the GPUs of a machine may take. Opening the driver takes some."""
@@ -46,10 +43,7 @@ class AgentActor:
         self._agent: subprocess.Popen[bytes] | None = None
 
     def prepare(self, engine: str) -> None:
-        """Start an agent that gets its order later, with a spare worker of this engine. Raises MemoryError if the
-        machine has too little memory for that."""
-        if psutil.virtual_memory().available < LEAST_FREE:
-            raise MemoryError("too little memory for a spare worker")
+        """Start an agent that gets its order later, and keeps a spare worker of this engine until then."""
         self._agent = _agent(engine)
 
     def is_there(self) -> bool:
