@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from protocol.codec import unpack_body
@@ -43,22 +44,46 @@ from supervisor.workers.local import SparePlan
 # Spare agents: actors ahead of their time, one for each engine and machine. The agent of each has a spare worker.
 #
 # Most seconds of a start go into imports, here as on the supervisor's own machine (``workers.spares``). A spare agent
-# has no lease of GPUs, and the next one on its machine takes its place after it was used.
+# has no lease of GPUs. The next one on its machine takes its place after it was used, or has ended by itself.
+
+
+ASK_S = 10.0
+"""Seconds between two questions whether a spare agent lives. Ray does not tell that an agent has ended, since the
+agent's actor goes on."""
+
+
+@dataclass
+class _Spare:
+    """A spare agent.
+
+    started   future of the first answer whether the agent lives
+    asked     future of the latest answer, to the question of ``asked_at``
+    """
+
+    actor: Any
+    started: Any
+    asked: Any
+    asked_at: float
 
 
 class Spares:
     """The spare agents. Times are monotonic seconds, and the caller passes them.
 
-    start  returns a new actor with a spare agent. Arguments: the machine's id, the actor's name, the engine. The second
-           value is a future, which says whether the agent was started
+    start  returns a new actor with a spare agent. Arguments: the machine's id, the actor's name, the engine
+    ask    asks an actor whether its agent lives. Returns a future of the answer, which comes after the agent's start
     kill   ends an actor
     """
 
-    def __init__(self, start: Callable[[str, str, str], tuple[Any, Any]], kill: Callable[[Any], None]) -> None:
-        self._start, self._kill = start, kill
+    def __init__(
+        self,
+        start: Callable[[str, str, str], Any],
+        ask: Callable[[Any], Any],
+        kill: Callable[[Any], None],
+    ) -> None:
+        self._start, self._ask, self._kill = start, ask, kill
         self._wanted = KeepSpares([], starting=True)
-        self._there: dict[tuple[str, str], tuple[Any, Any]] = {}
-        """Actor and future, by the machine's id and the engine."""
+        self._there: dict[tuple[str, str], _Spare] = {}
+        """By the machine's id and the engine."""
         self._plans: dict[str, SparePlan] = {}
         self._count = 0
 
@@ -66,7 +91,7 @@ class Spares:
         self._wanted = message
 
     def keep(self, nodes: Sequence[Node], now: float) -> None:
-        """Start the spares that are missing on other machines with GPUs, and end those that are not wanted."""
+        """Start the spares that are missing on other machines with GPUs, and end those that are dead or not wanted."""
         machines = {node.node_id: node for node in nodes if node.gpus and not node.own}
         for gone in self._plans.keys() - machines.keys():
             del self._plans[gone]
@@ -74,13 +99,15 @@ class Spares:
             node_id: {engine for name, engine in self._wanted.wanted if is_meant(node, name)}
             for node_id, node in machines.items()
         }
-        for (node_id, engine), (actor, started) in list(self._there.items()):
-            failed = started.done() and started.exception() is not None
-            if failed and node_id in self._plans:
+        for (node_id, engine), spare in list(self._there.items()):
+            ended = spare.asked.done() and not lives(spare.asked)
+            if ended and node_id in self._plans:
                 self._plans[node_id].ended(engine, now)
-            if failed or engine not in wanted.get(node_id, ()):
+            if ended or engine not in wanted.get(node_id, ()):
                 del self._there[node_id, engine]
-                self._kill(actor)
+                self._kill(spare.actor)
+            elif spare.asked.done() and now - spare.asked_at >= ASK_S:
+                spare.asked, spare.asked_at = self._ask(spare.actor), now
         for node_id, engines in wanted.items():
             there = [engine for known, engine in self._there if known == node_id]
             plan = self._plans.setdefault(node_id, SparePlan())
@@ -88,17 +115,20 @@ class Spares:
                 self._count += 1
                 name = f"modelctl-{os.getpid()}-spare-{self._count}"
                 try:
-                    self._there[node_id, engine] = self._start(node_id, name, engine)
+                    actor = self._start(node_id, name, engine)
+                    asked = self._ask(actor)
                 except Exception:  # of Ray. The workers that run must not pay for a spare
                     plan.ended(engine, now)
+                else:
+                    self._there[node_id, engine] = _Spare(actor, asked, asked, now)
 
     def take(self, node_id: str, engine: str) -> Any | None:
         """Return the actor of a spare agent, which is none any more; None if there is none that has been started."""
-        actor, started = self._there.get((node_id, engine), (None, None))
-        if started is None or not started.done() or started.exception() is not None:
+        spare = self._there.get((node_id, engine))
+        if spare is None or not lives(spare.started):
             return None
         del self._there[node_id, engine]
-        return actor
+        return spare.actor
 
     def used(self, node_id: str, engine: str, now: float, *, lived: bool) -> None:
         """Take note whether a spare that was taken was alive."""
@@ -107,6 +137,11 @@ class Spares:
                 plan.used(engine)
             else:
                 plan.ended(engine, now)
+
+
+def lives(asked: Any) -> bool:
+    """Return whether a question whether an agent lives has been answered, and with yes."""
+    return asked.done() and asked.exception() is None and bool(asked.result())
 
 
 LOOK_S = 1.0
@@ -149,7 +184,7 @@ class Driver:
         self._actors: dict[int, list[Any]] = {}
         """The actors of each agent: its own, and the one that holds the lease of an agent that was a spare one. Empty
         for an agent that was ended, until its end is told."""
-        self._spares = Spares(self._start_spare, self._kill)
+        self._spares = Spares(self._start_spare, self._ask, self._kill)
         self._over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[tuple[StartAgent, Any, bool]] = queue.SimpleQueue()
         """Spare agents that were asked whether they live: for which start, the actor, the answer."""
@@ -213,9 +248,14 @@ class Driver:
     def _kill(self, actor: Any) -> None:
         self._ray.kill(actor, no_restart=True)
 
-    def _start_spare(self, node_id: str, name: str, engine: str) -> tuple[Any, Any]:
+    def _start_spare(self, node_id: str, name: str, engine: str) -> Any:
         actor = self._new(self._actor, node_id, 0, name)
-        return actor, actor.prepare.remote(engine).future()
+        actor.prepare.remote(engine)
+        return actor
+
+    def _ask(self, actor: Any) -> Any:
+        """Ask an actor whether the spare agent that it was started with lives. Return a future of the answer."""
+        return actor.is_there.remote().future()
 
     def _start(self, message: StartAgent) -> None:
         """Start an agent. A spare one is asked first whether it lives."""
@@ -226,22 +266,21 @@ class Driver:
             self._run(message)
             return
         self._actors[number] = [spare]
-        lives = spare.is_there.remote().future()
 
         def note(done: Any) -> None:  # Ray calls this on a thread of its own
-            self._asked.put((message, spare, done.exception() is None and done.result()))
+            self._asked.put((message, spare, lives(done)))
             os.eventfd_write(self._wake, 1)
 
-        lives.add_done_callback(note)
+        self._ask(spare).add_done_callback(note)
 
-    def _use_spare(self, message: StartAgent, spare: Any, lives: bool) -> None:
+    def _use_spare(self, message: StartAgent, spare: Any, lived: bool) -> None:
         """Give a spare agent its order, or a new agent if the spare is dead."""
         number = message.number
-        self._spares.used(message.node_id, message.engine, time.monotonic(), lived=lives)
+        self._spares.used(message.node_id, message.engine, time.monotonic(), lived=lived)
         if not self._actors[number]:  # it was ended meanwhile
             self._put_end(number, "")
             return
-        if not lives:
+        if not lived:
             self._kill(spare)
             spare = None
         self._run(message, spare)

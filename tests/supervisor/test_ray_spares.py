@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from supervisor.cluster.messages import KeepSpares, Node
-from supervisor.cluster.ray_driver import Spares
+from supervisor.cluster.ray_driver import ASK_S, Spares
 from supervisor.workers.local import PAUSE_S, QUIET_S, TRIES
 
 HERE = Node("id-0", "desk", "10.0.0.1", 1.0, 1.0, 0.0, True)
@@ -15,19 +15,25 @@ ALL = [HERE, ONE, TWO, BARE]
 
 
 class Started:
-    """Records what is started and ended. An actor is (machine's id, engine, its number)."""
+    """Records what is started, asked and ended. An actor is (machine's id, engine, its number)."""
 
     def __init__(self) -> None:
         self.actors: list[tuple[str, str, int]] = []
-        self.futures: list[Future[None]] = []
+        self.asked: list[Any] = []
+        """The actor of each question whether its agent lives."""
+        self.answers: list[Future[bool]] = []
         self.ended: list[Any] = []
-        self.spares = Spares(self._start, self.ended.append)
+        self.spares = Spares(self._start, self._ask, self.ended.append)
 
-    def _start(self, node_id: str, name: str, engine: str) -> tuple[Any, Any]:
+    def _start(self, node_id: str, name: str, engine: str) -> Any:
         assert name.startswith("modelctl-")
         self.actors.append((node_id, engine, len(self.actors)))
-        self.futures.append(Future())
-        return self.actors[-1], self.futures[-1]
+        return self.actors[-1]
+
+    def _ask(self, actor: Any) -> Future[bool]:
+        self.asked.append(actor)
+        self.answers.append(Future())
+        return self.answers[-1]
 
     def kept(self, now: float, *nodes: Node) -> list[tuple[str, str]]:
         """Return (machine's id, engine) of the spares that are started at a time."""
@@ -70,7 +76,10 @@ def test_one_that_was_not_started_is_not_taken_and_not_made_for_ever() -> None:
     for number in range(TRIES):
         assert started.kept(now) == [("id-2", "exllamav2")]
         assert started.spares.take("id-2", "exllamav2") is None, "it is still being started"
-        started.futures[-1].set_exception(MemoryError())
+        if number:
+            started.answers[-1].set_exception(RuntimeError("of Ray: the actor has died"))
+        else:
+            started.answers[-1].set_result(False)
         assert started.spares.take("id-2", "exllamav2") is None
         assert started.kept(now) == []
         assert len(started.ended) == number + 1
@@ -78,11 +87,36 @@ def test_one_that_was_not_started_is_not_taken_and_not_made_for_ever() -> None:
     assert started.kept(now) == []
 
 
+def test_one_that_has_ended_while_nobody_needed_it_is_replaced() -> None:
+    started = Started()
+    started.spares.want(KeepSpares([["two", "exllamav2"]], False))
+    started.spares.keep(ALL, 0.0)
+    for number in 1, 2:
+        started.answers[-1].set_result(True)
+        assert started.kept(number * ASK_S - 0.1) == []
+        assert len(started.asked) == number
+        assert started.kept(number * ASK_S) == []
+        assert len(started.asked) == number + 1
+    now = 10 * ASK_S
+    assert started.kept(now) == []
+    assert started.asked == 3 * [started.actors[0]], "the answer is awaited"
+    started.answers[-1].set_result(False)
+    assert started.kept(now) == []
+    assert started.ended == [started.actors[0]]
+    assert started.spares.take("id-2", "exllamav2") is None
+    assert started.kept(now + PAUSE_S - 0.1) == []
+    assert started.kept(now + PAUSE_S) == [("id-2", "exllamav2")]
+    started.answers[-1].set_result(True)
+    started.spares.keep(ALL, now + PAUSE_S + ASK_S)
+    assert not started.answers[-1].done()
+    assert started.spares.take("id-2", "exllamav2") == started.actors[1], "no start waits for an answer"
+
+
 def test_one_that_was_taken_is_none_any_more() -> None:
     started = Started()
     started.spares.want(KeepSpares([["two", "exllamav2"]], False))
     started.spares.keep(ALL, 0.0)
-    started.futures[-1].set_result(None)
+    started.answers[-1].set_result(True)
     assert started.spares.take("id-1", "exllamav2") is None
     assert started.spares.take("id-2", "transformers") is None
     assert started.spares.take("id-2", "exllamav2") == started.actors[0]
@@ -91,10 +125,10 @@ def test_one_that_was_taken_is_none_any_more() -> None:
     assert started.kept(1.0) == [("id-2", "exllamav2")], "the next one takes its place"
     assert started.ended == []
     for _ in range(TRIES):
-        started.futures[-1].set_result(None)
+        started.answers[-1].set_result(True)
         assert started.spares.take("id-2", "exllamav2") is not None
         started.spares.used("id-2", "exllamav2", 1.0, lived=False)
         started.spares.keep(ALL, 1.0 + PAUSE_S)
-        if started.futures[-1].done():
+        if started.answers[-1].done():
             break
     assert len(started.actors) < 2 + TRIES, "dead ones count as tries"
