@@ -132,8 +132,15 @@ def test_a_spare_agent_becomes_the_next_one(serve: Serve, cluster: RayCluster) -
     spare = wait_for_spare(lambda: cluster.pids("one"))
     spare["agent"].kill()
     assert start() != spare["worker"].pid, "another agent takes the order of a dead one"
-    # On the other machine the lease of a GPU is held by an actor of its own. There is no real GPU, so the load fails.
+    # What has ended on the other machine while nobody needed it is replaced: a worker by its agent, an agent by Ray.
     spare = wait_for_spare(lambda: cluster.pids("two"))
+    spare["worker"].kill()
+    again = wait_for_spare(lambda: cluster.pids("two"))
+    assert again["agent"] == spare["agent"]
+    again["agent"].kill()
+    # There the lease of a GPU is held by an actor of its own. There is no real GPU, so the load fails.
+    spare = wait_for_spare(lambda: cluster.pids("two"))
+    assert spare["agent"] != again["agent"]
     serving.order("start", model="leasing")
     status = serving.wait_state("leasing", "failed", 120)
     assert "placed on GPU 0 of two" in serving.log("leasing")

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -16,8 +17,9 @@ from types import TracebackType
 
 import psutil
 
+from supervisor.cluster.agent import PREFIX
 from supervisor.cluster.machines import RayStarter
-from tests.serving import ROOT, wait_until
+from tests.serving import ROOT, describe, wait_until
 
 PLACES = range(1, 250)
 """Numbers of clusters that may run on this machine at the same time. Each has a network, a bridge and a port."""
@@ -42,7 +44,24 @@ def wait_for_spare(pids: Callable[[], Iterable[int]]) -> dict[str, psutil.Proces
             return spare if used and time.monotonic() - since > 0.5 else None
         return None
 
-    return wait_until(quiet, SPARE_S, "a spare worker")
+    try:
+        return wait_until(quiet, SPARE_S, "a spare worker")
+    except AssertionError as e:
+        raise AssertionError(f"{e}; there is:\n{_seen(pids())}") from None
+
+
+def _seen(pids: Iterable[int]) -> str:
+    """Return what is known of these processes, with parent and processor time, and the logs of all spare workers of
+    agents, those of dead agents included."""
+    lines = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            lines.append(f"parent {process.ppid()}, {sum(process.cpu_times()[:2]):.2f} s, {describe([process])}")
+    for log in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/spare.log"):
+        with suppress(OSError):
+            lines.append(f"{log}: {log.read_text(errors='replace')[-2000:] or 'empty'}")
+    return "\n".join(lines)
 
 
 def _spare_of(pids: Iterable[int]) -> dict[str, psutil.Process]:
