@@ -91,8 +91,8 @@ class GenerateRequest(SamplingParams, ChatFields):
     token_ids: Annotated[bytes | None, Then(_whole_ids)] = None
     """Token ids: u32, little endian."""
     max_tokens: Annotated[int, Within(0, 1 << 31)] | None = None
-    """Most tokens of the answer. Unset: the model's default or limit, and at most what is left of the context. With 0
-    the prompt is only read; a conversation needs at least 1."""
+    """Most tokens of the answer. Unset: the model's default or limit, at most what is left of the context. With 0 the
+    prompt is only read; a conversation needs at least 1."""
     cut_to_context: bool = False
     """Let the end of the context cut the answer, if max_tokens is more than the prompt leaves. False: refuse such a
     request."""
@@ -100,11 +100,10 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Strings that end the answer and are not part of it. One string stands for a list of one. At most 64 KiB
     together."""
     min_tokens: Annotated[int, Within(0, 1 << 31)] = 0
-    """Least tokens of the answer. Until then neither end tokens nor stop strings end it."""
+    """Least tokens of the answer. Until then no end token, stop string or loop ends it."""
     stop_on_loop: Annotated[int, Within(0, MOST_LOOP), Then(_long_loop)] = 0
     """End the answer with finish_reason "loop" when its last tokens, as many as this number, are a block that repeats
-    three times or more. 0 is off, else at least 12. Reasoning and tool calls count. Nothing ends the answer before
-    min_tokens."""
+    three times or more. 0 is off, else at least 12. Reasoning and tool calls count."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Length(most=64)] = ()
     """Token ids that end the answer, besides the model's own. Their text is not part of it."""
     banned_strings: Annotated[
@@ -115,10 +114,10 @@ class GenerateRequest(SamplingParams, ChatFields):
     finds none, the answer ends with finish_reason "banned_strings"."""
     token_healing: bool = False
     """Draw the prompt's last token again, from the tokens whose text begins with its text, so that a prompt may end
-    inside a word. Without effect for a prompt of one token, or with a special token at its end."""
+    inside a word. No effect on a prompt of one token, or with a special token at its end."""
     json_schema: Annotated[str | None, ReadWith(_schema_text)] = None
     """A JSON schema, as a map or as JSON text. The answer is JSON that validates against it, unless max_tokens cuts it.
-    Parts of JSON Schema that are not offered are refused by name. Give at most one of json_schema, regex and choice."""
+    What is not offered is refused by name. Give at most one of json_schema, regex and choice."""
     whitespace_flexible: bool = False
     """Allow a line break and up to 40 blanks between the parts of the JSON that json_schema asks for."""
     regex: Annotated[str, Length(1, 8192)] | None = None
@@ -143,14 +142,12 @@ class GenerateRequest(SamplingParams, ChatFields):
     """The first token of the prompt, from 0, whose log-probability is reported. What stands before it may come from the
     cache. Needs prompt_logprobs."""
     with_format: bool = False
-    """Send how the model writes reasoning and tool calls with the first event, in the key `format`, and keep their
-    markers in the text. Stop strings then act in the text only: not in the reasoning, and not from the first call on.
-    Needs messages."""
+    """Send how the model writes reasoning and tool calls with the first event (key `format`), and keep their markers in
+    the text. Stop strings then act neither in the reasoning nor from the first call on. Needs messages."""
     tool_choice: Literal["auto", "required"] | None = None
-    """Constrain tool calls, for a model with a known tool format. "auto": the model decides whether it calls a tool,
-    and calls have the shape of the tool's schema. "required": the answer consists of calls. With "auto" and one of
-    json_schema, regex and choice, the answer is calls, or else a text of that shape. Unset: the template shows the
-    tools, and nothing constrains the answer. Needs tools."""
+    """Constrain tool calls, for a model with a known tool format. "auto": calls have the shape of the tool's schema.
+    "required": the answer consists of calls. With "auto" and one of json_schema, regex and choice, the answer is
+    calls, or else a text of that shape. Unset: nothing constrains the answer. Needs tools."""
     allowed_tools: Annotated[
         tuple[Annotated[str, Length(1, 256)], ...] | None,
         Length(1, 256),
@@ -159,13 +156,12 @@ class GenerateRequest(SamplingParams, ChatFields):
     parallel_tool_calls: bool = True
     """Allow more than one call in an answer. False needs tool_choice."""
     reasoning_budget: Annotated[int, Within(0, 1 << 31)] | None = None
-    """Most tokens of reasoning. Then the worker writes the marker that ends the reasoning, and the model goes on with
-    the answer. For a model with known reasoning markers. Needs messages."""
+    """Most tokens of reasoning. Then the worker writes the marker that ends the reasoning. For a model with known
+    markers. Needs messages."""
     budget_if_reasoning: bool = False
     """Ignore `reasoning_budget` for a model without known reasoning markers. False: refuse such a request."""
     preset: Literal["none", "steady"] | None = None
-    """The name of a set of sampling parameters, for options that the request leaves out. "none" switches off the preset
-    among the model's defaults."""
+    """A set of sampling parameters for options that the request leaves out. "none" switches off the model's preset."""
     negative_prompt: str | None = None
     """The text that cfg_scale leads away from. Unset: the beginning-of-sequence token. A model without such a token
     needs a text."""

@@ -105,7 +105,14 @@ def _part(
     if any(lines):
         yield "\n".join(filter(None, lines))
     if isinstance(command, Command) and command.examples:
-        yield "\n".join(["```sh", *(f"{line}  # {meaning}" for line, meaning in command.examples.items()), "```"])
+        yield "\n".join(["```sh", *_examples(command), "```"])
+
+
+def _examples(command: Command) -> Iterable[str]:
+    """Return the examples of a command. If there is one only, the text above says what it does."""
+    if len(command.examples) == 1:
+        return command.examples
+    return [f"{line}  # {meaning}" for line, meaning in command.examples.items()]
 
 
 def _options(records: Iterable[tuple[str, str]]) -> str:
