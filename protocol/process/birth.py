@@ -36,7 +36,10 @@ def set_title(role: str) -> None:
     """
     from setproctitle import setproctitle  # commands do without, and import this module, too
 
-    os.environ["SPT_NOENV"] = "1"
+    # setproctitle looks for the command line in front of the first variable. If that one was replaced, even by the same
+    # value, no title is set. In processes of Ray, SPT_NOENV is set already, and may be the first.
+    if not os.environ.get("SPT_NOENV"):
+        os.environ["SPT_NOENV"] = "1"
     setproctitle(f"modelctl: {role}")
 
 

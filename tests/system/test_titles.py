@@ -4,14 +4,18 @@ Other tests check three more titles: the model-directory reader (test_placement)
 (test_shapes_served) and the builder (test_exllamav2_load_extension).
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from supervisor.workers.orphans import MARK
 from tests.conftest import Serve
 from tests.nvml_box import Box
-from tests.serving import Serving, engine, wait_until
+from tests.serving import ROOT, Serving, engine, wait_until
 
 
 def titles(serving: Serving) -> list[str]:
@@ -55,3 +59,26 @@ def test_a_title_leaves_the_environment_to_be_seen(serve: Serve) -> None:
     assert guard is not None
     for pid in (serving.status("a")["pid"], guard.pid):
         assert f"{MARK}=" in Path(f"/proc/{pid}/environ").read_text()
+
+
+TITLED = """
+from pathlib import Path
+from protocol.process.birth import set_title
+
+set_title("spare agent (transformers)")
+for name in "cmdline", "environ":
+    print(repr(Path(f"/proc/self/{name}").read_text()))
+"""
+
+
+@pytest.mark.parametrize("where", ["first", "last", "nowhere"])
+def test_a_process_of_ray_gets_a_title(where: str) -> None:
+    """Ray sets SPT_NOENV for its processes, in no certain order. setproctitle finds the command line in front of the
+    first variable only while that one was not replaced."""
+    rays, other = {"SPT_NOENV": "1"}, {**os.environ, "PYTHONPATH": str(ROOT), MARK: "x"}
+    other.pop("SPT_NOENV", None)
+    environment = {"first": rays | other, "last": other | rays, "nowhere": other}[where]
+    done = subprocess.run([sys.executable, "-c", TITLED], env=environment, capture_output=True, text=True, check=True)
+    title, seen = done.stdout.splitlines()
+    assert title.startswith("'modelctl: spare agent (transformers)")
+    assert f"{MARK}=x" in seen
