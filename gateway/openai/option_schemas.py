@@ -101,8 +101,8 @@ BOTH: Final[Schema] = {
     ),
     "response_format": said(
         _SHAPES,
-        "The shape of the answer: any text, any JSON object, or JSON that validates against a schema. Other than at "
-        "OpenAI, `strict: false` makes no difference: the answer always has the shape.",
+        "The shape of the answer: any text, any JSON object, or JSON that validates against a schema, also with "
+        "`strict: false`.",
     ),
     "cut_to_context": said(
         BOOL,
@@ -138,14 +138,13 @@ CHAT: Final[Schema] = {
     "parallel_tool_calls": PARALLEL,
     "reasoning_effort": said(
         TEXT,
-        "A word such as `low` or `high`: the variable `reasoning_effort` of the model's chat template, which only some "
-        "templates read. `none` switches reasoning off.",
+        "The variable `reasoning_effort` of the model's chat template, such as `low`, which only some templates read. "
+        "`none` switches reasoning off.",
     ),
     "reasoning_budget": said(
         _BUDGET,
-        "Most tokens of reasoning. After that many, the reasoning is ended in the model's place, and the model goes on "
-        "with the answer. If it is not known how the model reasons, the budget is ignored, and the header "
-        "`x-modelctl-ignored` says so.",
+        "Most tokens of reasoning; then the model goes on with the answer. If it is not known how the model reasons, "
+        "the budget is ignored, and the header `x-modelctl-ignored` says so.",
     ),
     "chat_template_kwargs": said(OBJECT, "Further variables of the model's chat template."),
     "add_generation_prompt": ADD_PROMPT,

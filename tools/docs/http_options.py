@@ -23,6 +23,11 @@ SECTIONS: Final = {
 """The endpoints about which the page says more, and the part of the page."""
 SAME_AS_OPTIONS: Final = {"add_generation_prompt", "continue_final_message", "parallel_tool_calls", "cut_to_context"}
 """Options with the meaning that they have in the table of request options, on the same page."""
+USUAL: Final = {
+    "instructions", "metadata", "model", "parallel_tool_calls", "stop_sequences", "stream", "system", "temperature",
+    "top_k",
+}  # fmt: skip
+"""Options with the meaning that they have in the original API, or in the table of request options."""
 SCHEMA: Final = "gateway/openai/schema.py"
 RIGHT: Final = re.compile(
     r"For keys( for all models)? with the right ((?:`\w+`(?: or )?)+)\. ?(Off with `auth: none`\. ?)?"
@@ -78,7 +83,7 @@ def http_options() -> str:
         (f"`{name}`", where, schema["description"])
         for where, group in of.items()
         for name, schema in group.items()
-        if name not in SAME_AS_OPTIONS
+        if name not in SAME_AS_OPTIONS | USUAL
     ]
     return _part(table(("option", "of", "meaning"), rows), "gateway/openai/option_schemas.py")
 
@@ -94,7 +99,7 @@ def anthropic_options() -> str:
 
 
 def _options(options: dict[str, Any], source: str) -> str:
-    rows = [(f"`{name}`", schema["description"]) for name, schema in options.items()]
+    rows = [(f"`{name}`", schema["description"]) for name, schema in options.items() if name not in USUAL]
     return _part(table(("option", "meaning"), rows), source)
 
 
