@@ -54,13 +54,13 @@ class StreamBase:
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the tokens read so far, if the request asked for them."""
+        """The log-probabilities of the tokens read so far."""
         return tuple(self._state.logprobs)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the prompt's tokens read so far, from token ``prompt_logprobs_from`` on, if the
-        request asked for them. The first token of a prompt has none. They are unpacked at each call."""
+        """The log-probabilities of the prompt's tokens read so far, from token ``prompt_logprobs_from`` on. The first
+        token of a prompt has none. They are unpacked at each call."""
         return tuple(token for piece in self._state.prompt for token in piece.tokens())
 
     @property
@@ -71,53 +71,51 @@ class StreamBase:
     @property
     def format(self) -> dict[str, Any]:
         """How the model writes reasoning and tool calls, if the request asked ``with_format``: the map
-        ``AnswerFormat`` of the wire protocol. Empty until the first event."""
+        ``AnswerFormat`` of the wire protocol."""
         return self._state.format
 
     @property
     def prompt_tokens(self) -> int | None:
-        """The tokens of the prompt, if the request asked ``with_format``. None until the first event."""
+        """The tokens of the prompt, if the request asked ``with_format``."""
         return self._state.prompt_tokens
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The options that the worker did without, as the request allowed it (``budget_if_reasoning``). Empty until
-        the first event."""
+        """The options that the worker did without, as the request allowed it (``budget_if_reasoning``)."""
         return self._state.left_out
 
     @property
     def forced(self) -> dict[str, float | None]:
         """The options that the model's ``forced`` values have replaced, with the value that counts, or None for one
-        that is no number and no switch. Empty until the first event."""
+        that is no number and no switch."""
         return self._state.forced
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens that the answer can have, if ``cut_to_context`` has cut the request's ``max_tokens``, else
-        None. None until the first event."""
+        """The most tokens that the answer can have, if ``cut_to_context`` has cut the request's ``max_tokens``."""
         return self._state.max_tokens
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason why the answer ended, see ``Completion``. None until the end has been read, and after an error.
-        "cancelled" after a reader has left the stream before its end."""
+        """The reason why the answer ended, see ``Completion``. None after an error, "cancelled" after a reader has left
+        the stream before its end."""
         if self._cut:
             return FinishReason.CANCELLED
         return None if self._state.deltas else self._state.finish_reason
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer, else None."""
+        """The stop string that ended the answer."""
         return None if self._state.deltas else self._state.stop_string
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens, like ``Completion.usage``. Empty until the end has been read."""
+        """Counts of tokens, like ``Completion.usage``."""
         return {} if self._state.deltas else self._state.usage
 
     @property
     def timings(self) -> dict[str, Any]:
-        """Measured times, like ``Completion.timings``. Empty until the end has been read."""
+        """Measured times, like ``Completion.timings``."""
         return {} if self._state.deltas else self._state.timings
 
     def cancel(self) -> None:

@@ -247,6 +247,9 @@ class Stream(StreamBase):
     If the request ends with an error, the iteration raises it once: WireError with the code, or ConnectionLost. It
     raises TimeoutError after the ``timeout`` of ``generate``. One thread at a time reads a stream. Any thread may
     cancel it.
+
+    A member is None or empty until its value has come: ``format`` to ``max_tokens`` with the first event, and
+    ``finish_reason`` to ``timings`` with the end.
     """
 
     _connection: SharedConnection
