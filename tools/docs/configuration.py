@@ -228,7 +228,7 @@ def type_name(hint: Any) -> str:
 
 
 _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "whole number", float: "number", dict: "map"}
-_OBVIOUS = re.compile(r"true or false|whole number|number|duration|`")
+_OBVIOUS = re.compile(r"true or false|whole number|number|duration|`|path$|size$|size from|tcp://|ADDRESS:PORT")
 """Types whose name says how a value is written. The page has no example of one."""
 _PLAIN = ("true or false", "duration", "size", "days")
 """Types that are left out where a default shows how a value is written."""
