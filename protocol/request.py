@@ -145,9 +145,9 @@ class GenerateRequest(SamplingParams, ChatFields):
     """Send how the model writes reasoning and tool calls with the first event (key `format`), and keep their markers in
     the text. Stop strings then act neither in the reasoning nor from the first call on. Needs messages."""
     tool_choice: Literal["auto", "required"] | None = None
-    """Constrain tool calls, for a model with a known tool format. "auto": calls have the shape of the tool's schema.
-    "required": the answer consists of calls. With "auto" and one of json_schema, regex and choice, the answer is
-    calls, or else a text of that shape. Unset: nothing constrains the answer. Needs tools."""
+    """Constrain tool calls, for a model with a known tool format. "auto": the model decides, and calls have the
+    shape of the tool's schema. "required": the answer consists of calls. With "auto" and one of json_schema, regex and
+    choice, the answer is calls, or else a text of that shape. Unset: nothing constrains the answer. Needs tools."""
     allowed_tools: Annotated[
         tuple[Annotated[str, Length(1, 256)], ...] | None,
         Length(1, 256),

@@ -88,7 +88,7 @@ def _class_part(name: str, kind: type) -> Iterator[str]:
     if shown := [base.__name__ for base in kind.__mro__[1:] if base in _public()]:
         yield f"Base class: {', '.join(f'[{base}](#{base.lower()})' for base in shown)}."
     if issubclass(kind, Enum):
-        yield "Members: " + ", ".join(f"`{member.name}`" for member in kind) + "."
+        yield "The members are the names in the [table of errors](wire-protocol.md#errors), in upper case."
         return
     members = dict(_members(kind))
     if twin is not None:

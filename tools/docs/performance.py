@@ -132,7 +132,8 @@ def _section(file: ResultFile, known: dict[str, str], first: dict[str, str]) -> 
     told = first.setdefault(file.purpose, file.name)
     yield text(file.purpose) if told == file.name else f"Measured as [{told}](#{told})."
     chosen = headline(file.results)
-    yield table(("figure", "value", "target"), [_row(result) for result in chosen])
+    columns = 3 if any(result["target"] for result in chosen) else 2
+    yield table(("figure", "value", "target")[:columns], [_row(result)[:columns] for result in chosen])
     more = len(file.results) - len(chosen)
     content = file.content
     origin = f"`{content['command']}`, {known[content['machine']]}, {content['date'][:10]}, {content['commit']}."
