@@ -101,7 +101,7 @@ def _part(
     lines = [_options(record for record in own if first[record] not in before)] if own else []
     for path in sorted(before):
         names = ", ".join(f"`{names}`" for names, meaning in own if first[names, meaning] == path)
-        lines.append(f"* {names}: as of [{path.partition(' ')[2]}](#{path.replace(' ', '-')}).")
+        lines.append(f"* {names}: as for [{path.partition(' ')[2]}](#{path.replace(' ', '-')}).")
     if any(lines):
         yield "\n".join(filter(None, lines))
     if isinstance(command, Command) and command.examples:
