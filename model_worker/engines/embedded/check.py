@@ -57,10 +57,20 @@ def cannot_step(name: str, missing: Iterable[str]) -> LoadError:
 def causal_language_models() -> dict[str, frozenset[str]]:
     """Return the model types of the installed library by the names of their classes. Raises LoadError if they cannot be
     found."""
+    return _classes(_TABLE)
+
+
+def model_types(table: str) -> frozenset[str] | None:
+    """Return the model types in a table of the installed library; None without the library. Raises LoadError."""
+    return None if not_installed(("transformers",)) else frozenset[str]().union(*_classes(table).values())
+
+
+def _classes(table: str) -> dict[str, frozenset[str]]:
+    """Return the model types in a table by the names of their classes. Raises LoadError."""
     source = _package() / _MODULE
     try:
         for node in ast.parse(source.read_bytes()).body:
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [_TABLE]:
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [table]:
                 assert isinstance(node.value, ast.Call)  # OrderedDict([(model type, name of the class), ...])
                 types: dict[str, frozenset[str]] = {}
                 for kind, name in dict(ast.literal_eval(node.value.args[0])).items():
@@ -70,7 +80,7 @@ def causal_language_models() -> dict[str, frozenset[str]]:
         raise LoadError(
             f"{source} cannot be understood ({type(e).__name__}): install transformers 5", key="engine"
         ) from e
-    raise LoadError(f"{source} has no {_TABLE}: install transformers 5", key="engine")
+    raise LoadError(f"{source} has no {table}: install transformers 5", key="engine")
 
 
 def _package() -> Path:
@@ -166,35 +176,36 @@ def check(spec: EngineSpec) -> CheckedEmbeddedModel:
     tokenizer = faults.of(lambda: open_tokenizer(directory))
     context = faults.of(lambda: directory.context(spec.max_seq_len))
     faults.of(lambda: check_architecture(directory.architecture))
-    faults.of(lambda: _check_no_kernels(directory.config, f"{directory.path}/config.json"))
+    faults.of(lambda: check_no_kernels(directory.config, f"{directory.path}/config.json"))
     faults.of(lambda: _check_attention(directory, context))
     faults.of(lambda: _check_positions(directory))
     counts_fit = faults.passes(lambda: check_counts(directory))
-    if faults.passes(lambda: _check_weights(directory)) and counts_fit:
+    if faults.passes(lambda: check_plain_weights(directory, "transformers")) and counts_fit:
         faults.of(lambda: check_names_and_shapes(directory))
     faults.raise_found()
     assert context is not None
     return CheckedEmbeddedModel(directory, tokenizer, context)
 
 
-def _check_weights(directory: ModelDir) -> None:
-    """Raise LoadError for weights that the library would not read unchanged from this directory's safetensors files."""
+def check_plain_weights(directory: ModelDir, engine: str) -> None:
+    """Raise LoadError for weights that the library would not read unchanged from this directory's safetensors files.
+
+    engine  name of the engine that uses the library
+    """
     if directory.quantization:
         if directory.quantization not in ("exl2", "gptq"):
             raise LoadError(refusal(directory.path, directory.quantization))
         raise LoadError(
-            f"{directory.path} is quantized ({directory.quantization}), engine transformers loads none: use engine "
+            f"{directory.path} is quantized ({directory.quantization}), engine {engine} loads none: use engine "
             "exllamav2"
         )
     if (directory.path / "adapter_config.json").exists():
         # The library would load the base model that the adapter names, wherever that model is.
-        raise LoadError(
-            f"{directory.path} holds an adapter (adapter_config.json), which engine transformers does not load"
-        )
+        raise LoadError(f"{directory.path} holds an adapter (adapter_config.json), which engine {engine} does not load")
     names = [file.name for file in directory.weights]
     if names != [_WHOLE] and not (index := directory.path / _INDEX).is_file():
         raise LoadError(
-            f"{directory.path} has its weights in {names[0]}: engine transformers reads {_WHOLE}, or the files that "
+            f"{directory.path} has its weights in {names[0]}: engine {engine} reads {_WHOLE}, or the files that "
             f"{_INDEX} names; rename the file, or use engine exllamav2"
         )
     if names != [_WHOLE] and "metadata" not in read_json(index, directory.bounds):
@@ -239,7 +250,7 @@ def _check_positions(directory: ModelDir) -> None:
             )
 
 
-def _check_no_kernels(config: Mapping[str, Any], where: str) -> None:
+def check_no_kernels(config: Mapping[str, Any], where: str) -> None:
     """Raise LoadError for keys that name code to run.
 
     The library takes OWNER/NAME for code of the Hugging Face hub that computes attention or experts, and runs it.
@@ -249,4 +260,4 @@ def _check_no_kernels(config: Mapping[str, Any], where: str) -> None:
         if key.endswith("_implementation") and any("/" in str(each) for each in values):
             raise LoadError(f"{where}: {key} is {value!r:.80}, which names code to run: remove that key")
         if isinstance(value, Mapping):
-            _check_no_kernels(value, where)
+            check_no_kernels(value, where)

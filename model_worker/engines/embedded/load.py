@@ -20,13 +20,31 @@ _SLACK = 1 << 22
 
 
 def load_model(directory: ModelDir, device: torch.device, progress: ProgressCallback) -> Any:
-    """Load the model in float32 on ``device``, in eval mode. Return it.
+    """Load the causal language model in float32 on ``device``. Return it. Raises LoadError. See ``load_weights``."""
+    model = load_weights(directory, device, progress, transformers.AutoModelForCausalLM)
+    if missing := NEEDED - set(inspect.signature(model.forward).parameters):
+        raise cannot_step(directory.architecture, missing)
+    return model
+
+
+def load_weights(
+    directory: ModelDir,
+    device: torch.device,
+    progress: ProgressCallback,
+    library: Any,
+    dtype: torch.dtype = torch.float32,
+    unused: tuple[str, ...] = (),
+) -> Any:
+    """Load a model on ``device``, in eval mode. Return it.
 
     Only safetensors files of the directory are read, and no code of it is run. ``embedded.check`` must have checked the
     directory. ``progress`` counts bytes of the weights if the library reports its tensors, else one step for the whole
     load. Raises LoadError.
+
+    library  the library's class that chooses the model's class, such as AutoModelForCausalLM
+    unused   how the names of weights begin that may be missing, because nothing is computed with them
     """
-    attention = _check_size(directory)
+    attention = _check_size(directory, library)
     changed: dict[str, Any] = {}
     if "quantization_config" in directory.config:  # left behind by plain weights; the library would quantize them
         changed["config"] = transformers.AutoConfig.from_pretrained(
@@ -37,9 +55,9 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with _loading(progress, directory.tensors):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = library.from_pretrained(
                 str(directory.path),
-                dtype=torch.float32,
+                dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
@@ -58,16 +76,12 @@ def load_model(directory: ModelDir, device: torch.device, progress: ProgressCall
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     # The library fills missing weights with random numbers and goes on.
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if info.get(what):
-            raise LoadError(
-                f"{directory.path}: the weights do not fit config.json: {what} {sorted(map(str, info[what]))[0]}"
-            )
-    if missing := NEEDED - set(inspect.signature(model.forward).parameters):
-        raise cannot_step(directory.architecture, missing)
+        if wrong := sorted(name for name in map(str, info.get(what) or ()) if not name.startswith(unused)):
+            raise LoadError(f"{directory.path}: the weights do not fit config.json: {what} {wrong[0]}")
     return model
 
 
-def _check_size(directory: ModelDir) -> str:
+def _check_size(directory: ModelDir, known: Any) -> str:
     """Return the attention that the library has for this model.
 
     Raises LoadError if config.json describes a much larger model than the weights hold. Otherwise the library would
@@ -77,13 +91,10 @@ def _check_size(directory: ModelDir) -> str:
         config = transformers.AutoConfig.from_pretrained(
             str(directory.path), local_files_only=True, trust_remote_code=False
         )
-        known: Any = transformers.AutoModelForCausalLM
         # Some architectures have no other attention than the library's own, which it calls eager (Gemma 2, GPT-J).
         attention = "sdpa" if known._model_mapping[type(config)]._supports_sdpa else "eager"
         with torch.device("meta"):
-            skeleton: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=attention, trust_remote_code=False
-            )
+            skeleton: Any = known.from_config(config, attn_implementation=attention, trust_remote_code=False)
         described = sum(parameter.numel() for parameter in skeleton.parameters())
     except Exception as e:  # a foreign config.json may make the library raise anything
         raise LoadError(f"{directory.path}/config.json describes no model: {type(e).__name__}: {one_line(e)}") from e

@@ -1,0 +1,260 @@
+"""Engine embedding: vectors of texts and scores of documents, on the transformers library.
+
+In float32 on the CPU, in float16 on a GPU. There is no cache and no stream of tokens. A step tokenizes some texts, or
+computes one batch. ``batches`` decides which texts share a batch.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+
+import numpy
+import torch
+
+from model_worker.embedding import EmbedJob, Vectors, texts_in_piece
+from model_worker.engine import (
+    Capabilities,
+    ChatTemplate,
+    EngineEvent,
+    EngineStats,
+    Failed,
+    Finished,
+    Job,
+    LoadError,
+    Prefilling,
+    ProgressCallback,
+)
+from model_worker.engines.embedded.load import device_name
+from model_worker.engines.embedding.batches import Batches
+from model_worker.engines.embedding.compute import EmbeddingModel, shortened
+from model_worker.engines.embedding.directory import CheckedEmbeddingModel, check, read_options
+from model_worker.engines.embedding.texts import Row, TextReader
+from model_worker.engines.tokenizer import Tokenizer
+from model_worker.engines.vetting import understood
+from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.messages import FinishReason
+from protocol.process.worker_spec import EngineSpec
+
+_READ_CHARACTERS = 1 << 17
+"""Characters of texts that one step tokenizes, about. They take some 50 ms."""
+_CHUNK = 1024
+"""Texts of a request that are given to ``Batches`` at once. Vectors are sent in the order of the texts, and those of a
+chunk come in any order."""
+
+
+class _Request:
+    """A job, and what there is of it.
+
+    rows      of the texts so far; a row is forgotten when it was computed
+    given     how many of them ``Batches`` has had
+    vectors   by number of the text, until they are sent
+    reported  texts whose vectors were sent
+    """
+
+    def __init__(self, job: EmbedJob, size: int) -> None:
+        self.job, self.size, self.piece = job, size, texts_in_piece(size)
+        self.rows: list[Row | None] = []
+        self.given = self.reported = min(len(job.texts), job.sent * self.piece)
+        self.left = 0
+        self.vectors: dict[int, numpy.ndarray] = {}
+        self.tokens = 0
+        self.began: float | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return len(self.rows) == len(self.job.texts)
+
+
+class EmbeddingEngine:
+    """One model. See ``Engine`` and ``model_worker.embedding``."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._options = read_options(spec)
+        self._spec = spec
+        self._requests: dict[int, _Request] = {}
+        self._batches = Batches[int](self._options.batch_tokens)
+        self._steps = 0
+        self._capabilities: Capabilities | None = None
+
+    def load(self, progress: ProgressCallback) -> None:
+        checked = check(self._spec)
+        torch.set_num_threads(self._options.threads)
+        device = torch.device(self._spec.device)
+        if device.type == "cuda":
+            # Tokenizing the texts of a batch on one core would take longer than the GPU needs for them.
+            os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        with understood(self._spec.model_dir):
+            self._load(checked, device, progress)
+
+    def _load(self, checked: CheckedEmbeddingModel, device: torch.device, progress: ProgressCallback) -> None:
+        directory, recipe = checked.directory, checked.recipe
+        assert checked.tokenizer is not None, "a worker has the packages"
+        self._tokenizer: Tokenizer = checked.tokenizer
+        vocab_size = directory.text_config.get("vocab_size")
+        vocab_size = vocab_size if isinstance(vocab_size, int) else self._tokenizer.vocab_size
+        answers = None
+        if recipe.form == "yes_no":
+            no, yes = (self._tokenizer.token_id(word) for word in ("no", "yes"))
+            if no is None or yes is None:
+                raise LoadError(f"{directory.tokenizer_path} has no tokens yes and no: it cannot rerank with answers")
+            answers = no, yes
+        self._recipe = recipe
+        padding = self._padding(checked, vocab_size)
+        self._model = EmbeddingModel(directory, recipe, device, progress, padding, answers)
+        self._reader = TextReader(self._tokenizer, recipe, vocab_size)
+        progress("warmup", 0, 1)
+        self._model.compute([Row([padding] * min(8, recipe.most_tokens))] * 2)
+        progress("warmup", 1, 1)
+        self._capabilities = Capabilities(
+            context=recipe.most_tokens,
+            max_batch_size=self._spec.max_batch_size,
+            offered=frozenset(),
+            chat=False,
+            device=device_name(device, self._options.threads),
+            attention="whole texts, padded in batches",
+        )
+
+    def _padding(self, checked: CheckedEmbeddingModel, vocab_size: int) -> int:
+        directory = checked.directory
+        own = directory.text_config.get("pad_token_id")
+        if own is None:
+            token = directory.special_tokens.get("pad_token")
+            own = None if token is None else self._tokenizer.token_id(token)
+        if own is None and checked.recipe.form == "classifier":
+            raise LoadError(f"{directory.path}/config.json has no pad_token_id: write the one of the model's card")
+        own = 0 if own is None else own
+        if type(own) is not int or not 0 <= own < vocab_size:
+            raise LoadError(f"{directory.path}/config.json: pad_token_id is {own!r:.60}: must be below {vocab_size}")
+        return own
+
+    @property
+    def capabilities(self) -> Capabilities:
+        assert self._capabilities is not None, "load() first"
+        return self._capabilities
+
+    @property
+    def constraints(self) -> None:
+        return None
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self._tokenizer.encode_rendered(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode_given(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def submit(self, job: Job | EmbedJob) -> None:
+        if not isinstance(job, EmbedJob):
+            does = "vectors: send EMBED" if self._recipe.task == "embed" else "scores: send RERANK"
+            message = f"this model makes no text, but {does}"
+            raise RequestError(message, field="model", code=ErrorCode.UNSUPPORTED)
+        if job.id in self._requests:
+            raise ValueError(f"job id {job.id} is in use")
+        self._reader.check(job)
+        self._requests[job.id] = _Request(job, job.dimensions or self._recipe.size)
+
+    def step(self) -> list[EngineEvent | Vectors]:
+        if not self._requests:
+            return []
+        self._steps += 1
+        events = self._read()
+        if not self._batches:
+            return events
+        now = time.monotonic()
+        if (until := self._batches.joins_until(now)) is not None:
+            if not events:
+                time.sleep(min(until - now, 0.0005))
+            return events
+        batch = self._batches.take()
+        rows = []
+        for job, number in batch.texts:
+            request = self._requests[job]
+            request.began = request.began or now
+            row = request.rows[number]
+            assert row is not None, "each text is computed once"
+            rows.append(row)
+            request.rows[number] = None
+        vectors = self._model.compute(rows)
+        for (job, number), vector in zip(batch.texts, vectors, strict=True):
+            request = self._requests[job]
+            if request.job.dimensions is not None:
+                vector = shortened(vector[None], request.size)[0]
+            request.vectors[number] = vector.numpy()
+            request.left -= 1
+        for job in dict.fromkeys(job for job, _ in batch.texts):
+            events += self._report(self._requests[job])
+        return events
+
+    def _read(self) -> list[EngineEvent | Vectors]:
+        """Tokenize some texts of each request that is not read yet. Return the events of those that are read now."""
+        unread = [request for request in self._requests.values() if not request.is_read]
+        events: list[EngineEvent | Vectors] = []
+        for request in unread:
+            job, begun = request.job, len(request.rows)
+            budget, count = _READ_CHARACTERS // len(unread), 0
+            while budget > 0 and begun + count < len(job.texts):
+                budget -= len(job.texts[begun + count]) + 1 + len(job.query or "")
+                count += 1
+            try:
+                rows = self._reader.read(job, begun, count)
+            except WireError as e:
+                self.cancel(job.id)
+                events.append(Failed(job.id, e))
+                continue
+            request.rows += rows
+            request.tokens += sum(len(row.ids) for row in rows)
+            if request.is_read:
+                events.append(Prefilling(job.id, 0, request.tokens))
+                events += self._report(request)
+        return events
+
+    def _report(self, request: _Request) -> list[EngineEvent | Vectors]:
+        """Return the events of the vectors that are there, in order. Have the next texts computed."""
+        job, last = request.job, len(request.job.texts)
+        events: list[EngineEvent | Vectors] = []
+        while request.reported < last:
+            piece = range(request.reported, min(last, request.reported + request.piece))
+            if not all(number in request.vectors for number in piece):
+                break
+            together = numpy.stack([request.vectors.pop(number) for number in piece])
+            if not numpy.isfinite(together).all():
+                self.cancel(job.id)
+                message = "the model gives numbers that are not finite, in float16 on a GPU perhaps: use gpu: cpu"
+                return [*events, Failed(job.id, WireError(ErrorCode.INTERNAL, message))]
+            events.append(Vectors(job.id, piece.start, request.size, together.astype("<f4").tobytes()))
+            request.reported = piece.stop
+        if request.reported == last:
+            self.cancel(job.id)
+            seconds = time.monotonic() - (request.began or time.monotonic())
+            events.append(Finished(job.id, (), "", FinishReason.STOP, request.tokens, 0, prefill_s=seconds))
+        elif not request.left and request.given < last:
+            more = request.rows[request.given : request.given + _CHUNK]
+            lengths = [len(row.ids) for row in more if row is not None]
+            self._batches.add(job.id, lengths, time.monotonic(), request.given)
+            request.given += len(lengths)
+            request.left = len(lengths)
+        return events
+
+    def cancel(self, job_id: int) -> None:
+        self._requests.pop(job_id, None)
+        self._batches.remove(job_id)
+
+    def reset(self) -> None:
+        for job in list(self._requests):
+            self.cancel(job)
+
+    def stats(self) -> EngineStats:
+        active = sum(request.began is not None for request in self._requests.values())
+        return EngineStats(len(self._requests) - active, active, self._steps)
+
+    def close(self) -> None:
+        """Do nothing: the worker's process ends."""
