@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from benchmarks.harness import Request, Run, spec_of
-from model_worker.engine import Failed, Finished, Job, Prefilling, PromptLogprobs
+from model_worker.engine import Failed, Finished, Job, NewTokens
 from model_worker.engines import build_engine
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
@@ -107,7 +107,7 @@ class BareEngine:
             for event in events:
                 if isinstance(event, Failed):
                     raise event.error
-                if isinstance(event, Prefilling | PromptLogprobs):
+                if not isinstance(event, NewTokens | Finished):
                     continue
                 going_on += bool(streams[event.job])
                 streams[event.job].append((now - begun, len(event.token_ids)))

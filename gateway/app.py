@@ -30,6 +30,7 @@ from gateway.openai.answers import (
     tokenizer_info,
     version,
 )
+from gateway.openai.embeddings import embeddings, rerank
 from gateway.openai.models import adapters, current_model, model, models, templates
 from gateway.openai.schema import openapi
 from gateway.orders import ROUTES
@@ -108,6 +109,8 @@ API: Final[tuple[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]], ...]]
     ("POST", "/responses", respond),
     ("POST", "/messages", messages),
     ("POST", "/messages/count_tokens", count_tokens),
+    ("POST", "/embeddings", embeddings),
+    ("POST", "/rerank", rerank),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/apply-template", apply_template),

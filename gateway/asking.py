@@ -58,7 +58,7 @@ async def begin(
         assert progress is not None
         progress[0] = new
 
-    await _ignore_stay(request, wanted)
+    await ignore_stay(request, wanted)
     client: AsyncClient = request.app.state.link.client
     tell = None if progress is None else report
     notes = wanted.notes.for_story() or None
@@ -86,7 +86,7 @@ async def begin(
     return tuple(streams)
 
 
-async def _ignore_stay(request: Request, wanted: ApiRequest) -> None:
+async def ignore_stay(request: Request, wanted: ApiRequest) -> None:
     """Leave out how long the model is to stay loaded, if it is never unloaded: that asks for nothing.
 
     Where unknown options are refused, the supervisor refuses it.
@@ -123,7 +123,7 @@ def named(wanted: ApiRequest) -> Iterator[None]:
         yield
     except WireError as e:
         ours, theirs = e.field or "", wanted.names.get(e.field or "", e.field)
-        if theirs is not None and theirs != ours and e.message.startswith(f"{ours} "):
+        if theirs is not None and theirs != ours and e.message.startswith((f"{ours} ", f"{ours}[")):
             e.message = theirs + e.message.removeprefix(ours)
         e.field = theirs
         raise

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
+from model_worker.embedding import Vectors
 from protocol.errors import WireError
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
@@ -106,6 +107,7 @@ class Capabilities:
     sleep_bytes     host memory that the model takes while it sleeps; None if it cannot sleep
     no_sleep        for people: why it cannot sleep
     end_ids         ids that end every answer, by the model's own files
+    verb            the messages that the model answers, as ``Generate.verb``: "" for text, "embed" or "rerank"
     """
 
     context: int
@@ -118,6 +120,7 @@ class Capabilities:
     sleep_bytes: int | None = None
     no_sleep: str = "its engine does not offer it"
     end_ids: frozenset[int] = frozenset()
+    verb: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +294,7 @@ class Prefilling:
     """The progress of a job's prompt: ``done`` of ``total`` tokens are computed. Cached tokens count as done.
 
     An engine reports this each time it interrupts the computation of a prompt. An engine that computes every prompt in
-    one step need not report it.
+    one step need not report it. For an EmbedJob, the first event says how many tokens its texts have.
     """
 
     job: int
@@ -311,7 +314,7 @@ class Failed:
     error: WireError
 
 
-EngineEvent = NewTokens | PromptLogprobs | Finished | Failed | Prefilling
+EngineEvent = NewTokens | PromptLogprobs | Vectors | Finished | Failed | Prefilling
 
 
 @dataclass
@@ -376,8 +379,9 @@ class Engine(Protocol):
         The bytes may be an incomplete character. Clients see them beside log-probabilities.
         """
 
-    def submit(self, job: Job) -> None:
-        """Accept a job, which a later step() starts. Ids are unique among unfinished jobs.
+    def submit(self, job: Any) -> None:
+        """Accept a job, which a later step() starts: an EmbedJob if ``Capabilities.verb`` says so, else a Job. Ids are
+        unique among unfinished jobs.
 
         Raises RequestError for a job that cannot be computed, or that asks for an option that is not offered. The
         worker's loop leaves these checks to the engine. engines.admission has the checks that are common to all

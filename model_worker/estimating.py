@@ -66,6 +66,8 @@ def _of_directory(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
             return _of_exllamav2(spec, question)
         if spec.engine == "transformers":
             return _of_transformers(spec, question)
+        if spec.engine == "embedding":
+            return _of_embedding(spec)
         return {"unknown": f"there is no estimate for engine {spec.engine}"}
     except LoadError as e:
         faults = [_fault(str(fault), fault.key) for fault in (e, *e.also)]
@@ -94,6 +96,15 @@ def _of_transformers(spec: Any, question: dict[str, Any]) -> dict[str, Any]:
     sleeping = sum(tensor.elements * FLOAT32 for tensor in checked.directory.tensors.values())
     facts = {"unknown": unknown, "sleep_bytes": sleeping}
     return facts | _template(checked, question) | _sampling(checked.directory)
+
+
+def _of_embedding(spec: Any) -> dict[str, Any]:
+    """Return the needs of a model for vectors or scores. Raises LoadError for a model that cannot be loaded."""
+    from model_worker.engines.embedding.directory import check, needs
+
+    checked = check(spec)
+    parts = needs(checked)
+    return {"needs": {1: parts}, "sleep_bytes": parts["weights"]}
 
 
 def _template(checked: Any, question: dict[str, Any]) -> dict[str, str]:

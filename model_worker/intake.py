@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from model_worker.embedding import EmbedJob
 from model_worker.engine import PIECE, PLAIN, ChatTemplate, Engine, Job, Layout, LoadError, Place, PromptScoring
 from model_worker.rendering import TemplateForm
 from model_worker.template_probes import NAME, SCHEMA, VALUES
@@ -26,6 +27,7 @@ from protocol.answer_formats.parser import AnswerParser, MarkerPair
 from protocol.answer_formats.source import CallArguments, CallStart, Tool
 from protocol.chat import ChatFields
 from protocol.codec import unpack_body
+from protocol.embedding import RerankRequest, parse_vectors
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.presets import PRESETS
 from protocol.process.worker_spec import OFF, WorkerSpec
@@ -287,6 +289,26 @@ class Intake:
         if resumed and (why := not_resumable(request)):
             raise WireError(ErrorCode.WORKER_DIED, f"the worker died, and an answer with {why} cannot go on in another")
         return request
+
+    def check_verb(self, verb: str) -> None:
+        """Raise RequestError for a message that this model does not answer. ``verb``: as ``Generate.verb``."""
+        own = self._capabilities.verb
+        if verb != own:
+            makes = {"": "writes text", "embed": "makes vectors of texts", "rerank": "makes scores of documents"}[own]
+            message = f"this model {makes}: send {own.upper() or 'GENERATE'}, not {verb.upper() or 'GENERATE'}"
+            raise RequestError(message, field="model", code=ErrorCode.UNSUPPORTED)
+
+    def vectors_job(self, job_id: int, verb: str, body: bytes, sent: int) -> EmbedJob:
+        """Return the engine's job for the body of an EMBED or a RERANK. Raises RequestError.
+
+        sent  the number of events that another worker has sent
+        """
+        request = parse_vectors(verb, body)
+        if isinstance(request, RerankRequest):
+            documents = request.documents
+            return EmbedJob(job_id, documents, request.query, request.instruction, None, request.truncate, sent)
+        texts = request.texts or [memoryview(ids).cast("I").tolist() for ids in request.token_ids or ()]
+        return EmbedJob(job_id, texts, None, request.prompt_name, request.dimensions, request.truncate, sent)
 
     def conversation(self, request: ChatFields) -> dict[str, Any] | None:
         """Return the chat template's input for a conversation, or None if the prompt is no conversation.

@@ -17,6 +17,7 @@ from struct import pack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from model_worker.embedding import Vectors
 from model_worker.engine import (
     DrawnToken,
     Engine,
@@ -414,6 +415,11 @@ class WorkerLoop:
         resumed = len(carry.get("token_ids", b"")) // 4
         tracked = _Tracked(channel, request, carry.get("seq", 0), resumed, carry)
         try:
+            self._intake.check_verb(verb := carry.get("verb", ""))
+            if verb:
+                self._engine.submit(self._intake.vectors_job(job_id, verb, body, tracked.seq))
+                self._jobs[job_id], self._job_ids[channel, request] = tracked, job_id
+                return
             asked = self._intake.parse(body, resumed=bool(tracked.seq), variant=variant_of(carry))
             conversation = self._intake.conversation(asked)
             constraint = self._intake.constraint(asked)
@@ -535,9 +541,16 @@ class WorkerLoop:
                 self._jobs[event.job] = tracked
             self._send(tracked, (), {"text": "", "prompt_logprobs": self._prompt_logprobs(event)}, 0)
             return
+        if isinstance(event, Vectors):
+            packed = {"first": event.first, "size": event.size, "data": event.data}
+            self._send(_opened(self._jobs[event.job]), (), {"text": "", "vectors": packed}, 0)
+            return
         if isinstance(event, Prefilling):
             tracked = _opened(self._jobs[event.job])
-            if tracked.carry.get("progress"):
+            if not tracked.prompt_tokens:  # the engine tokenizes the texts of an EMBED itself
+                tracked.prompt_tokens = event.total
+                self._link.prefill(tracked.channel, tracked.request, 0, event.total)
+            elif tracked.carry.get("progress"):
                 self._link.prefill(tracked.channel, tracked.request, event.done, event.total)
             return
         tracked = self._forget(event.job)

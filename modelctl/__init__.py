@@ -28,6 +28,7 @@ __all__ = [
     "Completion",
     "ConnectionLost",
     "Delta",
+    "Embeddings",
     "ErrorCode",
     "Progress",
     "RequestError",
@@ -39,7 +40,7 @@ __all__ = [
 
 _NAMES = {
     "protocol": ("__version__",),
-    "protocol.client.answers": ("Completion", "Delta", "Progress", "TokenLogprob"),
+    "protocol.client.answers": ("Completion", "Delta", "Embeddings", "Progress", "TokenLogprob"),
     "protocol.client.async_client": ("AsyncChoices", "AsyncClient", "AsyncStream"),
     "protocol.client.sync_client": ("Choices", "Client", "Stream"),
     "protocol.client.transport": ("ClientKey",),

@@ -253,6 +253,17 @@ class PromptLogprobsPiece(TypedDict):
     """What each of `known` adds to the text, as in `logprobs` of a delta."""
 
 
+class VectorsPiece(TypedDict):
+    """The vectors of neighbouring texts of an EMBED, or the scores of documents of a RERANK."""
+
+    first: int
+    """The number of the first of these texts, from 0."""
+    size: int
+    """How many numbers a vector has; 1 for scores."""
+    data: bytes
+    """The numbers of all these vectors: floats of 32 bits, little endian."""
+
+
 class DeltaEvent(TypedDict):
     """The map of an event without a terminal flag. `format` and all keys below it come with the first event of an
     answer only."""
@@ -268,6 +279,9 @@ class DeltaEvent(TypedDict):
     """With the option `prompt_logprobs`. Such events come before all events with tokens, in the order of the prompt,
     and have no text and no ids. Each ends at the next token whose number is a multiple of 256. A prompt of one token
     has one such event, without tokens."""
+    vectors: NotRequired[VectorsPiece]
+    """In the answer to EMBED and RERANK: the next vectors or scores, in the order of the texts. Such events have no
+    text and no ids."""
     format: NotRequired[AnswerFormat]
     """With the option `with_format`."""
     prompt_tokens: NotRequired[Tokens]

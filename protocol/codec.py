@@ -8,9 +8,10 @@ announced size of an array: 5 KB of nested arrays would take 80 MiB.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from functools import partial
 from struct import pack, unpack_from
-from typing import Any, get_origin
+from typing import Any, cast, get_origin
 
 import msgpack
 
@@ -75,7 +76,7 @@ def _plain(hint: Any) -> type:
 
 
 _FIELD_TYPES: dict[Kind, tuple[tuple[str, type], ...]] = {
-    kind: tuple((name, _plain(hint)) for name, hint in message.__annotations__.items())
+    kind: tuple((field.name, _plain(field.type)) for field in fields(cast(Any, message)))
     for kind, message in MESSAGE_CLASSES.items()
     if kind is not Kind.EVENTS
 }

@@ -11,6 +11,8 @@ reads the fields and passes the body on. A body is a ``bin`` that holds msgpack 
     CALL      [1,  5, call, verb, body{}]                   REPLY    [1, 20, call, body{result} or body{error}]
     PING      [1,  6, nonce]                                PONG     [1,  7, nonce]
     PONG      [1,  7, nonce]                                PING     [1,  6, nonce]
+    EMBED     [1,  8, as GENERATE]
+    RERANK    [1,  9, as GENERATE]
                                                             GOAWAY   [1, 22, body{reason}]
                                                             REPORT   [1, 23, request, body{phase, ...}]
     supervisor → worker                                     worker → supervisor
@@ -34,9 +36,9 @@ GENERATE), ``protocol.errors`` and ``protocol.limits``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Flag, IntEnum, IntFlag, auto
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast, dataclass_transform
 
 # The kinds of messages, and the decorator that registers a class for a kind.
 #
@@ -57,6 +59,8 @@ class Kind(IntEnum):
     CALL = 5
     PING = 6
     PONG = 7
+    EMBED = 8
+    RERANK = 9
     WELCOME = 16
     ACCEPTED = 17
     EVENTS = 18
@@ -155,6 +159,7 @@ class Generate(Message):
     an error event.
     """
 
+    verb: ClassVar[str] = ""
     request: int
     """The client's number for the request: 1 to 2^64 - 1, each once per connection."""
     model: str
@@ -164,6 +169,25 @@ class Generate(Message):
     """Options that the supervisor reads. The map may be empty."""
     body: bytes = field(repr=False)
     """The prompt and the options."""
+
+
+@message(Kind.EMBED, Way.CLIENT_TO_SUPERVISOR, largest=3 * MIB)
+class Embed(Generate):
+    """Ask a model for the vectors of texts.
+
+    The elements, and all that follows, are as with GENERATE: a number, a place in the queue, credit, deadlines, CANCEL,
+    and one terminal event. The events bring vectors, in the order of the texts.
+    """
+
+    verb: ClassVar[str] = "embed"
+
+
+@message(Kind.RERANK, Way.CLIENT_TO_SUPERVISOR, largest=3 * MIB)
+class Rerank(Generate):
+    """Ask a model how well documents answer a query. All else is as with EMBED. The vector of a document is its
+    score, from 0 to 1 with most models."""
+
+    verb: ClassVar[str] = "rerank"
 
 
 @message(Kind.CANCEL, Way.CLIENT_TO_SUPERVISOR, largest=64)
@@ -297,6 +321,7 @@ class JobMessage(Message):
     party      a number: the party whose turn a compilation takes, and that is charged for its processor time. It is
                the channel. Over TCP, all connections of one key have the same party
     stay       bool: the worker must not park the job again
+    verb       "embed" or "rerank"; missing for GENERATE
     defaults   a packed map (bin) with the settings of the variant that the request names: ``sampling`` and
                ``template_kwargs``, for what the request leaves out
     """
@@ -493,6 +518,7 @@ class Events(Message):
 
 
 __all__ = [
+    "ASKING",
     "CLIENT_TO_SUPERVISOR",
     "MESSAGE_CLASSES",
     "NUMBERED",
@@ -511,6 +537,7 @@ __all__ = [
     "CancelJob",
     "Compiled",
     "Credit",
+    "Embed",
     "Error",
     "EventEntry",
     "EventFlag",
@@ -530,6 +557,7 @@ __all__ = [
     "Ready",
     "Reply",
     "Report",
+    "Rerank",
     "SetLogStyle",
     "Shutdown",
     "Sleep",
@@ -569,9 +597,12 @@ SUPERVISOR_TO_CLIENT: Final = _kinds(Way.SUPERVISOR_TO_CLIENT)
 SUPERVISOR_TO_WORKER: Final = _kinds(Way.SUPERVISOR_TO_WORKER)
 WORKER_TO_SUPERVISOR: Final = _kinds(Way.WORKER_TO_SUPERVISOR)
 
+ASKING: Final = frozenset(kind for kind, message in MESSAGE_CLASSES.items() if issubclass(message, Generate))
+"""Kinds of messages that make a request."""
+
 NUMBERED: Final = frozenset(
     kind
     for kind, message in MESSAGE_CLASSES.items()
-    if next(iter(message.__annotations__), None) in ("request", "call")
+    if next((str(field.name) for field in fields(cast(Any, message))), "") in ("request", "call")
 )
 """Kinds whose third element is the client's number of a request or of a call."""

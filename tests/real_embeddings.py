@@ -7,7 +7,6 @@ vectors.
 import base64
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -25,12 +24,12 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def minilm() -> Iterator[EmbeddingEngine]:
+def minilm() -> EmbeddingEngine:
     try:
         make(place())
     except (NotMade, OSError) as e:
         pytest.skip(f"all-MiniLM-L6-v2 cannot be fetched: {e}")
-    yield engine(place())
+    return engine(place())
 
 
 def test_each_text_alone(minilm: EmbeddingEngine) -> None:

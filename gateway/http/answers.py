@@ -289,16 +289,14 @@ def error_event(error: ApiError | WireError, scope: Scope) -> bytes:
 
 OFFERED: Final = (
     "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
-    "/v1/messages/count_tokens, /tokenize and /detokenize; /openapi.json lists all"
+    "/v1/messages/count_tokens, /v1/embeddings, /v1/rerank, /tokenize and /detokenize; /openapi.json lists all"
 )
 NOT_OFFERED: Final = (
-    ("/embeddings", "embeddings are not offered: these models generate text"),
     ("/audio", "audio is not offered: these models read and write text"),
     ("/images", "images are not offered: these models read and write text"),
     ("/videos", "videos are not offered: these models read and write text"),
     ("/realtime", "the realtime API is not offered"),
     ("/moderations", "moderation is not offered"),
-    ("/rerank", "reranking is not offered"),
     ("/responses", "responses cannot be fetched: only POST /v1/responses is offered, which takes previous_response_id"),
     ("/conversations", "conversations are not stored: send the earlier items in the input of /v1/responses"),
     ("/messages/batches", "batches are not offered: send the messages one by one"),

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.http.errors import MEANINGS, OVERLOADED
+from gateway.openai.embeddings import MOST_INPUTS, ROUTE
 from gateway.openai.option_schemas import (
     ADD_PROMPT,
     BOOL,
@@ -255,6 +256,7 @@ def document() -> Schema:
     """Return the OpenAPI document."""
     groups = {
         "Answers": _answers(),
+        "Vectors": _vectors(),
         "Models": _models(),
         "Orders": _verbs("Orders") | _other_names(),
         "Tokens": _tokens(),
@@ -340,6 +342,60 @@ def _answers() -> Schema:
             RENDERED | {"model": MODEL},
             ["model", "messages"],
             anthropic=True,
+        ),
+    }
+
+
+def _vectors() -> Schema:
+    served = {name: schema for name, schema in own_options().items() if name in ROUTE}
+    cut = said(BOOL, "Cut texts that the model cannot take whole. False: such a request is refused.", default=False)
+    named = said(TEXT, "The name of the model's prompt that stands before each text, such as `query`; empty for none.")
+    texts = {"anyOf": [TEXT, IDS, array_of({"anyOf": [TEXT, IDS]}, minItems=1, maxItems=MOST_INPUTS)]}
+    document: Schema = {"anyOf": [TEXT, object_of(["text"], text=TEXT)]}
+    return {
+        "/v1/embeddings": _post(
+            "Return the vectors of texts.",
+            "For a model with `engine: embedding`.",
+            "A `list` of an `embedding` for each text, in their order.",
+            served
+            | {
+                "model": MODEL,
+                "input": said(texts, "The text, or several. Token ids are used as they are, without special tokens."),
+                "dimensions": said(
+                    {"type": "integer", "minimum": 1},
+                    "Keep this many numbers of each vector, and give the vector the length 1 again.",
+                ),
+                "encoding_format": said(
+                    {"enum": ["float", "base64"]},
+                    "`base64`: each vector is a text, of floats of 32 bits, little endian.",
+                    default="float",
+                ),
+                "prompt_name": named,
+                "truncate": cut,
+                "user": said(TEXT, "An option about the account. It changes nothing here."),
+            },
+            ["model", "input"],
+        ),
+        "/v1/rerank": _post(
+            "Return how well documents answer a query.",
+            "For a reranker with `engine: embedding`. The form is that of Jina, Cohere, vLLM and llama-server. Scores "
+            "of most models lie between 0 and 1; llama-server's are logits. The order is the same.",
+            "`results`, the best first, each with `index` and `relevance_score`.",
+            served
+            | {
+                "model": MODEL,
+                "query": said(TEXT, "What the documents are compared with."),
+                "documents": said(
+                    array_of(document, minItems=1, maxItems=MOST_INPUTS),
+                    "The documents: texts, or objects with `text`.",
+                ),
+                "top_n": said({"type": "integer", "minimum": 0}, "Most results. 0: all.", default=0),
+                "return_documents": said(BOOL, "Repeat the document in each result.", default=False),
+                "instruction": said(TEXT, "What the model is asked to look for, for models such as Qwen3-Reranker."),
+                "truncate": cut,
+                "user": said(TEXT, "An option about the account. It changes nothing here."),
+            },
+            ["model", "query", "documents"],
         ),
     }
 

@@ -9,6 +9,7 @@ from protocol.process.worker_spec import READ_TOKENIZERS, EngineSpec, install_co
 BUILT_IN = {
     "transformers": "model_worker.engines.embedded.engine:TransformersEngine",
     "exllamav2": "model_worker.engines.exllamav2.engine:ExLlamaV2Engine",
+    "embedding": "model_worker.engines.embedding.engine:EmbeddingEngine",
 }
 
 
@@ -51,7 +52,7 @@ def not_checked(engine: str) -> str | None:
     parts = []
     if packages := not_installed(READ_TOKENIZERS):
         parts.append(f"tokenizer and chat template (without {' and '.join(packages)})")
-    if engine == "transformers" and not_installed(("transformers",)):
+    if engine in ("transformers", "embedding") and not_installed(("transformers",)):
         parts.append("architecture (without transformers)")
     return f"{', '.join(parts)}: run {install_command('embedded')}" if parts else None
 

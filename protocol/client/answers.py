@@ -68,6 +68,20 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Vectors:
+    """The vectors of some neighbouring texts of a request, packed as they came.
+
+    first  the number of the first text, counted from 0
+    size   the numbers of each vector; 1 for scores of documents
+    data   floats of 32 bits, little endian
+    """
+
+    first: int
+    size: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A new piece of an answer. Text and token ids may arrive apart: either may be empty.
 
@@ -76,12 +90,14 @@ class Delta:
     logprobs   one for each token id, if the request asked for them
     prompt     log-probabilities of the prompt's next tokens, if the request asked for prompt_logprobs. Such a delta
                has no text and no token ids, and comes before the answer
+    vectors    the next vectors or scores, for a request of ``embed`` or ``rerank``
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt: PromptLogprobs | None = None
+    vectors: Vectors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +159,39 @@ class Completion:
         return tuple(token for piece in self.prompt for token in piece.tokens())
 
 
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The vectors of texts, or the scores of documents, in the order of the request. Its length is their number.
+
+    size   the numbers of each vector; 1 for scores
+    data   all numbers: floats of 32 bits, little endian. ``numpy.frombuffer(data, "<f4").reshape(-1, size)`` is the
+           matrix
+    usage  ``prompt_tokens``, and where they apply other counts, as ``Completion.usage``
+    """
+
+    size: int
+    data: bytes
+    usage: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.data) // (4 * self.size)
+
+    @property
+    def vectors(self) -> list[tuple[float, ...]]:
+        """The vectors as numbers. They are unpacked at each call."""
+        return list(Struct(f"<{self.size}f").iter_unpack(self.data))
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """All numbers in a row: for ``rerank``, the score of each document."""
+        return Struct(f"<{len(self.data) // 4}f").unpack(self.data)
+
+    @classmethod
+    def of(cls, pieces: Sequence[Vectors], usage: dict[str, Any]) -> "Embeddings":
+        """Return the vectors of all events of a request."""
+        return cls(pieces[0].size if pieces else 1, b"".join(piece.data for piece in pieces), usage)
+
+
 @dataclass(slots=True)
 class StreamState:
     """The state of one request, from GENERATE until its reader has taken the last delta.
@@ -173,6 +222,7 @@ class StreamState:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt: list[PromptLogprobs] = field(default_factory=list)
+    vectors: list[Vectors] = field(default_factory=list)
     format: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -222,6 +272,16 @@ def read_prompt_logprobs(given: Any) -> PromptLogprobs:
         return piece
     except (TypeError, ValueError, LookupError):
         raise FrameError(ErrorCode.BAD_FRAME, "its prompt_logprobs have the wrong shape") from None
+
+
+def read_vectors(given: Any) -> Vectors:
+    """Return the ``vectors`` of an event. Raises FrameError if they have another shape."""
+    first, size, data = (given.get(name) for name in ("first", "size", "data")) if type(given) is dict else (None,) * 3
+    if not (
+        type(first) is type(size) is int and type(data) is bytes and first >= 0 < size and len(data) % (4 * size) == 0
+    ):
+        raise FrameError(ErrorCode.BAD_FRAME, "its vectors have the wrong shape")
+    return Vectors(first, size, data)
 
 
 def _checked_bin(data: Any) -> memoryview:

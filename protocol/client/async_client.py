@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, Unpack
 from protocol.client.answers import (
     Completion,
     Delta,
+    Embeddings,
     Progress,
     TokenLogprob,
     Touched,
@@ -28,14 +29,18 @@ from protocol.client.connection import CANNOT_CONNECT, Connection, check_welcome
 from protocol.client.request_options import (
     USAGE_S,
     RequestOptions,
+    RouteOptions,
     choice_requests,
     collect_options,
+    embed_options,
     given,
     pack_token_ids,
+    rerank_options,
     tokenize_params,
 )
 from protocol.client.stream_base import ChoicesBase, ClientBase, OnProgress, StreamBase
 from protocol.client.transport import Transport
+from protocol.messages import Embed, Generate, Rerank
 
 # A connection that belongs to an asyncio event loop.
 
@@ -299,7 +304,16 @@ class AsyncChoices(ChoicesBase[AsyncStream]):
         return [stream._completion() for stream in self.streams]
 
 
-__all__ = ["AsyncChoices", "AsyncClient", "AsyncStream", "Completion", "Delta", "Progress", "TokenLogprob"]
+__all__ = [
+    "AsyncChoices",
+    "AsyncClient",
+    "AsyncStream",
+    "Completion",
+    "Delta",
+    "Embeddings",
+    "Progress",
+    "TokenLogprob",
+]
 
 
 class AsyncClient(ClientBase[LoopConnection]):
@@ -391,6 +405,42 @@ class AsyncClient(ClientBase[LoopConnection]):
         """Return the whole answer. Takes the options of ``generate``, and raises the errors of its stream."""
         stream = self.generate(model, prompt, on_progress=on_progress, timeout=timeout, **options)
         return await stream.complete()
+
+    async def embed(
+        self,
+        model: str | None,
+        texts: Iterable[str | Iterable[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+        **route: Unpack[RouteOptions],
+    ) -> Embeddings:
+        """Return the vectors of texts.
+
+        The parameters and errors are those of ``Client.embed``.
+        """
+        given = embed_options(texts, route, dimensions=dimensions, prompt_name=prompt_name, truncate=truncate)
+        return await self._vectors(model, given, Embed, timeout)
+
+    async def rerank(
+        self,
+        model: str | None,
+        query: str,
+        documents: Iterable[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+        **route: Unpack[RouteOptions],
+    ) -> Embeddings:
+        """Return how well documents answer a query: a score for each, in their order.
+
+        The parameters and errors are those of ``Client.rerank``.
+        """
+        given = rerank_options(query, documents, route, instruction=instruction, truncate=truncate)
+        return await self._vectors(model, given, Rerank, timeout)
 
     async def tokenize(
         self,
@@ -532,6 +582,15 @@ class AsyncClient(ClientBase[LoopConnection]):
         self._closed = True
         if self._connected is not None:
             self._connected.close()
+
+    async def _vectors(
+        self, model: str | None, given: dict[str, Any], kind: type[Generate], timeout: float | None
+    ) -> Embeddings:
+        connection, (state,) = self._begin(model, [given], kind)
+        stream = AsyncStream(connection, state, timeout, None)
+        async for _ in stream:
+            pass
+        return stream._embeddings()
 
     async def _ask(self, verb: str, **params: Any) -> dict[str, Any]:
         """Return the reply to a verb. A parameter that is None is left out."""

@@ -31,6 +31,7 @@ from protocol.client.transport import (
     Transport,
 )
 from protocol.errors import ErrorCode, WireError
+from protocol.messages import Generate
 from protocol.process.paths import (
     admin_endpoint,
     check_endpoint,
@@ -108,7 +109,9 @@ class Connection:
 
     # ---- methods for the clients. Each of them takes the lock.
 
-    def begin(self, requests: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[StreamState]:
+    def begin(
+        self, requests: Sequence[tuple[str, dict[str, Any], dict[str, Any]]], kind: type[Generate] = Generate
+    ) -> list[StreamState]:
         """Send requests (model, body, route) together. If one of them cannot be sent, send none.
 
         Raises the errors of ``ClientSession.generate``.
@@ -118,7 +121,7 @@ class Connection:
                 states: list[StreamState] = []
                 try:
                     for model, body, route in requests:
-                        states.append(self.session.generate(model, body, route))
+                        states.append(self.session.generate(model, body, route, kind))
                 except BaseException:
                     for state in states:
                         self.session.abandon(state)

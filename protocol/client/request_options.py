@@ -12,6 +12,20 @@ from protocol.limits import MAX_STRING
 from protocol.messages import ROUTE_KEYS
 
 
+class RouteOptions(TypedDict, total=False):
+    """The options of ``embed`` and ``rerank`` that say how the request is served, as for ``generate``."""
+
+    resume: bool | None
+    priority: str | None
+    queue_ms: int | None
+    deadline_ms: int | None
+    keep_alive: float | str | None
+    ttl: int | None
+    on_behalf_of: str | None
+    trace_ids: list[str] | None
+    notes: list[str] | None
+
+
 class RequestOptions(TypedDict, total=False):
     """Exactly one of these is the prompt:
     prompt           text, used as it is
@@ -175,8 +189,9 @@ def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     if isinstance(affinity, str) and len(affinity) > MAX_STRING:
         raise RequestError(f"affinity has {len(affinity)} characters: at most {MAX_STRING}", field="route.affinity")
     pack_fields(route)
-    if "token_ids" in body:
-        body["token_ids"] = pack_token_ids(body["token_ids"])
+    ids = body.get("token_ids")
+    if ids is not None and not (isinstance(ids, list) and any(isinstance(each, bytes) for each in ids)):
+        body["token_ids"] = pack_token_ids(ids)  # else they are those of several texts, see ``embed_options``
     if isinstance(body.get("json_schema"), dict):
         body["json_schema"] = _json_text(body["json_schema"])
     bias = body.get("logit_bias")
@@ -186,6 +201,29 @@ def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     if not body.get("stop", True):
         del body["stop"]
     return body, route
+
+
+def embed_options(texts: Iterable[str | Iterable[int]], options: RouteOptions, **more: Any) -> dict[str, Any]:
+    """Return the options of ``embed`` under their names on the wire. Raises RequestError for what is no list of texts,
+    or of lists of token ids."""
+    given = _listed("texts", texts)
+    if any(isinstance(text, str) for text in given) or not given:
+        return {**options, "texts": given, **more}
+    return {**options, "token_ids": [pack_token_ids(ids) for ids in given], **more}
+
+
+def rerank_options(query: str, documents: Iterable[str], options: RouteOptions, **more: Any) -> dict[str, Any]:
+    """Return the options of ``rerank`` under their names on the wire. Raises RequestError as ``embed_options`` does."""
+    return {**options, "query": query, "documents": _listed("documents", documents), **more}
+
+
+def _listed(name: str, texts: Iterable[Any]) -> list[Any]:
+    if isinstance(texts, str | bytes | dict):
+        raise RequestError(f"{name} is of type {type(texts).__name__}: must be a list", field=name)
+    try:
+        return list(texts)
+    except TypeError:
+        raise RequestError(f"{name} is of type {type(texts).__name__}: must be a list", field=name) from None
 
 
 def choice_requests(given: dict[str, Any], n: int) -> list[dict[str, Any]]:

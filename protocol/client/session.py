@@ -17,6 +17,7 @@ from protocol.client.answers import (
     read_logprobs,
     read_prompt_logprobs,
     read_report,
+    read_vectors,
 )
 from protocol.client.request_options import pack_fields
 from protocol.codec import check_size, decode, encode, pack_body, split_events, unpack_body, unpack_event
@@ -70,12 +71,14 @@ class ClientSession:
 
     # ---- what the program asks for
 
-    def generate(self, model: str, body: dict[str, Any], route: dict[str, Any] | None = None) -> StreamState:
-        """Queue GENERATE. Raises ``broken``, DRAINING after GOAWAY, TOO_LARGE, or INVALID_REQUEST."""
+    def generate(
+        self, model: str, body: dict[str, Any], route: dict[str, Any] | None = None, kind: type[Generate] = Generate
+    ) -> StreamState:
+        """Queue GENERATE, EMBED or RERANK. Raises ``broken``, DRAINING after GOAWAY, TOO_LARGE, or INVALID_REQUEST."""
         self._check_usable()
         if self.goaway is not None:
             raise WireError(ErrorCode.DRAINING, f"the supervisor takes no new requests: {self.goaway}")
-        message = Generate(self._last_id + 1, model, route or {}, pack_fields(body))
+        message = kind(self._last_id + 1, model, route or {}, pack_fields(body))
         self._send_checked(message)
         state = self._streams[message.request] = StreamState(message.request)
         return state
@@ -97,6 +100,8 @@ class ClientSession:
             state.logprobs.extend(delta.logprobs)
             if delta.prompt is not None:
                 state.prompt.append(delta.prompt)
+            if delta.vectors is not None:
+                state.vectors.append(delta.vectors)
             self._consumed(state, 1)
             return delta
         if state.ended:
@@ -229,10 +234,13 @@ class ClientSession:
             state.max_tokens = fields["max_tokens"]
         if "format" in fields:
             state.format = read_format(fields["format"])
-        prompt = fields.get("prompt_logprobs")
-        if kept := (bool(ids or text) or prompt is not None) and not state.abandoned:
+        prompt, vectors = fields.get("prompt_logprobs"), fields.get("vectors")
+        is_kept = bool(ids or text) or prompt is not None or vectors is not None
+        if kept := is_kept and not state.abandoned:
             entries = fields.get("logprobs")
-            if prompt is not None:
+            if vectors is not None:
+                state.deltas.append(Delta(text, ids, vectors=read_vectors(vectors)))
+            elif prompt is not None:
                 state.deltas.append(Delta(text, ids, prompt=read_prompt_logprobs(prompt)))
             else:
                 state.deltas.append(Delta(text, ids, read_logprobs(ids, entries)) if entries else Delta(text, ids))

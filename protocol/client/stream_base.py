@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
-from protocol.client.answers import Completion, Delta, Progress, PromptLogprobs, StreamState, TokenLogprob
+from protocol.client.answers import Completion, Delta, Embeddings, Progress, PromptLogprobs, StreamState, TokenLogprob
 from protocol.client.connection import CANNOT_CONNECT, Connection, check_can_generate
 from protocol.client.request_options import generate_request
 from protocol.client.transport import DEFAULT_SILENCE_S, ClientKey
-from protocol.errors import WireError
-from protocol.messages import FinishReason
+from protocol.errors import ErrorCode, WireError
+from protocol.messages import FinishReason, Generate
 
 OnProgress = Callable[[Progress], None]
 
@@ -156,6 +156,11 @@ class StreamBase:
         if report is not None and self._on_progress is not None:
             self._on_progress(report)
         return self._connection.take(self._state)
+
+    def _embeddings(self) -> Embeddings:
+        if self.finish_reason == FinishReason.CANCELLED:
+            raise WireError(ErrorCode.INTERNAL, "the request was cancelled: send it again if you still need it")
+        return Embeddings.of(self._state.vectors, self.usage)
 
     @property
     def _over(self) -> bool:
@@ -301,8 +306,10 @@ class ClientBase(Generic[_C]):
         """Return the connection, or a new one if it was lost."""
         raise NotImplementedError
 
-    def _begin(self, model: str | None, wanted: Sequence[dict[str, Any]]) -> tuple[_C, list[StreamState]]:
+    def _begin(
+        self, model: str | None, wanted: Sequence[dict[str, Any]], kind: type[Generate] = Generate
+    ) -> tuple[_C, list[StreamState]]:
         requests = [(model or "", *generate_request(each)) for each in wanted]
         connection = self._usable()
         check_can_generate(connection)
-        return connection, connection.begin(requests)
+        return connection, connection.begin(requests, kind)

@@ -25,6 +25,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, Unpack
 from protocol.client.answers import (
     Completion,
     Delta,
+    Embeddings,
     Progress,
     StreamState,
     TokenLogprob,
@@ -36,15 +37,19 @@ from protocol.client.connection import Connection, check_welcomed
 from protocol.client.request_options import (
     USAGE_S,
     RequestOptions,
+    RouteOptions,
     choice_requests,
     collect_options,
+    embed_options,
     given,
     pack_token_ids,
+    rerank_options,
     tokenize_params,
 )
 from protocol.client.stream_base import ChoicesBase, ClientBase, OnProgress, StreamBase
 from protocol.client.transport import Transport
 from protocol.errors import ConnectionLost
+from protocol.messages import Embed, Generate, Rerank
 
 # A connection that the threads of a process share.
 #
@@ -351,7 +356,7 @@ class Choices(ChoicesBase[Stream]):
         return [stream._completion() for stream in self.streams]
 
 
-__all__ = ["Choices", "Client", "Completion", "Delta", "Progress", "Stream", "TokenLogprob"]
+__all__ = ["Choices", "Client", "Completion", "Delta", "Embeddings", "Progress", "Stream", "TokenLogprob"]
 
 
 class Client(ClientBase[SharedConnection]):
@@ -455,6 +460,53 @@ class Client(ClientBase[SharedConnection]):
         """Return the whole answer. Takes the options of ``generate``, and raises the errors of its stream."""
         stream = self.generate(model, prompt, on_progress=on_progress, timeout=timeout, **options)
         return stream.complete()
+
+    def embed(
+        self,
+        model: str | None,
+        texts: Iterable[str | Iterable[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+        **route: Unpack[RouteOptions],
+    ) -> Embeddings:
+        """Return the vectors of texts.
+
+        model        as for ``generate``: a model with ``engine: embedding``
+        texts        texts, or lists of token ids, which are used as they are
+        dimensions   keep this many numbers of each vector
+        prompt_name  name of the model's prompt that stands before each text, such as "query"; empty for none
+        truncate     cut texts that are longer than the model takes. Unset: such a request is refused
+        timeout      seconds without any event, after which the request is cancelled and TimeoutError is raised
+        route        the options of ``generate`` that say how the request is served
+
+        Raises the errors of ``generate`` and of its stream.
+        """
+        given = embed_options(texts, route, dimensions=dimensions, prompt_name=prompt_name, truncate=truncate)
+        return self._vectors(model, given, Embed, timeout)
+
+    def rerank(
+        self,
+        model: str | None,
+        query: str,
+        documents: Iterable[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+        **route: Unpack[RouteOptions],
+    ) -> Embeddings:
+        """Return how well documents answer a query: a score for each, in their order.
+
+        instruction  what the model is asked to look for, for models such as Qwen3-Reranker
+        truncate     cut documents that do not fit the model together with the query
+
+        The other parameters and the errors are those of ``embed``.
+        """
+        given = rerank_options(query, documents, route, instruction=instruction, truncate=truncate)
+        return self._vectors(model, given, Rerank, timeout)
 
     def tokenize(
         self,
@@ -603,6 +655,15 @@ class Client(ClientBase[SharedConnection]):
         """End the connection, and with it every unfinished request. A second call does nothing."""
         self._closed = True
         self._connection.close()
+
+    def _vectors(
+        self, model: str | None, given: dict[str, Any], kind: type[Generate], timeout: float | None
+    ) -> Embeddings:
+        connection, (state,) = self._begin(model, [given], kind)
+        stream = Stream(connection, state, timeout, None)
+        for _ in stream:
+            pass
+        return stream._embeddings()
 
     def _ask(self, verb: str, **params: Any) -> dict[str, Any]:
         """Return the reply to a verb. A parameter that is None is left out."""

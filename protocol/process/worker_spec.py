@@ -187,7 +187,7 @@ class EngineSpec:
     """The settings that an engine needs to load a model.
 
     model          name in models.yaml
-    engine         "transformers", "exllamav2", or an import string "package.module:Class"
+    engine         "transformers", "exllamav2", "embedding", or an import string "package.module:Class"
     model_dir      absolute path of the model's directory
     device         "cpu", or "cuda" (the worker hides all GPUs but its own before it imports torch)
     max_seq_len    tokens of context, None for the model's own
@@ -312,13 +312,17 @@ reason."""
 # packages.
 
 
-EXTRAS: Final = {"transformers": "embedded", "exllamav2": "exllamav2"}
+EXTRAS: Final = {"transformers": "embedded", "exllamav2": "exllamav2", "embedding": "embedded"}
 """The extra that installs all packages of an engine."""
 READ_TOKENIZERS: Final = ("tokenizers",)
 """Packages that the check of a tokenizer needs. The check of a chat template needs them, too, because the template uses
 the tokenizer's special tokens."""
 _EVERY: Final = ("torch", *READ_TOKENIZERS, "safetensors", "llguidance", "numpy")
-PACKAGES: Final = {"transformers": ("transformers", *_EVERY), "exllamav2": ("exllamav2", *_EVERY)}
+PACKAGES: Final = {
+    "transformers": ("transformers", *_EVERY),
+    "exllamav2": ("exllamav2", *_EVERY),
+    "embedding": ("transformers", *_EVERY),
+}
 """The packages that an engine's worker imports, by their import names."""
 
 GATEWAY: Final = ("starlette", "uvicorn", "uvloop", "httptools", "orjson", "prometheus_client")

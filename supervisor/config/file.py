@@ -264,7 +264,7 @@ class ModelSpec:
             model_dir=str(self.model_dir),
             device="cuda" if self.visible_devices else "cpu",
             max_seq_len=config.max_seq_len,
-            max_batch_size=config.max_batch_size,
+            max_batch_size=config.together,
             options={**options, **(config.options or {})},
             sleep=config.lazy and config.sleep == "ram" and self.here,
             model_roots=tuple(map(str, self.model_roots)),

@@ -230,7 +230,7 @@ _TABBY_NOTES: Final = {
     "model.force_enable_thinking": "`template_kwargs` sets it here for requests that leave it out",
     "model.num_experts_per_token": "the model's own number of experts is used",
     "draft_model.draft_gpu_split": "the draft model lies on the first GPU of its model",
-    "embeddings.embedding_model_name": "embeddings are not served",
+    "embeddings.embedding_model_name": "add an entry with engine: embedding for it",
 }
 _TABBY_SILENT: Final = frozenset(
     {

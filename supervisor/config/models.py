@@ -19,8 +19,10 @@ from supervisor.config.reading import (
     HostMemory,
     Lease,
     Node,
+    Pooling,
     Reasoning,
     Sleep,
+    Task,
     Tokens,
     ToolFormat,
     Ttl,
@@ -32,7 +34,7 @@ from supervisor.config.yaml_source import KeyPath, Quoted, YamlSource
 from supervisor.placement.gpus import MOST_GPUS
 from supervisor.requests.queue import QueueLimits
 
-ENGINES: Final = ("exllamav2", "transformers")
+ENGINES: Final = ("exllamav2", "transformers", "embedding")
 """The engines of modelctl."""
 # The metadata of a field say what the other parts of modelctl do with the key. A key without any is applied by the
 # supervisor, also when a reload changes it.
@@ -41,9 +43,14 @@ WORKERS: Final = {"workers": True}
 TOLD: Final = WORKERS | {"told": True}
 """Like WORKERS. The field of ``WorkerSpec`` that has the key's name gets the value."""
 EXLLAMAV2: Final = WORKERS | {"engines": ("exllamav2",)}
-TRANSFORMERS: Final = WORKERS | {"engines": ("transformers",)}
-BOTH: Final = WORKERS | {"engines": ENGINES}
+BOTH: Final = WORKERS | {"engines": ("exllamav2", "transformers")}
+EMBEDDING: Final = WORKERS | {"engines": ("embedding",)}
+ON_CPU: Final = WORKERS | {"engines": ("transformers", "embedding")}
 """Only these engines know the key. They find it in the ``options`` of ``EngineSpec``. Its default is None."""
+TEXT: Final = {"text": True}
+"""Engine embedding, which writes no text, does not have the key."""
+EMBEDDED_TOGETHER: Final = 64
+"""Requests that a worker of engine embedding has at once. ``batch_tokens`` says which it computes together."""
 LAZY: Final = {"lazy": True}
 """Only a lazy model may have the key."""
 ONE: Final = "one"
@@ -114,7 +121,8 @@ class ModelConfig(NullLeavesOut):
     Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
     """
     engine: str = field(default="exllamav2", metadata=WORKERS)
-    """[Engine](engines.md) of the model: ``exllamav2``, ``transformers``, or your own as ``package.module:Class``.
+    """[Engine](engines.md) of the model: ``exllamav2``, ``transformers``, ``embedding`` (vectors of texts, and scores of
+    documents), or your own as ``package.module:Class``.
 
     Example: transformers
     """
@@ -153,7 +161,7 @@ class ModelConfig(NullLeavesOut):
     Default: the model's own context
     Example: 16384
     """
-    max_batch_size: Annotated[int, Within(1, 1024)] = field(default=8, metadata=WORKERS)
+    max_batch_size: Annotated[int, Within(1, 1024)] = field(default=8, metadata=WORKERS | TEXT)
     """Most requests that a worker decodes together. Others wait.
 
     Example: 16
@@ -265,10 +273,33 @@ class ModelConfig(NullLeavesOut):
     Default: 30
     Example: 60
     """
-    threads: Annotated[int, Within(1, 1024)] | None = field(default=None, metadata=TRANSFORMERS)
+    threads: Annotated[int, Within(1, 1024)] | None = field(default=None, metadata=ON_CPU)
     """CPU threads of each worker.
 
     Example: 4
+    """
+    task: Task | None = field(default=None, metadata=EMBEDDING)
+    """What the model is for: ``embed`` (vectors of texts) or ``rerank`` (scores of documents).
+
+    A language model such as Qwen3-Reranker needs ``rerank``.
+
+    Default: what the directory says
+    Example: rerank
+    """
+    pooling: Pooling | None = field(default=None, metadata=EMBEDDING)
+    """How the vectors of a text's tokens become one: ``cls``, ``mean``, ``max``, ``mean_sqrt_len``, ``weightedmean`` or
+    ``lasttoken``.
+
+    A directory without a modules.json of sentence-transformers needs it. The vectors then get the length 1.
+
+    Default: what the directory says
+    Example: mean
+    """
+    batch_tokens: Tokens | None = field(default=None, metadata=EMBEDDING)
+    """Most tokens that the engine computes at once. Shorter texts count as much as the longest one beside them.
+
+    Default: 16384 on a GPU, 2048 on the CPU
+    Example: 8192
     """
     replicas: Annotated[int, Within(1, 64)] = 1
     """Workers that serve this model, each with its own weights and cache, on the same ``gpu``.
@@ -287,7 +318,7 @@ class ModelConfig(NullLeavesOut):
 
     Example: 1000000
     """
-    sampling: dict[str, Any] | None = field(default=None, metadata=TOLD)
+    sampling: dict[str, Any] | None = field(default=None, metadata=TOLD | TEXT)
     """Defaults for options that a request leaves out, by name.
 
     [Options of a request](http-api.md#options-of-a-request) says which options may stand here, in ``forced`` and in
@@ -296,7 +327,7 @@ class ModelConfig(NullLeavesOut):
     Default: the neutral defaults of the options
     Example: {preset: steady, temperature: 0.7, max_tokens: 512}
     """
-    forced: dict[str, Any] | None = field(default=None, metadata=TOLD)
+    forced: dict[str, Any] | None = field(default=None, metadata=TOLD | TEXT)
     """Values of options that count for every request, whatever the request asks for.
 
     The header ``x-modelctl-changed`` of an answer names the values of the request that they have replaced.
@@ -304,7 +335,7 @@ class ModelConfig(NullLeavesOut):
     Default: requests choose
     Example: {temperature: 0.7, repetition_penalty: 1.0}
     """
-    limits: dict[str, Any] | None = field(default=None, metadata=TOLD)
+    limits: dict[str, Any] | None = field(default=None, metadata=TOLD | TEXT)
     """Limits that a request may not exceed, by the option's name. ``prompt_tokens`` limits the length of the prompt.
 
     A request beyond a limit is refused. A request without max_tokens gets the limit of max_tokens.
@@ -321,7 +352,7 @@ class ModelConfig(NullLeavesOut):
     Default: the template of the model's directory
     Example: templates/chatml.jinja
     """
-    template_kwargs: dict[str, Any] | None = None
+    template_kwargs: dict[str, Any] | None = field(default=None, metadata=TEXT)
     """Variables of the chat template, for conversations that do not set them.
 
     Default: none
@@ -351,7 +382,7 @@ class ModelConfig(NullLeavesOut):
 
     Example: false
     """
-    tool_format: ToolFormat = field(default=None, metadata=TOLD)
+    tool_format: ToolFormat = field(default=None, metadata=TOLD | TEXT)
     """The format in which the model writes calls of tools. ``off``: the model does not call tools.
 
     [Formats of calls](http-api.md#formats-of-calls) names them all, such as ``hermes``, ``llama3`` and ``json``.
@@ -359,7 +390,7 @@ class ModelConfig(NullLeavesOut):
     Default: the format that the chat template shows
     Example: hermes
     """
-    reasoning: Reasoning = field(default=None, metadata=TOLD)
+    reasoning: Reasoning = field(default=None, metadata=TOLD | TEXT)
     """The markers between which the model writes its reasoning. ``off``: the model does not reason.
 
     Default: the markers that the chat template shows
@@ -429,6 +460,11 @@ class ModelConfig(NullLeavesOut):
     Default: none
     Example: {rate: 100}
     """
+
+    @property
+    def together(self) -> int:
+        """Return the most requests that a worker computes together."""
+        return EMBEDDED_TOGETHER if self.engine == "embedding" else self.max_batch_size
 
     @property
     def gpu_count(self) -> int:
@@ -510,6 +546,8 @@ def _meant(defaults: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     lazy = whole.get("lazy")
     if (lazy.unquoted if isinstance(lazy, Quoted) else lazy) is not True:
         without |= {*marked(ModelConfig, "lazy")}
+    if engine == "embedding":
+        without |= {*marked(ModelConfig, "text")}
     return [key for key in defaults if key not in without]
 
 

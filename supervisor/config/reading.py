@@ -210,6 +210,8 @@ Sleep = Annotated[Any, ReadWith(parse_sleep, "ram or off")]
 Tokens = Annotated[int, Within(1, 1 << 24)]
 Factor = Annotated[float, Within(0, 1e6, above=True)]
 CacheMode = Literal["FP16", "Q8", "Q6", "Q4"]
+Task = Literal["embed", "rerank"]
+Pooling = Literal["cls", "mean", "max", "mean_sqrt_len", "weightedmean", "lasttoken"]
 
 
 # Say in words what does not fit in a section of models.yaml. ``protocol.values`` reads the section. Pure.

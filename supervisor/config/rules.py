@@ -34,6 +34,9 @@ def combination_problems(config: ModelConfig) -> list[tuple[str, str]]:
     foreign = sorted(frozenset[str]().union(*ENGINE_KEYS.values()) - known)
     message = f"is not a key of engine {config.engine!r}; remove it"
     problems += [(key, message) for key in foreign if getattr(config, key) is not None]
+    if config.engine == "embedding":
+        text = (key for key in marked(ModelConfig, "text") if getattr(config, key) != getattr(ModelConfig, key))
+        problems += [(key, "is for models that write text; remove it") for key in text]
     if config.options is not None and not custom:
         problems.append(("options", "is only for an engine named by an import string; remove it"))
     problems += _demand_problems(config)

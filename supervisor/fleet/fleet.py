@@ -394,7 +394,7 @@ class Fleet:
                 self.starts.begin(replica)
             case LifecycleAction.OPEN:
                 replica.last_active = now
-                capacity, batch_size = replica.info["max_jobs"], replica.spec.config.max_batch_size
+                capacity, batch_size = replica.info["max_jobs"], replica.spec.config.together
                 number, gpu = replica.generation, replica.placed_on
                 self._effects.extend(
                     self._scheduler.open(worker, number, capacity, now, batch_size=batch_size, gpu=gpu)

@@ -280,7 +280,7 @@ class Replica:
             "attention": self.info.get("attention"),
             "decoding": self.info.get("decoding") or None,
             "context": self.info.get("context") or config.max_seq_len,
-            "max_batch_size": config.max_batch_size,
+            "max_batch_size": config.together,
             "chat": self.chat,
             "template": self.info.get("template") or None,
             "end_tokens": self.info.get("end_tokens") or None,

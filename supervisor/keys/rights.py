@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from protocol.errors import ErrorCode, RequestError, WireError
 from protocol.limits import GATEWAY_NAME, SUPERVISOR_NAME
-from protocol.messages import Call, Cancel, Credit, Generate, Hello, Message, Ping, Pong
+from protocol.messages import ASKING, Call, Cancel, Credit, Hello, Message, Ping, Pong
 from protocol.verbs import ADMIN, ANY, INFER, SEES_ALL, VERBS, ModelScope, Right
 
 TOKEN_ID: Final = re.compile(r"[0-9a-f]{64}")
@@ -28,7 +28,7 @@ _OF_KIND = {
     Hello.kind: ANY,
     Ping.kind: ANY,
     Pong.kind: ANY,
-    Generate.kind: INFER,
+    **dict.fromkeys(ASKING, INFER),
     Cancel.kind: _STREAMS,
     Credit.kind: _STREAMS,
 }

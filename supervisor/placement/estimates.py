@@ -57,7 +57,7 @@ second."""
 CHECK_S = 0.05
 """Seconds between two looks of a waiting command for new answers."""
 MAX_ANSWER = 1 << 20
-ESTIMATED = frozenset({"exllamav2"})
+ESTIMATED = frozenset({"exllamav2", "embedding"})
 """Engines whose memory the estimating process can estimate."""
 
 
@@ -292,7 +292,7 @@ def _read(line: bytes) -> Estimated:
 # Translate the configuration of a model to the GPUs, the question and the needs for its placement. Pure.
 
 
-VETTED = frozenset({"exllamav2", "transformers"})
+VETTED = frozenset({"exllamav2", "transformers", "embedding"})
 """Engines whose models the estimating process can check."""
 
 

@@ -175,6 +175,8 @@ def affinity_key(request: InFlight) -> bytes:
     """Return the key of the request's conversation: a digest of its affinity, else of the beginning of its prompt."""
     if request.route.affinity is not None:
         kind, identity = b"k", request.route.affinity.encode(errors="surrogatepass")
+    elif request.verb:  # nothing of it is kept in a cache
+        kind, identity = b"r", request.id.encode()
     else:
         kind, identity = b"p", _beginning(request.body)
     return kind + digest(identity)  # many keys are remembered, and an affinity may have 1 KB

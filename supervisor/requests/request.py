@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from protocol.codec import encode, pack_error, pack_reply
 from protocol.errors import ErrorCode, RequestError, WireError
-from protocol.messages import Error, Kind, Message, Reply
+from protocol.messages import ASKING, Error, Kind, Message, Reply
 from protocol.process.compiled import find
 from protocol.process.shown import masked_values
 from protocol.values import Length, ReadWith, Then, Unfit, Within, hints_of, read, reader
@@ -347,6 +347,7 @@ class InFlight(RequestProgress):
     compiler           (worker, generation) of the worker that compiles its constraint, or keeps the compiled one
     charged            whether its account has paid for its prompt
     owner              the identity that asked for it
+    verb               of the message that made it, see ``Generate``
     defaults           a packed map: the settings of the variant that it asked for. The worker gets it with the job
     usage_place        the place of its counters in the table, 0 if nobody counts
     prompt_tokens      the length of its prompt; None until a worker has reported it
@@ -380,6 +381,7 @@ class InFlight(RequestProgress):
     compiler: tuple[str, int] | None = None
     charged: bool = False
     owner: Identity = OWNER
+    verb: str = ""
     defaults: bytes = field(default=b"", repr=False)
     usage_place: int = 0
     prompt_tokens: int | None = None
@@ -488,15 +490,15 @@ class EffectQueue(deque[QueuedEffect]):
 def refusal(error: WireError, kind: Kind | None, number: int, *, runs: bool) -> Error | Reply:
     """Return the message that answers a refused frame.
 
-    A client ends the request that an ERROR names. So only a GENERATE is answered by an ERROR with its number, and only
-    while no accepted request has that number.
+    A client ends the request that an ERROR names. So only a message that makes a request is answered by an ERROR with
+    its number, and only while no accepted request has that number.
 
     kind, number  of the refused frame, see ``codec.named``
     runs          whether a request of this connection with that number was accepted and has not ended
     """
     if kind is Kind.CALL and number:
         return Reply(number, pack_reply({"error": masked_values(error.to_wire())}))
-    if kind is Kind.GENERATE and number and not runs:
+    if kind in ASKING and number and not runs:
         return Error(number, pack_error(error))
     refused = {} if kind is None else {"kind": int(kind), **({"number": number} if number else {})}
     return Error(0, pack_reply({**masked_values(error.to_wire()), "refused": refused}))

@@ -536,6 +536,7 @@ class Scheduler:
             held=SendBuffer(),
             party=party,
             owner=owner,
+            verb=message.verb,
         )
         return queue, request
 

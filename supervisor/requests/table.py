@@ -298,6 +298,8 @@ def _carry(request: InFlight) -> dict[str, object]:
         carry["party"] = request.party
     if request.parkings >= MOST_PARKINGS:
         carry["stay"] = True
+    if request.verb:
+        carry["verb"] = request.verb
     if request.defaults:
         carry["defaults"] = request.defaults
     return carry

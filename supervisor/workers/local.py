@@ -33,7 +33,7 @@ from supervisor.workers.orphans import Descendants, Orphans, is_stopped, stat_of
 # (pure).
 
 
-ENGINES = frozenset({"transformers", "exllamav2"})
+ENGINES = frozenset({"transformers", "exllamav2", "embedding"})
 """The engines that get spares. An engine of one's own may read its settings when it is imported."""
 QUIET_S = 2.0
 """Seconds without a start after which a spare is made. A spare's imports take a second or more of a core."""

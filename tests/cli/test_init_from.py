@@ -147,7 +147,7 @@ def test_tabbyapis_folder_and_its_first_model_are_taken_over(tmp_path: Path, pla
         "network.send_tracebacks: errors never hold tracebacks",
         "logging.log_prompt: ",
         "model.vision: images are not served",
-        "embeddings.embedding_model_name: embeddings are not served",
+        "embeddings.embedding_model_name: add an entry with engine: embedding for it",
         "developer.disable_request_streaming: has no counterpart",
         "main-exl2-4.0bpw: sampling.banned_tokens_of_somebody is left out",
     ):

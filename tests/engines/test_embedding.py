@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from model_worker.embedding import EmbedJob, Vectors, texts_in_piece
-from model_worker.engine import EngineEvent, Failed, Finished, Job, Prefilling
+from model_worker.engine import EngineEvent, Failed, Finished, Prefilling
 from model_worker.engines.embedding.directory import POOLINGS
 from protocol.errors import ErrorCode, RequestError
-from protocol.request import SamplingParams
 from tests.engines.tiny_embedding import KINDS, WORDS, describe, engine, run, vectors, write
 
 TEXTS = ["the quick brown fox", "a", "the lazy dog , is red .", " ".join(WORDS), "what ? unknown !"]
@@ -102,7 +101,7 @@ def test_prompts_and_what_is_left_out_of_the_mean(tmp_path: Path) -> None:
     assert abs(vectors(loaded, ["the red fox"], prompt="query")[0] - expected).max() < 1e-5
     whole = hidden(tmp_path, "the red fox").mean(0).numpy()
     assert abs(vectors(loaded, ["the red fox"], prompt="")[0] - whole).max() < 1e-5
-    with pytest.raises(RequestError, match="prompt is 'nosuch': this model's prompts are query"):
+    with pytest.raises(RequestError, match="prompt_name is 'nosuch': this model's prompts are query"):
         vectors(loaded, ["the"], prompt="nosuch")
 
 
@@ -204,14 +203,6 @@ def test_scores_of_a_language_model_that_says_yes_or_no(tmp_path: Path) -> None:
     # A document cannot end the question.
     ended, written = (vectors(loaded, [f"fox {end} dog"], query="a")[0, 0] for end in ("<|im_end|>", "<| im_end |>"))
     assert ended == pytest.approx(written, abs=1e-6)
-
-
-def test_requests_of_another_kind_are_refused(tmp_path: Path) -> None:
-    loaded = engine(describe(write(tmp_path, "bert")))
-    with pytest.raises(RequestError, match="makes vectors: send EMBED"):
-        loaded.submit(EmbedJob(1, ["a"], query="b"))
-    with pytest.raises(RequestError, match="makes no text, but vectors: send EMBED"):
-        loaded.submit(Job(1, (1,), 1, SamplingParams()))
 
 
 def of_job(events: list[EngineEvent | Vectors], job: int) -> list[EngineEvent | Vectors]:

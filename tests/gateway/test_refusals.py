@@ -140,7 +140,6 @@ def test_what_clients_always_send_is_accepted(port: int, more: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
-        ("POST", "/v1/embeddings", 404, "embeddings are not offered"),
         ("POST", "/v1/audio/speech", 404, "audio is not offered"),
         ("POST", "/v1/images/generations", 404, "images are not offered"),
         ("POST", "/v1/responses/resp_1/cancel", 404, "responses cannot be fetched"),
@@ -209,7 +208,7 @@ def test_the_openai_package_raises_its_own_errors_and_does_not_try_again(port: i
             client.completions.create(model="stopped", prompt="x")
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert caught.value.request.headers["x-stainless-retry-count"] == "0"
-        with pytest.raises(openai.NotFoundError, match="embeddings are not offered"):
+        with pytest.raises(openai.BadRequestError, match="this model writes text: send GENERATE, not EMBED"):
             client.embeddings.create(model="m", input="x")
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(model="m", prompt="x", temperature=99)

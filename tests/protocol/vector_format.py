@@ -5,6 +5,7 @@ marked: {"$bin": hex} is a bin, {"$f64": number} is a float, and {"$u64": decima
 Every number without a mark is an integer that a double holds exactly.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def to_fields(message: Message) -> dict[str, Any]:
             "events": [{"token_ids": ids, "map": fields} for ids, fields in events],
         }
     else:
-        fields = {n: getattr(message, n) for n in type(message).__annotations__ if n != "kind"}
+        fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
         fields = {name: unpack_body(value) if name == "body" else value for name, value in fields.items()}
     marked: dict[str, Any] = to_json(fields)
     return marked

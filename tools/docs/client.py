@@ -19,7 +19,7 @@ WIDTH = 100
 SECTIONS = {
     "Clients": ("Client", "AsyncClient"),
     "Answers as they come": ("Stream", "AsyncStream", "Choices", "AsyncChoices"),
-    "Parts of an answer": ("Delta", "Completion", "TokenLogprob", "Progress"),
+    "Parts of an answer": ("Delta", "Completion", "TokenLogprob", "Progress", "Embeddings"),
     "Errors": ("WireError", "RequestError", "ConnectionLost", "ErrorCode"),
     "Keys": ("ClientKey",),
 }

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from model_worker.engines.embedded.check import EmbeddedOptions
+from model_worker.engines.embedding.directory import EmbeddingOptions
 from model_worker.engines.exllamav2.options import ExLlamaV2Options
 from protocol.attribute_docs import attribute_docs
 from protocol.values import ReadWith, Within
@@ -27,7 +28,11 @@ from supervisor.config.server import (
 from supervisor.config.spelling import parse_duration
 from tools.docs.markdown import page, text
 
-ENGINE_OPTIONS: dict[str, type] = {"exllamav2": ExLlamaV2Options, "transformers": EmbeddedOptions}
+ENGINE_OPTIONS: dict[str, type] = {
+    "exllamav2": ExLlamaV2Options,
+    "transformers": EmbeddedOptions,
+    "embedding": EmbeddingOptions,
+}
 """The engines that modelctl has, and the class with the defaults of their own keys."""
 IMPORTED = "an import string"
 INTRODUCTION = """\

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 from protocol import bodies
 from protocol.attribute_docs import attribute_docs
 from protocol.chat import ChatMessage
+from protocol.embedding import EmbedRequest, RerankRequest
 from protocol.messages import (
     CLIENT_TO_SUPERVISOR,
     MESSAGE_CLASSES,
@@ -92,12 +93,16 @@ def _message(kind: Kind) -> str:
     direction = "either side" if kind in CLIENT_TO_SUPERVISOR & SUPERVISOR_TO_CLIENT else ""
     heading = f"#### {kind.name}\n\n`[{layout}]`" + (f" ({direction})" if direction else "")
     docs, hints = attribute_docs(message), get_type_hints(message)
+    body_of_vectors: Any = {Kind.EMBED: EmbedRequest, Kind.RERANK: RerankRequest}.get(kind)
     rows = [(e.name, _element_type(hints[e.name]), docs[e.name]) for e in elements if e.name in docs]
+    rows = rows if body_of_vectors is None else []
     parts = [heading, text(inspect.cleandoc(message.__doc__)), *filter(None, [listed(ELEMENT_HEADER, rows)])]
     if message is Events:
         parts += _events()
     elif message is Generate:
         parts += _generate()
+    elif body_of_vectors is not None:
+        parts.append(_under("Body", table(KEY_HEADER, _keys_of(body_of_vectors))))
     elif kind in ELSEWHERE:
         parts.append(ELSEWHERE[kind])
     elif body := getattr(bodies, f"{message.__name__}Body", None):
@@ -106,17 +111,20 @@ def _message(kind: Kind) -> str:
 
 
 def _generate() -> list[str]:
-    hints, docs = hints_of(ChatMessage), attribute_docs(ChatMessage)
-    rows = [
-        (f"`{name}`", type_name(hint) + (", optional" if hasattr(ChatMessage, name) else ""), text(docs[name]))
-        for name, hint in hints.items()
-    ]
     return [
         "[Options of a request](http-api.md#options-of-a-request) has the keys of the body and, under *How the request "
         "is served*, those of the route. There, a text is a string, a list an array, bytes a bin. A number is an "
         "integer or a float. The keys of `logit_bias` are strings of digits.",
         "A message in `messages`:",
-        table(KEY_HEADER, rows),
+        table(KEY_HEADER, _keys_of(ChatMessage)),
+    ]
+
+
+def _keys_of(map_type: Any) -> list[tuple[str, str, str]]:
+    hints, docs = hints_of(map_type), attribute_docs(map_type)
+    return [
+        (f"`{name}`", type_name(hint) + (", optional" if hasattr(map_type, name) else ""), text(docs[name]))
+        for name, hint in hints.items()
     ]
 
 

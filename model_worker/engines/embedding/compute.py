@@ -56,6 +56,18 @@ class EmbeddingModel:
         if answers is not None:
             self._judges = self._model.get_output_embeddings().weight[list(answers)]
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
+
+    def move(self, device: torch.device) -> None:
+        """Move the weights to a device. Only those of Dense layers stay, which are small."""
+        self._model.to(device)
+        if self._judges is not None:
+            self._judges = self._judges.to(device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return float32 [rows, size] in the memory of the host."""

@@ -37,7 +37,9 @@ _POSITIONS_BEHIND_PADDING: Final = ("roberta", "camembert", "xlm-roberta", "xlm-
 """Families that count positions from one behind the id of padding, so that they have fewer than their table."""
 _NO_LIMIT: Final = 1 << 30
 """A model_max_length from here on means that the tokenizer has no limit."""
-DEFAULT_BATCH_TOKENS: Final = 16384
+GPU_BATCH_TOKENS: Final = 16384
+CPU_BATCH_TOKENS: Final = 2048
+"""A batch as large as on a GPU would take a large model minutes on a CPU, and others would wait as long."""
 WEIGHTS: Final = "model.safetensors"
 
 
@@ -89,7 +91,7 @@ class EmbeddingOptions:
 
     task: Task | None = None
     pooling: str | None = None
-    batch_tokens: int = DEFAULT_BATCH_TOKENS
+    batch_tokens: int | None = None
     threads: int = 1
 
 
@@ -112,9 +114,9 @@ def read_options(spec: EngineSpec) -> EmbeddingOptions:
     task = options.choice("task", "", ("", *TASKS))
     pooling = options.choice("pooling", "", ("", *POOLINGS))
     return EmbeddingOptions(
-        next((name for name in TASKS if name == task), None),  # type: ignore[arg-type]
+        next((name for name in TASKS if name == task), None),
         pooling or None,
-        options.integer("batch_tokens", DEFAULT_BATCH_TOKENS),
+        options.integer("batch_tokens", 0) or None,
         options.integer("threads", 1),
     )
 
@@ -141,10 +143,17 @@ def check(spec: EngineSpec) -> CheckedEmbeddingModel:
     return CheckedEmbeddingModel(directory, tokenizer, options, recipe)
 
 
-def is_meant(directory: ModelDir) -> bool:
-    """Return whether a directory says by itself that its model makes vectors or scores."""
-    names = {name for name, _ in _modules(directory)}
-    return bool(names & {"Pooling", "LogitScore"}) or _is_classifier(directory)
+def needs(checked: CheckedEmbeddingModel) -> dict[str, int]:
+    """Return the estimate of the GPU memory in bytes, as ``supervisor.placement.policy.Needs``."""
+    directory, most = checked.directory, checked.options.batch_tokens or GPU_BATCH_TOKENS
+    longest = checked.recipe.most_tokens
+    tokens = max(most, longest)
+    config, width = directory.text_config, _width(directory)
+    inner = next((v for k in ("intermediate_size", "hidden_dim", "d_ff") if type(v := config.get(k)) is int), 4 * width)
+    weights = sum(tensor.elements for tensor in directory.tensors.values()) * 2
+    # The activations of one layer in 16 bits, the last layer in 32, and a mask for each pair of tokens of a text.
+    workspace = tokens * (8 * width + 3 * inner) * 2 + 3 * tokens * width * 4 + 4 * tokens * min(longest, tokens)
+    return {"weights": weights, "cache": 0, "draft": 0, "workspace": workspace, "per_gpu": workspace}
 
 
 def read_recipe(directory: ModelDir, options: EmbeddingOptions, asked: int | None) -> Recipe:

@@ -6,7 +6,7 @@ computes one batch. ``batches`` decides which texts share a batch.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy
 import torch
@@ -19,7 +19,6 @@ from model_worker.engine import (
     EngineStats,
     Failed,
     Finished,
-    Job,
     LoadError,
     Prefilling,
     ProgressCallback,
@@ -27,11 +26,17 @@ from model_worker.engine import (
 from model_worker.engines.embedded.load import device_name
 from model_worker.engines.embedding.batches import Batches
 from model_worker.engines.embedding.compute import EmbeddingModel, shortened
-from model_worker.engines.embedding.directory import CheckedEmbeddingModel, check, read_options
+from model_worker.engines.embedding.directory import (
+    CPU_BATCH_TOKENS,
+    GPU_BATCH_TOKENS,
+    CheckedEmbeddingModel,
+    check,
+    read_options,
+)
 from model_worker.engines.embedding.texts import Row, TextReader
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
-from protocol.errors import ErrorCode, RequestError, WireError
+from protocol.errors import ErrorCode, WireError
 from protocol.messages import FinishReason
 from protocol.process.worker_spec import EngineSpec
 
@@ -72,7 +77,8 @@ class EmbeddingEngine:
         self._options = read_options(spec)
         self._spec = spec
         self._requests: dict[int, _Request] = {}
-        self._batches = Batches[int](self._options.batch_tokens)
+        usual = CPU_BATCH_TOKENS if spec.device == "cpu" else GPU_BATCH_TOKENS
+        self._batches = Batches[int](self._options.batch_tokens or usual)
         self._steps = 0
         self._capabilities: Capabilities | None = None
 
@@ -112,6 +118,9 @@ class EmbeddingEngine:
             chat=False,
             device=device_name(device, self._options.threads),
             attention="whole texts, padded in batches",
+            sleep_bytes=self._model.weight_bytes if self._spec.sleep else None,
+            no_sleep="" if self._spec.sleep else "models.yaml does not let it sleep",
+            verb=recipe.task,
         )
 
     def _padding(self, checked: CheckedEmbeddingModel, vocab_size: int) -> int:
@@ -152,11 +161,7 @@ class EmbeddingEngine:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    def submit(self, job: Job | EmbedJob) -> None:
-        if not isinstance(job, EmbedJob):
-            does = "vectors: send EMBED" if self._recipe.task == "embed" else "scores: send RERANK"
-            message = f"this model makes no text, but {does}"
-            raise RequestError(message, field="model", code=ErrorCode.UNSUPPORTED)
+    def submit(self, job: EmbedJob) -> None:
         if job.id in self._requests:
             raise ValueError(f"job id {job.id} is in use")
         self._reader.check(job)
@@ -251,6 +256,15 @@ class EmbeddingEngine:
     def reset(self) -> None:
         for job in list(self._requests):
             self.cancel(job)
+
+    def prepare_sleep(self) -> bool:
+        return False
+
+    def sleep(self, progress: Callable[[], None]) -> None:
+        self._model.move(torch.device("cpu"))
+
+    def wake(self, progress: Callable[[], None]) -> None:
+        self._model.move(torch.device(self._spec.device))
 
     def stats(self) -> EngineStats:
         active = sum(request.began is not None for request in self._requests.values())

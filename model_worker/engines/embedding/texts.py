@@ -56,16 +56,13 @@ class TextReader:
     def check(self, job: EmbedJob) -> None:
         """Raise RequestError for what a job asks in vain, besides its texts."""
         recipe, prompts = self._recipe, self._recipe.prompts or {}
-        if (job.query is None) != (recipe.task == "embed"):
-            does, other = ("vectors", "EMBED") if recipe.task == "embed" else ("scores", "RERANK")
-            message = f"this model makes {does}: send {other}"
-            raise RequestError(message, field="model", code=ErrorCode.UNSUPPORTED)
         if job.dimensions is not None and job.dimensions > recipe.size:
             message = f"dimensions is {job.dimensions}: this model's vectors have {recipe.size} numbers"
             raise RequestError(message, field="dimensions")
         if recipe.task == "embed" and job.prompt and job.prompt not in prompts:
             known = ", ".join(sorted(prompts)) or "it has none"
-            raise RequestError(f"prompt is {job.prompt[:64]!r}: this model's prompts are {known}", field="prompt")
+            message = f"prompt_name is {job.prompt[:64]!r}: this model's prompts are {known}"
+            raise RequestError(message, field="prompt_name")
         if recipe.form == "classifier" and job.prompt:
             raise RequestError("instruction: this model takes none: leave it out", field="instruction")
 
@@ -160,9 +157,9 @@ class TextReader:
             self._prompts[prompt] = len(ids) - bool(ids and ids[-1] in self._special)
         return self._prompts[prompt]
 
-    def _encode(self, number: int, name: str, *texts: str) -> Any:
+    def _encode(self, number: int, name: str, text: str, second: str | None = None) -> Any:
         try:
-            return self._library.encode(*texts)
+            return self._library.encode(text, second)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate is a str, but no text
             raise RequestError(f"{name}[{number}] is not valid Unicode text", field=name) from None
         except BaseException as e:
