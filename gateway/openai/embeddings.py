@@ -22,6 +22,7 @@ MOST_INPUTS: Final = 2048
 """Most texts of one request, as at OpenAI."""
 ROUTE: Final = ("resume", "priority", "queue_ms", "deadline_ms", "keep_alive", "ttl")
 """Options that say how a request is served, as for chats."""
+_WORDS: Final = {int: "a whole number", str: "a text", bool: "true or false"}
 _AT_ONCE: Final = 16
 """Vectors that are turned into JSON before other requests have their turn: about 10 ms for 4096 numbers each."""
 
@@ -60,7 +61,7 @@ async def rerank(request: Request) -> WholeAnswer:
     caller, body = await caller_and_body(request)
     query = checked("query", body.pop("query", None), str)
     documents = _read_documents(body.pop("documents", None))
-    top = checked_or_none("top_n", body.pop("top_n", None), int)
+    top = checked_or_none("top_n", body.pop("top_n", None), int, _WORDS[int])
     if top is not None and top < 0:
         raise invalid("top_n", f"is {top}: must be the number of results, or 0 for all")
     returns = checked_or_none("return_documents", body.pop("return_documents", None), bool)
@@ -144,7 +145,7 @@ def _read_rest(request: Request, body: dict[str, Any], known: dict[str, type]) -
         if value is None or name == "user":
             continue
         if name in known:
-            options[name] = checked(name, value, known[name])
+            options[name] = checked(name, value, known[name], _WORDS[known[name]])
         elif name in ROUTE:
             if not isinstance(value, str | int | float):
                 raise invalid(name, "must be a number, a text, or true or false")
