@@ -282,6 +282,7 @@ class WorkerLink:
             "template": format.template_changes[:500],
             "parallel_tool_calls": format.parallel,
             "end_tokens": end_tokens[:500],
+            "verb": capabilities.verb,
             "device": capabilities.device,
             "attention": capabilities.attention,
             "decoding": capabilities.decoding,

@@ -77,6 +77,9 @@ class Model(TypedDict):
     """True if the format of the model's tool calls is known."""
     unloads: bool
     """True if the model is unloaded when idle: it is lazy and not pinned. A request may then set `keep_alive`."""
+    makes: NotRequired[str]
+    """`vectors` for a model that answers EMBED, `scores` for one that answers RERANK. Missing for a model that writes
+    text, and until a worker has loaded the model."""
     aliases: list[str]
     """Further names of the model, for GENERATE and CALL."""
     variants: list[str]

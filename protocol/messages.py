@@ -175,8 +175,8 @@ class Generate(Message):
 class Embed(Generate):
     """Ask a model for the vectors of texts.
 
-    The elements, and all that follows, are as with GENERATE: a number, a place in the queue, credit, deadlines, CANCEL,
-    and one terminal event. The events bring vectors, in the order of the texts.
+    What is said of GENERATE holds for EMBED and RERANK, too: the elements, the answers, credit, deadlines, CANCEL and
+    exactly one terminal event. Only the body is another one, and the events bring vectors in place of tokens.
     """
 
     verb: ClassVar[str] = "embed"

@@ -252,23 +252,23 @@ def _described(one: dict[str, Any], name: str, request: Request) -> dict[str, An
 
     name  the name under which the model is listed: its own, an alias, or that of a variant
     """
-    state, context, shown = one["state"], one["context"], listed_names_of(one)
+    state, context, shown, makes = one["state"], one["context"], listed_names_of(one), one.get("makes")
     described: dict[str, Any] = anthropic_keys(name, CREATED, context) | {
         "id": name,
         "object": "model",
         "created": CREATED,
         "owned_by": "modelctl",
         "name": name,
-        "type": "llm",
+        "type": "embeddings" if makes == "vectors" else "llm",
         "state": "loaded" if state == "ready" else "not-loaded",
         "status": {"value": STATUS.get(state, "unloaded")},
         "capabilities": {
             "chat": one["chat"],
-            "completion": True,
-            "json_schema": True,
+            "completion": makes is None,
+            "json_schema": makes is None,
             "vision": False,
             "function_calling": one.get("tools"),
-            "reranker": False,
+            "reranker": makes == "scores",
             "audio_transcriptions": False,
             "audio_speech": False,
             "image_generation": False,

@@ -301,8 +301,9 @@ def _add_aliases(entries: Sequence[Entry]) -> None:
 def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tuple[dict[str, Any], str | None] | str]:
     """Return the keys that suit each model and the file with its chat template, or why no engine can load it.
 
-    On a machine with a GPU, engine exllamav2 is tried before engine transformers. On other machines transformers is
-    first.
+    Engine embedding takes only what says by itself that it makes vectors or scores, so it is tried first: other engines
+    would take its language models, too. On a machine with a GPU, engine exllamav2 is tried before engine transformers.
+    On other machines transformers is first.
     """
     from protocol.process.worker_spec import EngineSpec
     from supervisor.placement.estimates import CONTEXT, Question, ask_now, fewest_gpus, unused_gpus
@@ -312,11 +313,13 @@ def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tu
     gpus = unused_gpus()
     if not gpus:
         engines.reverse()
+    engines.insert(0, {"engine": "embedding", "gpu": "auto" if gpus else "cpu"})
     chosen: dict[Path, tuple[dict[str, Any], str | None]] = {}
     reasons: dict[Path, dict[str, str]] = {path: {} for path in directories}
     for engine in engines:
         left = [path for path in directories if path not in chosen]
-        for context in (CONTEXT, None):
+        # Engine embedding keeps no cache, so a long context takes no memory.
+        for context in (None,) if engine["engine"] == "embedding" else (CONTEXT, None):
             device = "cpu" if engine["gpu"] == "cpu" else "cuda"
             specs = [
                 EngineSpec(path.name, engine["engine"], str(path), device, context, model_roots=(*map(str, roots),))
@@ -334,7 +337,7 @@ def _choose(directories: Sequence[Path], roots: Sequence[Path]) -> dict[Path, tu
                     chosen[path] = keys, estimated.template
                 elif context is not None and all(fault.key == "max_seq_len" for fault in estimated.faults):
                     left.append(path)  # the model has less context: try with its own
-                else:
+                elif all(fault.key not in ("pooling", "task") for fault in estimated.faults):  # else no such model
                     own = [fault.message for fault in estimated.faults if context is None or fault.key != "max_seq_len"]
                     reasons[path][engine["engine"]] = own[0]
     return {path: chosen.get(path, _in_words(reasons[path])) for path in directories}

@@ -182,6 +182,16 @@ def test_long_texts_are_cut_on_demand(port: int) -> None:
     assert ask(port, "/v1/rerank", body)[0] == 200
 
 
+def test_lists_say_what_a_model_makes(client: openai.OpenAI) -> None:
+    bert, cross = (client.models.retrieve(name).model_extra or {} for name in ("bert", "cross"))
+    assert (bert["type"], bert["capabilities"]["reranker"], bert["capabilities"]["completion"]) == (
+        "embeddings",
+        False,
+        False,
+    )
+    assert (cross["type"], cross["capabilities"]["reranker"]) == ("llm", True)
+
+
 def test_chats_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="this model makes vectors of texts"):
         client.chat.completions.create(model="bert", messages=[{"role": "user", "content": "hello"}])
