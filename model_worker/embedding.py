@@ -1,6 +1,6 @@
 """The jobs of an engine that makes vectors or scores, and their events. A part of the contract in ``engine``.
 
-The events of such a job are one Prefilling when its tokens are counted, then Vectors, then Finished or Failed.
+The events of such a job are one Prefilling when its tokens are counted, then NewVectors, then Finished or Failed.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class EmbedJob:
 
 
 @dataclass(slots=True)
-class Vectors:
+class NewVectors:
     """The vectors, or scores, of the next texts of a job, in the order of the texts.
 
     first  number of the first text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from model_worker.embedding import Vectors
+from model_worker.embedding import NewVectors
 from protocol.errors import WireError
 from protocol.process.worker_spec import EngineSpec
 from protocol.request import SamplingParams
@@ -314,7 +314,7 @@ class Failed:
     error: WireError
 
 
-EngineEvent = NewTokens | PromptLogprobs | Vectors | Finished | Failed | Prefilling
+EngineEvent = NewTokens | PromptLogprobs | NewVectors | Finished | Failed | Prefilling
 
 
 @dataclass

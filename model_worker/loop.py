@@ -17,7 +17,7 @@ from struct import pack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from model_worker.embedding import Vectors
+from model_worker.embedding import NewVectors
 from model_worker.engine import (
     DrawnToken,
     Engine,
@@ -541,7 +541,7 @@ class WorkerLoop:
                 self._jobs[event.job] = tracked
             self._send(tracked, (), {"text": "", "prompt_logprobs": self._prompt_logprobs(event)}, 0)
             return
-        if isinstance(event, Vectors):
+        if isinstance(event, NewVectors):
             packed = {"first": event.first, "size": event.size, "data": event.data}
             self._send(_opened(self._jobs[event.job]), (), {"text": "", "vectors": packed}, 0)
             return

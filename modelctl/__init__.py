@@ -12,7 +12,7 @@ worker, which imports the console script again, imports nothing of modelctl here
 TYPE_CHECKING = False  # type checkers take a variable of this name as true; the module typing is not imported for it
 if TYPE_CHECKING:
     from protocol import __version__
-    from protocol.client.answers import Completion, Delta, Progress, TokenLogprob
+    from protocol.client.answers import Completion, Delta, Embeddings, Progress, TokenLogprob
     from protocol.client.async_client import AsyncChoices, AsyncClient, AsyncStream
     from protocol.client.sync_client import Choices, Client, Stream
     from protocol.client.transport import ClientKey

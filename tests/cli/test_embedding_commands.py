@@ -37,7 +37,7 @@ def test_check_names_the_key(tmp_path: Path) -> None:
     entry = "models:\n  m:\n    model_dir: bare\n    engine: embedding\n"
     for more, message in (
         ("", "set pooling to one of cls, mean, max, mean_sqrt_len, weightedmean, lasttoken"),
-        ("    pooling: middle\n", "models.m.pooling is 'middle'"),
+        ("    pooling: middle\n", "models.m.pooling: is 'middle'"),
         ("    pooling: mean\n    cache_size: 256\n", "is not a key of engine 'embedding'; remove it"),
         ("    pooling: mean\n    sampling: {temperature: 0}\n", "is for models that write text; remove it"),
         ("    pooling: mean\n    max_batch_size: 16\n", "is for models that write text; remove it"),

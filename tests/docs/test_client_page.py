@@ -55,7 +55,7 @@ def test_every_public_member_stands_on_the_page_once() -> None:
             if name not in client.TWINS:
                 places = rf"^(?:#### `{name}\.{member}\(\)`$|\| `{member}[(:])"
                 assert len(re.findall(places, text, re.MULTILINE)) == 1, f"{name}.{member}"
-    assert "Await `complete`, `tokenize`," in part(page, "### AsyncClient")
+    assert "Await `complete`, `embed`, `rerank`, `tokenize`," in part(page, "### AsyncClient")
     assert "Do not await `generate`, `choices`." in part(page, "### AsyncClient")
     assert "`connect() -> Self`" in part(page, "### AsyncClient"), "Client has no such method"
 

@@ -93,7 +93,7 @@ def test_what_the_fields_say_fits_what_reads_the_keys() -> None:
         assert known - {"lora"} <= {each.name for each in fields(ENGINE_OPTIONS[engine])}
     kinds = (ModelConfig, SupervisorConfig, FileConfig)
     marks = {mark for kind in kinds for each in fields(kind) for mark in each.metadata}
-    assert marks == {"workers", "told", "engines", "lazy", "one", "later", "at_start"}
+    assert marks == {"workers", "told", "engines", "lazy", "one", "later", "at_start", "text"}
 
 
 @dataclass(frozen=True)

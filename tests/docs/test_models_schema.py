@@ -62,6 +62,7 @@ def file_with(key: Key) -> dict[str, Any]:
         value = {"lora": [{"dir": "."} | value["lora"]]}
     custom = {"model_dir": ".", "engine": "my_engine:Mine"}
     engine = custom if name == "options" else DEMO if "transformers" in key.engines or name == "engine" else ON_GPUS
+    engine = {"model_dir": ".", "engine": "embedding"} if key.engines == "embedding" else engine
     return {"models": {"m": engine | value}}
 
 

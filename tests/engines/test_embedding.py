@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from model_worker.embedding import EmbedJob, Vectors, texts_in_piece
+from model_worker.embedding import EmbedJob, NewVectors, texts_in_piece
 from model_worker.engine import EngineEvent, Failed, Finished, Prefilling
 from model_worker.engines.embedding.directory import POOLINGS
 from protocol.errors import ErrorCode, RequestError
@@ -205,7 +205,7 @@ def test_scores_of_a_language_model_that_says_yes_or_no(tmp_path: Path) -> None:
     assert ended == pytest.approx(written, abs=1e-6)
 
 
-def of_job(events: list[EngineEvent | Vectors], job: int) -> list[EngineEvent | Vectors]:
+def of_job(events: list[EngineEvent | NewVectors], job: int) -> list[EngineEvent | NewVectors]:
     return [event for event in events if event.job == job]
 
 
@@ -239,12 +239,12 @@ def test_a_request_that_another_worker_began_goes_on(tmp_path: Path, monkeypatch
     assert texts_in_piece(32) == 3
     texts = [f"w{number} fox" for number in range(10)]
     loaded.submit(EmbedJob(1, texts))
-    whole = [event for event in run(loaded) if isinstance(event, Vectors)]
+    whole = [event for event in run(loaded) if isinstance(event, NewVectors)]
     assert [event.first for event in whole] == [0, 3, 6, 9]
     for sent in range(5):
         loaded.submit(EmbedJob(1, texts, sent=sent))
         events = run(loaded)
-        assert [event.first for event in events if isinstance(event, Vectors)] == [0, 3, 6, 9][sent:]
+        assert [event.first for event in events if isinstance(event, NewVectors)] == [0, 3, 6, 9][sent:]
         assert isinstance(events[-1], Finished)
         assert events[-1].prompt_tokens == 40
 
@@ -255,5 +255,5 @@ def test_one_wrong_request_fails_alone(tmp_path: Path) -> None:
     loaded.submit(EmbedJob(2, ["the fox " * 200]))
     loaded.submit(EmbedJob(3, ["half \ud800"]))
     events = run(loaded)
-    assert [type(event) for event in of_job(events, 1)] == [Prefilling, Vectors, Finished]
+    assert [type(event) for event in of_job(events, 1)] == [Prefilling, NewVectors, Finished]
     assert all([type(event) for event in of_job(events, job)] == [Failed] for job in (2, 3))

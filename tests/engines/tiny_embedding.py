@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from model_worker.embedding import EmbedJob, Vectors
+from model_worker.embedding import EmbedJob, NewVectors
 from model_worker.engine import EngineEvent, Failed, Finished
 from model_worker.engines.embedding.engine import EmbeddingEngine
 from protocol.process.worker_spec import EngineSpec
@@ -87,12 +87,12 @@ def engine(directory: Path, max_seq_len: int | None = None, **options: Any) -> E
     return made
 
 
-def run(engine: EmbeddingEngine) -> list[EngineEvent | Vectors]:
+def run(engine: EmbeddingEngine) -> list[EngineEvent | NewVectors]:
     """Run all jobs of an engine. Return their events."""
     return list(_events(engine))
 
 
-def _events(engine: EmbeddingEngine) -> Iterator[EngineEvent | Vectors]:
+def _events(engine: EmbeddingEngine) -> Iterator[EngineEvent | NewVectors]:
     while engine.stats().pending + engine.stats().active:
         yield from engine.step()
 
@@ -106,5 +106,5 @@ def vectors(engine: EmbeddingEngine, texts: Sequence[Any], **fields: Any) -> num
         raise failed[0]
     assert [type(event) for event in events].count(Finished) == 1
     return numpy.concatenate(
-        [numpy.frombuffer(e.data, "<f4").reshape(-1, e.size) for e in events if isinstance(e, Vectors)]
+        [numpy.frombuffer(e.data, "<f4").reshape(-1, e.size) for e in events if isinstance(e, NewVectors)]
     )

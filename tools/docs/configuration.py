@@ -258,12 +258,14 @@ def _default(field: "Field[Any]", hint: Any, message: str | None) -> str:
             raise ValueError(f"{field.name}: its default is {field.default}; say it once, without Default:")
         return f"`{_shown(field.default, hint)}`"
     own = {name: getattr(options(), field.name, None) for name, options in ENGINE_OPTIONS.items()}
-    several = sum(field.name in keys for keys in ENGINE_KEYS.values()) > 1
+    known = {name: value for name, value in own.items() if field.name in ENGINE_KEYS[name]}
+    several = len({*map(str, known.values())}) > 1
     found = [
         f"`{_shown(value, hint)}`" + (f" for {name}" if several else "")
-        for name, value in own.items()
-        if field.name in ENGINE_KEYS[name] and value is not None
+        for name, value in known.items()
+        if value is not None
     ]
+    found = [*dict.fromkeys(found)]
     if not found and message is None:
         raise ValueError(f"{field.name}: its default is None; say in words what that means (Default:)")
     own_words = message if message and f"`{message}`" not in found else None

@@ -34,7 +34,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True)
-class Batch(Generic[K]):
+class TextBatch(Generic[K]):
     """The texts to be computed together.
 
     texts    (request, number of its text)
@@ -91,7 +91,7 @@ class Batches(Generic[K]):
         tokens = sum(length for waiting in self._waiting.values() for length, _ in waiting.texts)
         return None if until <= now or tokens >= self._most else until
 
-    def take(self) -> Batch[K]:
+    def take(self) -> TextBatch[K]:
         """Take the next batch out. There must be texts."""
         turns = sorted(self._waiting.items(), key=lambda item: (self._had[item[0]], len(item[1].texts)))
         clock, sharers = max(self._clock, self._had[turns[0][0]]), len(turns)
@@ -114,7 +114,7 @@ class Batches(Generic[K]):
                     del self._waiting[request]
             turns = left
         self._clock, self._together = clock, len(sharing)
-        return Batch(texts, longest)
+        return TextBatch(texts, longest)
 
     def _next(self, waiting: _Waiting, longest: int, rows: int) -> tuple[int, int]:
         """Take the longest text out that fits the batch. Return (its length, its number); (0, 0) if none fits."""

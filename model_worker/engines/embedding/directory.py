@@ -144,7 +144,7 @@ def check(spec: EngineSpec) -> CheckedEmbeddingModel:
 
 
 def needs(checked: CheckedEmbeddingModel) -> dict[str, int]:
-    """Return the estimate of the GPU memory in bytes, as ``supervisor.placement.policy.Needs``."""
+    """Return the estimate of the GPU memory in bytes, by part."""
     directory, most = checked.directory, checked.options.batch_tokens or GPU_BATCH_TOKENS
     longest = checked.recipe.most_tokens
     tokens = max(most, longest)

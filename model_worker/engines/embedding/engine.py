@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy
 import torch
 
-from model_worker.embedding import EmbedJob, Vectors, texts_in_piece
+from model_worker.embedding import EmbedJob, NewVectors, texts_in_piece
 from model_worker.engine import (
     Capabilities,
     ChatTemplate,
@@ -167,7 +167,7 @@ class EmbeddingEngine:
         self._reader.check(job)
         self._requests[job.id] = _Request(job, job.dimensions or self._recipe.size)
 
-    def step(self) -> list[EngineEvent | Vectors]:
+    def step(self) -> list[EngineEvent | NewVectors]:
         if not self._requests:
             return []
         self._steps += 1
@@ -199,10 +199,10 @@ class EmbeddingEngine:
             events += self._report(self._requests[job])
         return events
 
-    def _read(self) -> list[EngineEvent | Vectors]:
+    def _read(self) -> list[EngineEvent | NewVectors]:
         """Tokenize some texts of each request that is not read yet. Return the events of those that are read now."""
         unread = [request for request in self._requests.values() if not request.is_read]
-        events: list[EngineEvent | Vectors] = []
+        events: list[EngineEvent | NewVectors] = []
         for request in unread:
             job, begun = request.job, len(request.rows)
             budget, count = _READ_CHARACTERS // len(unread), 0
@@ -222,10 +222,10 @@ class EmbeddingEngine:
                 events += self._report(request)
         return events
 
-    def _report(self, request: _Request) -> list[EngineEvent | Vectors]:
+    def _report(self, request: _Request) -> list[EngineEvent | NewVectors]:
         """Return the events of the vectors that are there, in order. Have the next texts computed."""
         job, last = request.job, len(request.job.texts)
-        events: list[EngineEvent | Vectors] = []
+        events: list[EngineEvent | NewVectors] = []
         while request.reported < last:
             piece = range(request.reported, min(last, request.reported + request.piece))
             if not all(number in request.vectors for number in piece):
@@ -235,7 +235,7 @@ class EmbeddingEngine:
                 self.cancel(job.id)
                 message = "the model gives numbers that are not finite, in float16 on a GPU perhaps: use gpu: cpu"
                 return [*events, Failed(job.id, WireError(ErrorCode.INTERNAL, message))]
-            events.append(Vectors(job.id, piece.start, request.size, together.astype("<f4").tobytes()))
+            events.append(NewVectors(job.id, piece.start, request.size, together.astype("<f4").tobytes()))
             request.reported = piece.stop
         if request.reported == last:
             self.cancel(job.id)
