@@ -58,9 +58,9 @@ test-nightly: $(VENV)/.test ## only what draws its cases, three to five times as
 test-install: $(VENV)/.test ## pip install . into empty environments, without the engines' packages: clients work from there
 	$(BIN)/python -m pytest -s tests/plain_installation.py
 
-test-real: $(VENV)/.test ## a real model, which is downloaded (93 MB), on the CPU: its answers are those of transformers; no GPU
+test-real: $(VENV)/.test ## real models, which are downloaded (93 and 84 MB), on the CPU: a chat model and one for vectors; no GPU
 	@$(REAL_MODEL)
-	$(BIN)/python -m pytest tests/real_model.py
+	$(BIN)/python -m pytest tests/real_model.py tests/real_embeddings.py
 
 test-agents: $(VENV)/.test ## programs of other people against the gateway, without a network; Node 20, npm and 1.2 GB to download, no GPU
 	$(BIN)/python -m tests.agents $(PYTEST_ARGS)

@@ -121,7 +121,7 @@ class ModelConfig(NullLeavesOut):
     Example: ~/models/Llama-3.1-8B-Instruct-exl2-6.0bpw
     """
     engine: str = field(default="exllamav2", metadata=WORKERS)
-    """[Engine](engines.md) of the model: ``exllamav2``, ``transformers``, ``embedding`` (vectors of texts, and scores of
+    """[Engine](engines.md) of the model: ``exllamav2``, ``transformers``, ``embedding`` (vectors of texts, scores of
     documents), or your own as ``package.module:Class``.
 
     Example: transformers
