@@ -547,7 +547,7 @@ class WorkerLoop:
             return
         if isinstance(event, Prefilling):
             tracked = _opened(self._jobs[event.job])
-            if not tracked.prompt_tokens:  # the engine tokenizes the texts of an EMBED itself
+            if tracked.carry.get("verb"):  # the engine tokenizes the texts of an EMBED itself, and counts them once
                 tracked.prompt_tokens = event.total
                 self._link.prefill(tracked.channel, tracked.request, 0, event.total)
             elif tracked.carry.get("progress"):
