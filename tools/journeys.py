@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -311,7 +312,7 @@ def written(page: str, name: str, files: Iterable[str]) -> str:
         raise SystemExit(f"the page has no line {mark}")
     groups = groupby(listed, lambda file: file.parent)
     shown = [f"`{where}/`: " + ", ".join(f"`{file.name}`" for file in group) for where, group in groups]
-    paragraph = f"{len(listed)} files: {'; '.join(shown)}."
+    paragraph = textwrap.fill(f"{len(listed)} files: {'; '.join(shown)}.", 120, break_on_hyphens=False)
     return re.sub(re.escape(mark) + r"(\n\d+ files: .*(\n.+)*)?", lambda _: f"{mark}\n{paragraph}", page)
 
 

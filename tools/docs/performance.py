@@ -25,6 +25,7 @@ GROUPS = {
         "gpus-tensor-parallel", "router", "router-many-cores", "worker-path", "client-path", "scale", "cluster-scale",
         "other-machine", "start", "spare", "spare-exllamav2", "desk", "constraints", "fairness-transformers",
         "attention", "mixture", "http-exllamav2", "http-path", "http-path-2-cores", "http-tools-exllamav2", "page-load",
+        "embedding-cpu",
     ),
     "Memory": ("footprint", "install", "footprint-nvml", "cache-vram", "unload", "placing", "sleeping", "napping"),
     "Faults": (

@@ -1,7 +1,8 @@
 // The choice of a model, as the views Chat and Connect have it.
 //
 //   choices(picture)   [{ id, name, workers, plain }] of the listed models and variants (id: "a", "a:b"), those that
-//                      answer soonest first, and those with a chat template before others. plain: the model has no such template
+//                      answer soonest first, and those with a chat template before others. plain: the model has no such template.
+//                      Models for vectors and scores are left out: they write no text
 //   html`<${ModelChoice} all=${all} name=${id} onChange=${(id) => ...} />`
 
 import { Choice, html } from "./ui.js";
@@ -15,7 +16,8 @@ export function choices(picture) {
     (worker.state === "ready" ? 4 : DOWN.includes(worker.state) ? 0 : 2) + (worker.chat ? 1 : 0)));
   const found = models(picture);
   for (const { name, workers } of found) for (const { chat } of workers) if (typeof chat === "boolean") templates.set(name, chat);
-  return found.sort((a, b) => rank(b) - rank(a)).flatMap((model) => {
+  const writes = ({ workers }) => workers.every(({ engine }) => engine !== "embedding");
+  return found.filter(writes).sort((a, b) => rank(b) - rank(a)).flatMap((model) => {
     const plain = templates.get(model.name) === false;
     const { variants = [], unlisted = [] } = model.workers[0];
     const names = [model.name, ...variants.map((variant) => `${model.name}:${variant}`)];
