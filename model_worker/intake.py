@@ -294,9 +294,12 @@ class Intake:
         """Raise RequestError for a message that this model does not answer. ``verb``: as ``Generate.verb``."""
         own = self._capabilities.verb
         if verb != own:
-            makes = {"": "writes text", "embed": "makes vectors of texts", "rerank": "makes scores of documents"}[own]
-            message = f"this model {makes}: send {own.upper() or 'GENERATE'}, not {verb.upper() or 'GENERATE'}"
-            raise RequestError(message, field="model", code=ErrorCode.UNSUPPORTED)
+            makes = {
+                "": "writes text: it makes no vectors and no scores",
+                "embed": "makes vectors of texts: ask it with EMBED, which is /v1/embeddings over HTTP",
+                "rerank": "scores documents: ask it with RERANK, which is /v1/rerank over HTTP",
+            }
+            raise RequestError(f"this model {makes[own]}", field="model", code=ErrorCode.UNSUPPORTED)
 
     def vectors_job(self, job_id: int, verb: str, body: bytes, sent: int) -> EmbedJob:
         """Return the engine's job for the body of an EMBED or a RERANK. Raises RequestError.

@@ -459,6 +459,8 @@ class WorkerStatus(TypedDict):
     """Requests computed at once, from models.yaml."""
     chat: bool | None
     """As in [Model](#map-model)."""
+    makes: str | None
+    """`vectors` or `scores`, for a model that writes no text. Null until a worker has loaded it."""
     template: str | None
     """What the worker changes in conversations for the chat template, or why the template renders none. Null if the
     template takes every conversation."""

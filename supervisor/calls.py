@@ -598,13 +598,11 @@ def _as_one(name: str, replicas: list[Replica], names: ModelNames) -> Result:
         "chat": best.chat,
         "tools": best.tools,
         "unloads": best.may_be_evicted,
-        **({"makes": _MAKES[verb]} if (verb := best.info.get("verb")) in _MAKES else {}),
+        **({} if best.makes is None else {"makes": best.makes}),
         **names.describe(name),
     }
 
 
-_MAKES = {"embed": "vectors", "rerank": "scores"}
-"""What models that write no text make, by the verb that they answer."""
 _READINESS = (
     WorkerState.READY,
     WorkerState.WAKING,

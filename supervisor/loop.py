@@ -424,7 +424,7 @@ class Supervisor:
         if begins or any(replica.spec.autostart and not is_settled(replica.state) for replica in replicas):
             self._reactor.timers.at(time.monotonic() + HOW_TO_ASK_S, self._say_how_to_ask)
             return
-        models = [(replica.model, replica.chat, replica.state is WorkerState.READY) for replica in replicas]
+        models = [(each.model, each.makes or each.chat, each.state is WorkerState.READY) for each in replicas]
         for line in how_to_ask(gateway, models, self._fleet.registry.config.file):
             self._log.info("%s", line)
 

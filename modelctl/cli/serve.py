@@ -305,7 +305,7 @@ def _see_up(process: "subprocess.Popen[bytes]", config: Path, runtime_dir: Path,
             models = wait_for(client, autostart, settled_up, LiveLines(), up=True)
             say(f"modelctl: supervisor pid {process.pid} serves {config}; log: {log}; `modelctl shutdown` ends it")
             warn_of_troubles(answer)
-            loaded = [(m["model"], m["chat"], m["state"] == "ready") for m in models or answer["models"]]
+            loaded = [(m["model"], m["makes"] or m["chat"], m["state"] == "ready") for m in models or answer["models"]]
             for line in how_to_ask(answer["supervisor"].get("gateway"), loaded, config):
                 say(line)
             check_ready(models)

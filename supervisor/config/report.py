@@ -252,13 +252,23 @@ def url_here(gateway: Mapping[str, Any]) -> str:
     return f"{'https' if gateway.get('tls') else 'http'}://{_ANY_ADDRESS.get(host, host)}:{port}"
 
 
+_TRIALS: Final[dict[bool | str, tuple[str, dict[str, Any]]]] = {
+    True: ("chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}),
+    False: ("completions", {"prompt": "The capital of France is", "max_tokens": 32}),
+    "vectors": ("embeddings", {"input": ["The capital of France is Paris."]}),
+    "scores": ("rerank", {"query": "What is the capital of France?", "documents": ["Paris is.", "Rome is not."]}),
+}
+"""A first request, by what a model makes, as in ``how_to_ask``: the path, and the body without the model."""
+
+
 def how_to_ask(
-    gateway: Mapping[str, Any] | None, models: Sequence[tuple[str, bool | None, bool]], file: Path
+    gateway: Mapping[str, Any] | None, models: Sequence[tuple[str, bool | str | None, bool]], file: Path
 ) -> list[str]:
     """Return lines for the end of a start. There are none while the gateway has a problem, which is reported by itself.
 
     gateway  its part of ``status``; None if models.yaml has no section ``gateway``
-    models   (name, whether it has a chat template or None if that is not known yet, whether it is ready)
+    models   (name, what it makes, whether it is ready). It makes chats (True), texts (False), "vectors" or "scores";
+             None if that is not known yet
     file     models.yaml
     """
     if gateway is None:
@@ -273,10 +283,9 @@ def how_to_ask(
         lines.append("a token for a client, as TOKEN below: `modelctl keys new NAME --http`")
         token = " -H 'Authorization: Bearer TOKEN'"
     if models:
-        name, chat, _ = max(models, key=lambda model: (model[2], model[1] is True))  # the first of the best
-        path, asked = "completions", {"prompt": "The capital of France is", "max_tokens": 32}
-        if chat:
-            path, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+        # the first of the best
+        name, makes, _ = max(models, key=lambda model: (model[2], model[1] is True, not isinstance(model[1], str)))
+        path, asked = _TRIALS[makes or False]
         body = json.dumps({"model": name, **asked})
         lines.append(f"try: curl {url}/v1/{path}{token} -H 'Content-Type: application/json' -d '{body}'")
     return lines

@@ -181,6 +181,11 @@ class Replica:
         return self.info.get("chat")
 
     @property
+    def makes(self) -> str | None:
+        """What a model makes that writes no text: "vectors" or "scores". None until a worker has loaded it."""
+        return {"embed": "vectors", "rerank": "scores"}.get(self.info.get("verb", ""))
+
+    @property
     def tools(self) -> bool | None:
         """Whether the format of the model's calls of tools is known, and was tried with the chat template. None until a
         worker has loaded it."""
@@ -282,6 +287,7 @@ class Replica:
             "context": self.info.get("context") or config.max_seq_len,
             "max_batch_size": config.together,
             "chat": self.chat,
+            "makes": self.makes,
             "template": self.info.get("template") or None,
             "end_tokens": self.info.get("end_tokens") or None,
             "tool_format": self.info.get("tool_format"),

@@ -160,13 +160,13 @@ LONG = "fox " * 90
         ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
         ("embeddings", {"input": "a", "dimensions": "8"}, "dimensions", "dimensions must be"),
         ("embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "must be float or base64"),
-        ("embeddings", {"input": "a", "model": "cross"}, "model", "send RERANK, not EMBED"),
+        ("embeddings", {"input": "a", "model": "cross"}, "model", "ask it with RERANK"),
         ("rerank", {"documents": ["a"]}, "query", "query must be"),
         ("rerank", {"query": "a"}, "documents", "must be an array of at least one text"),
         ("rerank", {"query": "a", "documents": [1]}, "documents[0]", "must be a text, or an object"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n is -1"),
         ("rerank", {"query": "a", "documents": ["b", LONG]}, "documents", "documents[1] has 94 tokens with the query"),
-        ("rerank", {"query": "a", "documents": ["b"], "model": "bert"}, "model", "send EMBED, not RERANK"),
+        ("rerank", {"query": "a", "documents": ["b"], "model": "bert"}, "model", "ask it with EMBED"),
     ],
 )
 def test_refusals(port: int, path: str, body: dict[str, Any], param: str, says: str) -> None:

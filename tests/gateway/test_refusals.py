@@ -208,7 +208,7 @@ def test_the_openai_package_raises_its_own_errors_and_does_not_try_again(port: i
             client.completions.create(model="stopped", prompt="x")
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert caught.value.request.headers["x-stainless-retry-count"] == "0"
-        with pytest.raises(openai.BadRequestError, match="this model writes text: send GENERATE, not EMBED"):
+        with pytest.raises(openai.BadRequestError, match="this model writes text: it makes no vectors"):
             client.embeddings.create(model="m", input="x")
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(model="m", prompt="x", temperature=99)

@@ -65,10 +65,10 @@ def test_vectors_and_scores(serving: Serving, models: dict[str, Path]) -> None:
 def test_each_model_takes_its_own_messages(serving: Serving) -> None:
     with serving.client() as client:
         for ask, message in (
-            (lambda: client.complete("bert", "hello"), "this model makes vectors of texts: send EMBED, not GENERATE"),
-            (lambda: client.embed("letters", ["a"]), "this model writes text: send GENERATE, not EMBED"),
-            (lambda: client.embed("cross", ["a"]), "this model makes scores of documents: send RERANK, not EMBED"),
-            (lambda: client.rerank("bert", "a", ["a"]), "this model makes vectors of texts: send EMBED, not RERANK"),
+            (lambda: client.complete("bert", "hello"), "this model makes vectors of texts: ask it with EMBED"),
+            (lambda: client.embed("letters", ["a"]), "this model writes text: it makes no vectors"),
+            (lambda: client.embed("cross", ["a"]), "this model scores documents: ask it with RERANK"),
+            (lambda: client.rerank("bert", "a", ["a"]), "this model makes vectors of texts: ask it with EMBED"),
         ):
             with pytest.raises(WireError) as e:
                 ask()

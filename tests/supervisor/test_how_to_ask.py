@@ -28,6 +28,14 @@ def test_a_model_whose_template_is_not_known_completes_a_text() -> None:
     assert json.loads(shlex.split(line)[-1])["prompt"]
 
 
+def test_a_model_for_vectors_or_scores_is_asked_for_these() -> None:
+    for makes, path, key in (("vectors", "embeddings", "input"), ("scores", "rerank", "documents")):
+        line = how_to_ask(OPEN, [("a", makes, True)], FILE)[-1]
+        assert f"/v1/{path} " in line
+        assert json.loads(shlex.split(line)[-1])[key]
+    assert "/v1/completions " in how_to_ask(OPEN, [("a", "vectors", True), ("b", False, True)], FILE)[-1]
+
+
 def test_keys_tls_and_every_address() -> None:
     gateway = OPEN | {"listen": "0.0.0.0:8443", "auth": "keys", "tls": True}
     page, _, keys, line = how_to_ask(gateway, [("a", True, True)], FILE)

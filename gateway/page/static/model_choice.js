@@ -16,7 +16,7 @@ export function choices(picture) {
     (worker.state === "ready" ? 4 : DOWN.includes(worker.state) ? 0 : 2) + (worker.chat ? 1 : 0)));
   const found = models(picture);
   for (const { name, workers } of found) for (const { chat } of workers) if (typeof chat === "boolean") templates.set(name, chat);
-  const writes = ({ workers }) => workers.every(({ engine }) => engine !== "embedding");
+  const writes = ({ workers }) => workers.every(({ makes }) => !makes);
   return found.filter(writes).sort((a, b) => rank(b) - rank(a)).flatMap((model) => {
     const plain = templates.get(model.name) === false;
     const { variants = [], unlisted = [] } = model.workers[0];
