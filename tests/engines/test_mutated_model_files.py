@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from model_worker.engine import LoadError
+from model_worker.engines.embedding.directory import check, needs
 from model_worker.engines.exllamav2.vram import estimate
 from model_worker.engines.model_dir import ModelDir, read_shape
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
 from protocol.process.worker_spec import EngineSpec
 from tests.engines.hostile_directories import DEMO
+from tests.engines.tiny_embedding import describe, write
 
 SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 MUTATIONS = 300
@@ -77,6 +79,34 @@ def test_mutated_json(tmp_path: Path) -> None:
             (tmp_path / name).write_text(json.dumps(originals[name]))
     assert MUTATIONS // 4 < len(parts) < 2 * MUTATIONS
     assert len(max(parts, key=len)) < 2000
+
+
+def test_mutated_files_of_sentence_transformers(tmp_path: Path) -> None:
+    print(f"TEST_SEED={SEED}")
+    chance = random.Random(SEED)
+    describe(write(tmp_path, "bert"), include_prompt=True)
+    dense = {"in_features": 32, "out_features": 8, "bias": True, "activation_function": "torch.nn.Tanh"}
+    originals: dict[str, Any] = {
+        "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": True},
+        "config_sentence_transformers.json": {"prompts": {"query": "what is "}, "default_prompt_name": "query"},
+        "2_Normalize/config.json": dense,
+        **{
+            name: json.loads((tmp_path / name).read_text())
+            for name in ("modules.json", "1_Pooling/config.json", "config.json", "tokenizer_config.json")
+        },
+    }
+    (tmp_path / "2_Normalize").mkdir()
+    refused: list[str] = []
+    for _ in range(MUTATIONS // 3):
+        name = chance.choice(list(originals))
+        for each, value in originals.items():
+            (tmp_path / each).write_text(json.dumps(mutated(value, chance) if each == name else value))
+        try:
+            needs(check(EngineSpec("m", "embedding", str(tmp_path), device="cuda")))
+        except LoadError as e:
+            refused.append(str(e))
+    assert MUTATIONS // 12 < len(refused) < MUTATIONS // 3
+    assert len(max(refused, key=len)) < 2000
 
 
 def _read(path: str) -> None:
