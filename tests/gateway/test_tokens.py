@@ -52,6 +52,8 @@ def test_a_token_asks_with_the_rights_of_its_key(served: Served) -> None:
             client.models.retrieve("other")
         with pytest.raises(openai.PermissionDeniedError):
             client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.PermissionDeniedError):
+            client.embeddings.create(model="other", input="x")
         ids = client.post("/tokenize", body={"model": "letters", "prompt": "ab"}, cast_to=object)["tokens"]  # type: ignore[index]
         assert ids == [97, 98]
 
@@ -66,6 +68,7 @@ def test_a_token_asks_with_the_rights_of_its_key(served: Served) -> None:
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("POST", "/v1/embeddings"),
+        ("POST", "/v1/rerank"),
         ("GET", "/v1/completions"),
         ("GET", "/v1/nothing"),
         ("GET", "/api/tags"),

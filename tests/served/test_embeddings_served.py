@@ -163,3 +163,17 @@ def test_usage_counts_prompts(serving: Serving) -> None:
         assert used
         assert used[0]["prompt_tokens"] > 0
         assert used[0]["completion_tokens"] == 0
+
+
+def test_a_lazy_model_comes_with_its_first_request_and_goes_when_idle(models: dict[str, Path]) -> None:
+    entry = {"model_dir": str(models["bert"]), "engine": "embedding", "lazy": True, "ttl": "100ms", "sleep": "off"}
+    with Serving({"bert": entry}, wait=False) as serving, serving.client() as client:
+
+        def state() -> str:
+            shown: str = client.status()["models"][0]["state"]
+            return shown
+
+        wait_until(lambda: state() == "unloaded")
+        for _ in range(2):
+            assert len(client.embed("bert", TEXTS)) == len(TEXTS)
+            wait_until(lambda: state() == "unloaded", what="the model is unloaded when idle")
