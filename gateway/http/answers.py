@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ExceptionHandler, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
 from gateway.http.body import held_body
 from gateway.http.callers import caller_of
@@ -461,13 +461,13 @@ class StreamedAnswer:
 class WholeAnswer:
     """A response that a coroutine function computes, unless the client disconnects before. An ASGI application."""
 
-    def __init__(self, compute: Callable[[], Coroutine[Any, Any, Response]]) -> None:
+    def __init__(self, compute: Callable[[], Coroutine[Any, Any, ASGIApp]]) -> None:
         self._compute = compute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer() -> None:
             try:
-                response = await self._compute()
+                response: ASGIApp = await self._compute()
             except (ApiError, WireError) as e:
                 response = ErrorAnswer(e)
             await response(scope, receive, send)

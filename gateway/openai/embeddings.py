@@ -8,6 +8,7 @@ from uuid import uuid4
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.asking import ignore_stay, named, trace_ids_of, with_model
 from gateway.http.answers import WholeAnswer, notes_of
@@ -24,7 +25,8 @@ ROUTE: Final = ("resume", "priority", "queue_ms", "deadline_ms", "keep_alive", "
 """Options that say how a request is served, as for chats."""
 _WORDS: Final = {int: "a whole number", str: "a text", bool: "true or false"}
 _AT_ONCE: Final = 16
-"""Vectors that are turned into JSON before other requests have their turn: about 10 ms for 4096 numbers each."""
+"""Vectors that are turned into JSON and sent before other requests have their turn: about 10 ms for 4096 numbers
+each."""
 
 
 async def embeddings(request: Request) -> WholeAnswer:
@@ -37,18 +39,8 @@ async def embeddings(request: Request) -> WholeAnswer:
     wanted = _read_rest(request, body, {"dimensions": int, "prompt_name": str, "truncate": bool})
     wanted.names.update(texts="input", token_ids="input")
 
-    async def answer(found: Embeddings, name: str, _: str) -> dict[str, Any]:
-        data: list[Any] = []
-        for number in range(len(found)):
-            packed = found.data[4 * found.size * number : 4 * found.size * (number + 1)]
-            value: Any = (
-                base64.b64encode(packed).decode() if form == "base64" else memoryview(packed).cast("f").tolist()
-            )
-            entry = {"object": "embedding", "index": number, "embedding": value}
-            data.append(orjson.Fragment(orjson.dumps(entry)))
-            if number % _AT_ONCE == _AT_ONCE - 1:
-                await asyncio.sleep(0)
-        return {"object": "list", "data": data, "model": name, "usage": _usage(found)}
+    def answer(found: Embeddings, name: str, _: str) -> ASGIApp:
+        return VectorList(found, name, packed=form == "base64")
 
     async def ask(client: AsyncClient, model: str, options: dict[str, Any]) -> Embeddings:
         return await client.embed(model, texts, **options)
@@ -67,13 +59,14 @@ async def rerank(request: Request) -> WholeAnswer:
     returns = checked_or_none("return_documents", body.pop("return_documents", None), bool)
     wanted = _read_rest(request, body, {"instruction": str, "truncate": bool})
 
-    async def answer(found: Embeddings, name: str, answer_id: str) -> dict[str, Any]:
+    def answer(found: Embeddings, name: str, answer_id: str) -> ASGIApp:
         ranked = sorted(enumerate(found.scores), key=lambda each: -each[1])[: top or None]
         results = [
             {"index": number, "relevance_score": score} | ({"document": {"text": documents[number]}} if returns else {})
             for number, score in ranked
         ]
-        return {"id": answer_id, "object": "list", "model": name, "results": results, "usage": _usage(found)}
+        shown = {"id": answer_id, "object": "list", "model": name, "results": results, "usage": _usage(found)}
+        return Response(orjson.dumps(shown), media_type="application/json")
 
     async def ask(client: AsyncClient, model: str, options: dict[str, Any]) -> Embeddings:
         return await client.rerank(model, query, documents, **options)
@@ -85,10 +78,10 @@ def _answer(request: Request, caller: Caller, wanted: ApiRequest, ask: Any, answ
     """Return the response of a request.
 
     ask     sends it; called with the client, the model and the options
-    answer  returns the answer's JSON; called with what came, the name of the model and the id of the answer
+    answer  returns the answer; called with what came, the name of the model and the id of the answer
     """
 
-    async def compute() -> Response:
+    async def compute() -> ASGIApp:
         answer_id = f"emb-{uuid4().hex}"
         known = await with_model(request, wanted)
         await ignore_stay(request, known)
@@ -97,9 +90,39 @@ def _answer(request: Request, caller: Caller, wanted: ApiRequest, ask: Any, answ
         held_body(request.scope).sends(1)
         with named(known):
             found = await ask(request.app.state.link.client, known.model, options)
-        return Response(orjson.dumps(await answer(found, known.model, answer_id)), media_type="application/json")
+        shown: ASGIApp = answer(found, known.model, answer_id)
+        return shown
 
     return WholeAnswer(compute)
+
+
+class VectorList:
+    """The JSON of a list of vectors, written while it is sent. As text, numbers take five times as many bytes, and a
+    client may read slowly. An ASGI application.
+
+    packed  whether vectors are written as base64
+    """
+
+    def __init__(self, found: Embeddings, model: str, *, packed: bool) -> None:
+        self._found, self._model, self._packed = found, model, packed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for first in range(0, len(self._found), _AT_ONCE):
+            numbers = range(first, min(first + _AT_ONCE, len(self._found)))
+            entries = orjson.dumps([self._entry(number) for number in numbers])[1:-1]
+            before = b"," if first else b'{"object":"list","data":['
+            await send({"type": "http.response.body", "body": before + entries, "more_body": True})
+            await asyncio.sleep(0)  # other requests have their turn
+        end = orjson.dumps({"model": self._model, "usage": _usage(self._found)})
+        await send({"type": "http.response.body", "body": b"]," + end[1:], "more_body": False})
+
+    def _entry(self, number: int) -> dict[str, Any]:
+        size = 4 * self._found.size
+        vector = self._found.data[size * number : size * (number + 1)]
+        shown: Any = base64.b64encode(vector).decode() if self._packed else memoryview(vector).cast("f").tolist()
+        return {"object": "embedding", "index": number, "embedding": shown}
 
 
 def _usage(found: Embeddings) -> dict[str, int]:

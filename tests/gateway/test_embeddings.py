@@ -84,6 +84,17 @@ def test_base64(port: int, expected: numpy.ndarray) -> None:
         assert unpacked == pytest.approx(expected[number].tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_a_list_that_is_sent_in_pieces(client: openai.OpenAI, expected: numpy.ndarray, form: Any) -> None:
+    found = client.embeddings.create(model="bert", input=TEXTS * 25, encoding_format=form)
+    assert [each.index for each in found.data] == [*range(100)]
+    vectors = [
+        struct.unpack("<32f", b64decode(each.embedding)) if form == "base64" else each.embedding for each in found.data
+    ]
+    assert numpy.array(vectors) == pytest.approx(numpy.tile(expected, (25, 1)), abs=1e-5)
+    assert found.usage.prompt_tokens
+
+
 def test_langchain(port: int, expected: numpy.ndarray) -> None:
     made = OpenAIEmbeddings(
         model="bert",
