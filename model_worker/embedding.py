@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 PIECE_BYTES: Final = 128 << 10
-"""Bytes of the vectors of one event. The window of a stream then holds 32 MiB."""
+"""Most bytes of the vectors of one event. The window of a stream then holds 32 MiB."""
+MOST_IN_PIECE: Final = 256
+"""Most vectors of one event. Scores are short: an answer of thousands would come at its end only, and after the death
+of a worker all of them would be computed again."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,15 @@ class NewVectors:
     first  number of the first text
     size   numbers of each vector; 1 for scores
     data   float32, little endian
+    maker  digest of what makes the vectors: the model, and how it is used. Another worker may have another one, after
+           a reload, and vectors of two makers cannot be compared
     """
 
     job: int
     first: int
     size: int
     data: bytes
+    maker: bytes = b""
 
 
 def texts_in_piece(size: int) -> int:
@@ -53,4 +59,4 @@ def texts_in_piece(size: int) -> int:
 
     size  numbers of a vector
     """
-    return max(1, PIECE_BYTES // (4 * size))
+    return max(1, min(MOST_IN_PIECE, PIECE_BYTES // (4 * size)))

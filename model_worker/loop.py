@@ -542,7 +542,7 @@ class WorkerLoop:
             self._send(tracked, (), {"text": "", "prompt_logprobs": self._prompt_logprobs(event)}, 0)
             return
         if isinstance(event, NewVectors):
-            packed = {"first": event.first, "size": event.size, "data": event.data}
+            packed = {"first": event.first, "size": event.size, "data": event.data, "maker": event.maker}
             self._send(_opened(self._jobs[event.job]), (), {"text": "", "vectors": packed}, 0)
             return
         if isinstance(event, Prefilling):

@@ -265,6 +265,9 @@ class VectorsPiece(TypedDict):
     """How many numbers a vector has; 1 for scores."""
     data: bytes
     """The numbers of all these vectors: floats of 32 bits, little endian."""
+    maker: bytes
+    """A mark of the model and of how it is used. Vectors of one answer with different marks do not belong together: a
+    reload has changed the model meanwhile. Then send the request again."""
 
 
 class DeltaEvent(TypedDict):

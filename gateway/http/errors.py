@@ -296,7 +296,7 @@ _TYPES: Final[dict[type, str]] = {str: "a string", bool: "true or false", list: 
 
 def checked(place: str, value: Any, kind: type[T], words: str = "") -> T:
     """Return a value of one type. Raises ApiError for another type. ``words``: what the field must be."""
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise invalid(place, f"must be {words or _TYPES[kind]}")
     return value
 

@@ -33,7 +33,8 @@ async def embeddings(request: Request) -> WholeAnswer:
     """POST /v1/embeddings."""
     caller, body = await caller_and_body(request)
     texts = _read_input(body.pop("input", None))
-    form = body.pop("encoding_format", None) or "float"
+    form = body.pop("encoding_format", None)
+    form = "float" if form is None else form
     if form not in ("float", "base64"):
         raise invalid("encoding_format", "must be float or base64")
     wanted = _read_rest(request, body, {"dimensions": int, "prompt_name": str, "truncate": bool})

@@ -74,11 +74,13 @@ class Vectors:
     first  the number of the first text, counted from 0
     size   the numbers of each vector; 1 for scores of documents
     data   floats of 32 bits, little endian
+    maker  a mark of what has made them
     """
 
     first: int
     size: int
     data: bytes
+    maker: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,17 @@ class Embeddings:
 
     @classmethod
     def of(cls, pieces: Sequence[Vectors], usage: dict[str, Any]) -> "Embeddings":
-        """Return the vectors of all events of a request."""
-        return cls(pieces[0].size if pieces else 1, b"".join(piece.data for piece in pieces), usage)
+        """Return the vectors of all events of a request.
+
+        Raises WORKER_DIED if they do not belong together: another worker went on with another model, after a reload.
+        """
+        if len({(piece.size, piece.maker) for piece in pieces}) > 1:
+            message = "the worker ended, and another one went on with a model that was changed: send the request again"
+            raise WireError(ErrorCode.WORKER_DIED, message)
+        found = cls(pieces[0].size if pieces else 1, b"".join(piece.data for piece in pieces), usage)
+        if pieces and (pieces[0].first or pieces[-1].first != len(found) - len(pieces[-1].data) // (4 * found.size)):
+            raise WireError(ErrorCode.INTERNAL, "the supervisor broke the protocol: vectors are missing")
+        return found
 
 
 @dataclass(slots=True)
@@ -276,12 +287,13 @@ def read_prompt_logprobs(given: Any) -> PromptLogprobs:
 
 def read_vectors(given: Any) -> Vectors:
     """Return the ``vectors`` of an event. Raises FrameError if they have another shape."""
-    first, size, data = (given.get(name) for name in ("first", "size", "data")) if type(given) is dict else (None,) * 3
-    if not (
-        type(first) is type(size) is int and type(data) is bytes and first >= 0 < size and len(data) % (4 * size) == 0
-    ):
+    names = ("first", "size", "data", "maker")
+    values: list[Any] = [given.get(name) for name in names] if type(given) is dict else [None] * 4
+    first, size, data, maker = values
+    numbers = type(first) is type(size) is int and first >= 0 < size
+    if not (numbers and type(data) is type(maker) is bytes and len(data) % (4 * size) == 0):
         raise FrameError(ErrorCode.BAD_FRAME, "its vectors have the wrong shape")
-    return Vectors(first, size, data)
+    return Vectors(first, size, data, maker)
 
 
 def _checked_bin(data: Any) -> memoryview:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from model_worker.embedding import EmbedJob, NewVectors, texts_in_piece
-from model_worker.engine import EngineEvent, Failed, Finished, Prefilling
+from model_worker.engine import EngineEvent, Failed, Finished, LoadError, Prefilling
 from model_worker.engines.embedding.directory import POOLINGS
 from protocol.errors import ErrorCode, RequestError
 from tests.engines.tiny_embedding import KINDS, WORDS, describe, engine, run, vectors, write
@@ -257,3 +257,60 @@ def test_one_wrong_request_fails_alone(tmp_path: Path) -> None:
     events = run(loaded)
     assert [type(event) for event in of_job(events, 1)] == [Prefilling, NewVectors, Finished]
     assert all([type(event) for event in of_job(events, job)] == [Failed] for job in (2, 3))
+
+
+def test_a_query_that_fills_the_model_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    """Else one request stops the others for as long as its query takes."""
+    loaded = engine(write(tmp_path, "bert", "ForSequenceClassification", num_labels=1))
+    for fields in ({"query": "fox " * 5000}, {"query": "fox", "prompt": "x" * 20_000}):
+        with pytest.raises(RequestError, match="characters: this model takes no more than 64 tokens") as e:
+            loaded.submit(EmbedJob(1, ["a"], truncate=True, **fields))  # type: ignore[arg-type]
+        assert e.value.field == ("query" if len(fields) == 1 else "instruction")
+
+
+def test_a_step_reads_a_part_of_the_texts_of_all_requests(tmp_path: Path) -> None:
+    loaded = engine(describe(write(tmp_path, "bert")))
+    for number in range(40):
+        loaded.submit(EmbedJob(number, ["x" * 3000] * 100, truncate=True))
+    loaded.submit(EmbedJob(40, [""] * 65_536))
+    loaded.step()
+    read = [len(request.rows) for request in loaded._requests.values()]
+    assert 0 < sum(read) < 3000
+    for _ in range(40):
+        loaded.step()
+    assert all(len(request.rows) for request in loaded._requests.values()), "each has its turns"
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
+    describe(write(tmp_path, "bert"), include_prompt=False)
+    settings = {"prompts": {"long": "the fox " * 40, "short": "the "}}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    loaded = engine(tmp_path)
+    with pytest.raises(RequestError, match="shorten the prompt") as e:
+        vectors(loaded, ["a"], prompt="long", truncate=True)
+    assert e.value.field == "prompt_name"
+    assert len(vectors(loaded, ["fox " * 100], prompt="short", truncate=True)) == 1
+
+
+def test_room_for_a_text_and_keys_without_a_use(tmp_path: Path) -> None:
+    describe(write(tmp_path / "bert", "bert"))
+    with pytest.raises(LoadError, match="3 are needed for a text of one") as e:
+        engine(tmp_path / "bert", max_seq_len=2)
+    assert e.value.key == "max_seq_len"
+    reranker = write(tmp_path / "reranker", "bert", "ForSequenceClassification", num_labels=1)
+    with pytest.raises(LoadError, match="pooling is mean, and scores need none"):
+        engine(reranker, pooling="mean")
+
+
+def test_another_use_of_the_model_is_another_maker(tmp_path: Path) -> None:
+    def maker() -> bytes:
+        loaded = engine(tmp_path)
+        loaded.submit(EmbedJob(1, ["a"]))
+        (made,) = (event.maker for event in run(loaded) if isinstance(event, NewVectors))
+        return made
+
+    describe(write(tmp_path, "bert"))
+    before = maker()
+    assert maker() == before != b""
+    describe(tmp_path, "max")
+    assert maker() != before

@@ -173,6 +173,7 @@ LONG = "fox " * 90
         ("embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "must be float or base64"),
         ("embeddings", {"input": "a", "model": "cross"}, "model", "ask it with RERANK"),
         ("rerank", {"documents": ["a"]}, "query", "query must be"),
+        ("rerank", {"query": "a", "documents": ["b"], "top_n": True}, "top_n", "a whole number"),
         ("rerank", {"query": "a"}, "documents", "must be an array of at least one text"),
         ("rerank", {"query": "a", "documents": [1]}, "documents[0]", "must be a text, or an object"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n is -1"),

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from model_worker.embedding import texts_in_piece
-from modelctl import AsyncClient, Client, ErrorCode, WireError
+from modelctl import AsyncClient, Client, Embeddings, ErrorCode, WireError
+from protocol.client.answers import Vectors
 from tests.serving import Serving, engine, wait_until
 from tests.vector_engine import SIZE, score, vector, vector_model
 
@@ -124,3 +126,16 @@ def test_a_client_that_leaves_frees_the_worker(serving: Serving, client: Client)
     asyncio.run(leave())
     wait_until(lambda: not client.requests()["total"], what="the request is gone")
     assert client.embed("large", ["a"]).vectors[0] == vector("a", LARGE)
+
+
+def test_vectors_of_two_models_are_not_joined() -> None:
+    """After a reload another worker may go on with another model."""
+    one, two = Vectors(0, 1, bytes(8), b"one"), Vectors(2, 1, bytes(4), b"one")
+    assert len(Embeddings.of([one, two], {})) == 3
+    for other in (replace(two, maker=b"two"), replace(two, size=2, data=bytes(8))):
+        with pytest.raises(WireError, match="a model that was changed") as caught:
+            Embeddings.of([one, other], {})
+        assert caught.value.code is ErrorCode.WORKER_DIED
+    for pieces in ([two], [one, replace(two, first=3)]):
+        with pytest.raises(WireError, match="vectors are missing"):
+            Embeddings.of(pieces, {})

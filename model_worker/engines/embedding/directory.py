@@ -178,6 +178,8 @@ def read_recipe(directory: ModelDir, options: EmbeddingOptions, asked: int | Non
     if says is not None and options.task not in (None, says):
         raise LoadError(f"task is {options.task}, and {directory.path} is a model for {says}: remove it", key="task")
     if task == "rerank":
+        if options.pooling is not None:
+            raise LoadError(f"pooling is {options.pooling}, and scores need none: remove it", key="pooling")
         return _of_reranker(directory, most, lowers)
     if says is None:
         raise LoadError(

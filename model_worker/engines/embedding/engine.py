@@ -4,6 +4,7 @@ In float32 on the CPU, in float16 on a GPU. There is no cache and no stream of t
 computes one batch. ``batches`` decides which texts share a batch.
 """
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -30,10 +31,12 @@ from model_worker.engines.embedding.directory import (
     CPU_BATCH_TOKENS,
     GPU_BATCH_TOKENS,
     CheckedEmbeddingModel,
+    Recipe,
     check,
     read_options,
 )
 from model_worker.engines.embedding.texts import Row, TextReader
+from model_worker.engines.model_dir import ModelDir
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, WireError
@@ -42,6 +45,8 @@ from protocol.process.worker_spec import EngineSpec
 
 _READ_CHARACTERS = 1 << 17
 """Characters of texts that one step tokenizes, about. They take some 50 ms."""
+_TEXT_CHARACTERS = 64
+"""Characters that a text counts more than it has: what is done for each, also for an empty one."""
 _CHUNK = 1024
 """Texts of a request that are given to ``Batches`` at once. Vectors are sent in the order of the texts, and those of a
 chunk come in any order."""
@@ -70,6 +75,15 @@ class _Request:
         return len(self.rows) == len(self.job.texts)
 
 
+def _maker(directory: ModelDir, recipe: Recipe) -> bytes:
+    """Return the digest of a model and of how it is used, see ``NewVectors``."""
+    said = [repr(recipe)]
+    for file in sorted(each for each in directory.path.rglob("*") if each.is_file()):
+        state = file.stat()
+        said.append(f"{file.relative_to(directory.path)} {state.st_size} {state.st_mtime_ns}")
+    return hashlib.blake2b("\n".join(said).encode(errors="surrogateescape"), digest_size=8).digest()
+
+
 class EmbeddingEngine:
     """One model. See ``Engine`` and ``model_worker.embedding``."""
 
@@ -79,7 +93,7 @@ class EmbeddingEngine:
         self._requests: dict[int, _Request] = {}
         usual = CPU_BATCH_TOKENS if spec.device == "cpu" else GPU_BATCH_TOKENS
         self._batches = Batches[int](self._options.batch_tokens or usual)
-        self._steps = 0
+        self._steps = self._turn = 0
         self._capabilities: Capabilities | None = None
 
     def load(self, progress: ProgressCallback) -> None:
@@ -109,6 +123,7 @@ class EmbeddingEngine:
         self._model = EmbeddingModel(directory, recipe, device, progress, padding, answers)
         self._reader = TextReader(self._tokenizer, recipe, vocab_size)
         progress("warmup", 0, 1)
+        self._maker = _maker(directory, recipe)
         self._model.compute([Row([padding] * min(8, recipe.most_tokens))] * 2)
         progress("warmup", 1, 1)
         self._capabilities = Capabilities(
@@ -203,17 +218,22 @@ class EmbeddingEngine:
         """Tokenize some texts of each request that is not read yet. Return the events of those that are read now."""
         unread = [request for request in self._requests.values() if not request.is_read]
         events: list[EngineEvent | NewVectors] = []
-        for request in unread:
-            job, begun = request.job, len(request.rows)
-            budget, count = _READ_CHARACTERS // len(unread), 0
+        left, self._turn = _READ_CHARACTERS, self._turn + 1
+        for place in range(len(unread)):
+            if left <= 0:  # at least one text of one request was read: the others have the next turns
+                break
+            request = unread[(place + self._turn) % len(unread)]
+            job, begun, count = request.job, len(request.rows), 0
+            budget = left // (len(unread) - place) + 1
+            beside = _TEXT_CHARACTERS + len(job.query or "") + len(job.prompt or "")
             while budget > 0 and begun + count < len(job.texts):
-                budget -= len(job.texts[begun + count]) + 1 + len(job.query or "")
-                count += 1
+                taken = len(job.texts[begun + count]) + beside
+                budget, left, count = budget - taken, left - taken, count + 1
             try:
                 rows = self._reader.read(job, begun, count)
             except WireError as e:
                 self.cancel(job.id)
-                events.append(Failed(job.id, e))
+                events.append(Failed(job.id, e.with_traceback(None)))  # it would hold what was tokenized
                 continue
             request.rows += rows
             request.tokens += sum(len(row.ids) for row in rows)
@@ -235,7 +255,8 @@ class EmbeddingEngine:
                 self.cancel(job.id)
                 message = "the model gives numbers that are not finite, in float16 on a GPU perhaps: use gpu: cpu"
                 return [*events, Failed(job.id, WireError(ErrorCode.INTERNAL, message))]
-            events.append(NewVectors(job.id, piece.start, request.size, together.astype("<f4").tobytes()))
+            data = together.astype("<f4").tobytes()
+            events.append(NewVectors(job.id, piece.start, request.size, data, self._maker))
             request.reported = piece.stop
         if request.reported == last:
             self.cancel(job.id)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from model_worker.embedding import EmbedJob
+from model_worker.engine import LoadError
 from model_worker.engines.embedding.directory import Recipe
 from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import is_panic
@@ -52,16 +53,29 @@ class TextReader:
                 self._library.encode(text, add_special_tokens=False).ids for text in (_HEAD, _TAIL)
             )
             self._most -= len(self._head) + len(self._tail)
+        least = len(self._library.encode("").ids) if recipe.form != "yes_no" else 0
+        if self._most <= least:
+            needs = recipe.most_tokens - self._most + least + 1
+            raise LoadError(
+                f"texts may have {recipe.most_tokens} tokens, and {needs} are needed for a text of one: set more",
+                key="max_seq_len",
+            )
 
     def check(self, job: EmbedJob) -> None:
         """Raise RequestError for what a job asks in vain, besides its texts."""
         recipe, prompts = self._recipe, self._recipe.prompts or {}
+        longest = recipe.most_tokens * _BYTES_PER_TOKEN
+        for field, text in (("query", job.query), ("instruction", job.prompt if job.query is not None else None)):
+            if text is not None and len(text) > longest:
+                most = f"this model takes no more than {recipe.most_tokens} tokens: shorten it"
+                message = f"{field} has {len(text)} characters: {most}"
+                raise RequestError(message, field=field, code=ErrorCode.CONTEXT_OVERFLOW)
         if job.dimensions is not None and job.dimensions > recipe.size:
             message = f"dimensions is {job.dimensions}: this model's vectors have {recipe.size} numbers"
             raise RequestError(message, field="dimensions")
         if recipe.task == "embed" and job.prompt and job.prompt not in prompts:
-            known = ", ".join(sorted(prompts)) or "it has none"
-            message = f"prompt_name is {job.prompt[:64]!r}: this model's prompts are {known}"
+            known = f"this model's prompts are {', '.join(sorted(prompts))}" if prompts else "this model has no prompts"
+            message = f"prompt_name is {job.prompt[:64]!r}: {known}"
             raise RequestError(message, field="prompt_name")
         if recipe.form == "classifier" and job.prompt:
             raise RequestError("instruction: this model takes none: leave it out", field="instruction")
@@ -84,8 +98,8 @@ class TextReader:
         if self._recipe.lowers:
             text, query = text.lower(), query and query.lower()
         prompt = 0
+        before = self._prompt(job) if query is None else ""
         if query is None:
-            before = self._prompt(job)
             encoded = self._encode(number, name, before + text)
             prompt = self._length(before) if before and not self._recipe.keeps_prompt else 0
         elif self._recipe.form == "classifier":
@@ -95,15 +109,17 @@ class TextReader:
         ids, kinds = encoded.ids, encoded.type_ids
         if (excess := len(ids) - self._most) > 0:
             places = [i for i, part in enumerate(encoded.sequence_ids) if part == (0 if query is None else 1)]
-            if not job.truncate:
-                raise _too_long(name, number, f"has {len(ids)} tokens", f"at most {self._most}", job)
-            if excess > len(places) or (query is not None and excess == len(places)):
+            taken = self._own_tokens(before) if query is None else 0
+            if excess >= len(places) - taken:  # nothing would be left of the text itself
+                what, field = ("prompt", "prompt_name") if query is None else ("query", "query")
                 raise RequestError(
-                    f"query and special tokens have {len(ids) - len(places)} tokens: this model takes at most "
-                    f"{self._most} with the document: shorten the query",
-                    field="query",
+                    f"the {what} and special tokens have {len(ids) - len(places) + taken} tokens: this model takes at "
+                    f"most {self._most} with the text: shorten the {what}",
+                    field=field,
                     code=ErrorCode.CONTEXT_OVERFLOW,
                 )
+            if not job.truncate:
+                raise _too_long(name, number, f"has {len(ids)} tokens", f"at most {self._most}", job)
             cut = frozenset(places[-excess:])
             ids = [token for i, token in enumerate(ids) if i not in cut]
             kinds = [kind for i, kind in enumerate(kinds) if i not in cut]
@@ -119,8 +135,6 @@ class TextReader:
             before = f"<Instruct>: {job.prompt or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
             body = self._encode(number, "documents", before + text).ids
             if len(body) > self._most:
-                if not job.truncate:
-                    raise _too_long("documents", number, f"has {len(body)} tokens", f"at most {self._most}", job)
                 if (needed := len(self._encode(number, "query", before).ids)) >= self._most:
                     raise RequestError(
                         f"query and instruction have {needed} tokens: this model takes at most {self._most} with the "
@@ -128,6 +142,8 @@ class TextReader:
                         field="query",
                         code=ErrorCode.CONTEXT_OVERFLOW,
                     )
+                if not job.truncate:
+                    raise _too_long("documents", number, f"has {len(body)} tokens", f"at most {self._most}", job)
         finally:
             self._library.encode_special_tokens = False
         return Row([*self._head, *body[: self._most], *self._tail])
@@ -149,6 +165,10 @@ class TextReader:
         name = self._recipe.prompt if job.prompt is None else job.prompt
         text = (self._recipe.prompts or {}).get(name, "") if name else ""
         return text.lower() if self._recipe.lowers else text
+
+    def _own_tokens(self, prompt: str) -> int:
+        """Return the tokens of a prompt without any special token."""
+        return len(self._library.encode(prompt, add_special_tokens=False).ids) if prompt else 0
 
     def _length(self, prompt: str) -> int:
         """Return the tokens of a prompt without a special token at its end, as sentence-transformers counts them."""
