@@ -83,7 +83,7 @@ def test_refusals_name_the_field(serving: Serving) -> None:
             (lambda: client.embed("bert", ["a", "fox " * 90]), "texts", "texts[1] has 92 tokens: this model takes"),
             (lambda: client.embed("bert", [[5], [9999]]), "token_ids", "token_ids[1] has the id 9999"),
             (lambda: client.embed("bert", ["a"], dimensions=33), "dimensions", "this model's vectors have 32 numbers"),
-            (lambda: client.embed("bert", ["a"], prompt_name="q"), "prompt_name", "it has none"),
+            (lambda: client.embed("bert", ["a"], prompt_name="q"), "prompt_name", "this model has no prompts"),
             (lambda: client.rerank("cross", "a", ["b"], instruction="c"), "instruction", "takes none"),
             (lambda: client.rerank("cross", "fox " * 90, ["b"], truncate=True), "query", "shorten the query"),
             (lambda: client.rerank("cross", "a", []), "documents", "documents is"),
