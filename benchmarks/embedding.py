@@ -13,7 +13,6 @@ vocabulary.
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 from benchmarks.harness import Server
 from benchmarks.report import RESULTS, Result, write
 from modelctl import AsyncClient, Client
+from tests.engines.tiny_embedding import describe
 from tools.embedding_model import make, place
 
 TEXTS, BATCH, CLIENTS = 1024, 64, 64
@@ -53,13 +53,7 @@ def write_model(directory: Path) -> None:
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
     library(tokenizer_object=tokenizer, model_max_length=256, **special).save_pretrained(directory)
     (directory / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
-    modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
-    modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"})
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 384, "pooling_mode_mean_tokens": True}
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    describe(directory, "mean_tokens", old=True, word_embedding_dimension=384)
 
 
 def texts_of(directory: Path, count: int) -> list[str]:

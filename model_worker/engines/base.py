@@ -13,7 +13,31 @@ from model_worker.engines.tokenizer import Tokenizer
 from protocol.errors import WireError
 
 
-class BaseEngine(ABC):
+class TokenizingEngine:
+    """What every engine here does with its tokenizer. ``load`` sets ``_tokenizer`` and ``_capabilities``."""
+
+    _tokenizer: Tokenizer
+    _capabilities: Capabilities | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        assert self._capabilities is not None, "load() first"
+        return self._capabilities
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self._tokenizer.encode_rendered(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode_given(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+
+class BaseEngine(TokenizingEngine, ABC):
     """The part of an engine that does not depend on how answers are computed.
 
     ``load`` of an engine calls ``_set_vocabulary``, and sets ``_capabilities``.
@@ -22,7 +46,6 @@ class BaseEngine(ABC):
     def __init__(self) -> None:
         self._answers: dict[int, Any] = {}
         """The queued and running answers by job. A job that waits for its constraint is not among them."""
-        self._capabilities: Capabilities | None = None
 
     def _set_vocabulary(self, tokenizer: Tokenizer, vocab_size: int, library_size: int) -> None:
         """Set the tokenizer and what follows from it.
@@ -37,29 +60,12 @@ class BaseEngine(ABC):
         self._constraints = Constraints(pieces, self._drawable, tokenizer.eos_ids, tokenizer) if pieces else None
 
     @property
-    def capabilities(self) -> Capabilities:
-        assert self._capabilities is not None, "load() first"
-        return self._capabilities
-
-    @property
     def constraints(self) -> Constraints | None:
         return self._constraints
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         return self._tokenizer.chat_template
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return self._tokenizer.encode_rendered(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode_given(token_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id)
 
     def submit(self, job: Job) -> None:
         """Queue a job, first come, first served. Raises RequestError for a job that cannot be computed."""

@@ -7,7 +7,7 @@ then count other tokens than the engine computes. This module does not import to
 import json
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -195,6 +195,23 @@ def read_library(directory: ModelDir) -> tokenizers.Tokenizer:
         raise LoadError(f"{directory.tokenizer_path} cannot be read: {e}") from None
 
 
+def guarded(encode: Callable[[], Any], place: str, field: str) -> Any:
+    """Return what the tokenizers library makes of a text. Raises RequestError for a text on which it fails.
+
+    place  where the text stands, for people: the field, or ``texts[3]``
+    """
+    try:
+        return encode()
+    except (TypeError, UnicodeEncodeError):  # a lone surrogate is a str, but no text
+        raise RequestError(f"{place} is not valid Unicode text", field=field) from None
+    except BaseException as e:
+        # The library raises bare Exception, and panics where a pattern takes too long. Its message may quote the text.
+        if type(e) is not Exception and not is_panic(e):
+            raise
+        message = f"{place}: the model's tokenizer fails on this text ({type(e).__name__})"
+        raise RequestError(message, field=field) from None
+
+
 class Tokenizer:
     """Converts text to ids and back. Raises LoadError for a tokenizer.json or a chat template that cannot be read.
 
@@ -269,17 +286,8 @@ class Tokenizer:
         return self._encode(text, "messages", special=False)
 
     def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        except (TypeError, UnicodeEncodeError):  # a lone surrogate is a str, but no text
-            raise RequestError(f"{field} is not valid Unicode text", field=field) from None
-        except BaseException as e:
-            # The library raises bare Exception, and panics where a pattern takes too long. Its message may quote the
-            # text.
-            if type(e) is not Exception and not is_panic(e):
-                raise
-            message = f"the model's tokenizer fails on this text ({type(e).__name__})"
-            raise RequestError(f"{field}: {message}", field=field) from None
+        encoded = guarded(lambda: self._tokenizer.encode(text, add_special_tokens=special), field, field)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

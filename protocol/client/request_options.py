@@ -13,7 +13,7 @@ from protocol.messages import ROUTE_KEYS
 
 
 class RouteOptions(TypedDict, total=False):
-    """The options of ``embed`` and ``rerank`` that say how the request is served, as for ``generate``."""
+    """The options that say how a request is served, of ``embed`` and ``rerank`` as of ``generate``."""
 
     resume: bool | None
     priority: str | None
@@ -26,7 +26,7 @@ class RouteOptions(TypedDict, total=False):
     notes: list[str] | None
 
 
-class RequestOptions(TypedDict, total=False):
+class RequestOptions(RouteOptions, total=False):
     """Exactly one of these is the prompt:
     prompt           text, used as it is
     messages         a conversation, a list of {"role": ..., "content": ...}, rendered by the model's chat template.
@@ -78,17 +78,8 @@ class RequestOptions(TypedDict, total=False):
     stop: Sequence[str] | None
     temperature: float | None
     seed: int | None
-    resume: bool | None
-    priority: str | None
-    queue_ms: int | None
     ttft_ms: int | None
-    deadline_ms: int | None
     affinity: str | None
-    keep_alive: float | str | None
-    ttl: int | None
-    on_behalf_of: str | None
-    trace_ids: list[str] | None
-    notes: list[str] | None
     # The worker checks these.
     add_generation_prompt: bool | None
     continue_final_message: bool | None

@@ -17,6 +17,7 @@ from protocol.process.worker_spec import EngineSpec
 
 _TEXT = "the a fox dog runs jumps over under lazy quick brown big small red blue , . is was what who yes no"
 WORDS = _TEXT.split()
+TEXTS = ["the quick brown fox", "a", "the lazy dog , is red .", _TEXT]
 _SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64,
 }  # fmt: skip
@@ -79,6 +80,14 @@ def describe(directory: Path, pooling: Any = "mean", *, normalize: bool = True, 
         config = {"word_embedding_dimension": 32, f"pooling_mode_{pooling}": True, **more}
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def write_both(root: Path) -> dict[str, Path]:
+    """Write "bert", which makes vectors, and "cross", which scores documents. Return their directories."""
+    return {
+        "bert": describe(write(root / "bert", "bert")),
+        "cross": write(root / "cross", "bert", "ForSequenceClassification", num_labels=1),
+    }
 
 
 def engine(directory: Path, max_seq_len: int | None = None, **options: Any) -> EmbeddingEngine:

@@ -15,21 +15,16 @@ import pytest
 from langchain_openai import OpenAIEmbeddings
 from pydantic import SecretStr
 
-from tests.engines.tiny_embedding import WORDS, describe, engine, vectors, write
+from tests.engines.tiny_embedding import TEXTS, engine, vectors, write_both
 from tests.keyed import free_port
 from tests.serving import WITHIN, Serving
 
-TEXTS = ["the quick brown fox", "a", "the lazy dog , is red .", " ".join(WORDS)]
 QUERY = "who is red"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "bert": describe(write(root / "bert", "bert")),
-        "cross": write(root / "cross", "bert", "ForSequenceClassification", num_labels=1),
-    }
+    return write_both(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

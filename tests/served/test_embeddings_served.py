@@ -12,19 +12,13 @@ import pytest
 
 from modelctl import AsyncClient, Embeddings, WireError
 from protocol.errors import ErrorCode
-from tests.engines.tiny_embedding import WORDS, describe, engine, vectors, write
+from tests.engines.tiny_embedding import TEXTS, WORDS, engine, vectors, write_both
 from tests.serving import Serving, wait_until
-
-TEXTS = ["the quick brown fox", "a", "the lazy dog , is red .", " ".join(WORDS)]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "bert": describe(write(root / "bert", "bert")),
-        "cross": write(root / "cross", "bert", "ForSequenceClassification", num_labels=1),
-    }
+    return write_both(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

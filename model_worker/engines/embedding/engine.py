@@ -7,7 +7,7 @@ computes one batch. ``batches`` decides which texts share a batch.
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy
 import torch
@@ -24,6 +24,7 @@ from model_worker.engine import (
     Prefilling,
     ProgressCallback,
 )
+from model_worker.engines.base import TokenizingEngine
 from model_worker.engines.embedded.load import device_name
 from model_worker.engines.embedding.batches import Batches
 from model_worker.engines.embedding.compute import EmbeddingModel, shortened
@@ -37,7 +38,6 @@ from model_worker.engines.embedding.directory import (
 )
 from model_worker.engines.embedding.texts import Row, TextReader
 from model_worker.engines.model_dir import ModelDir
-from model_worker.engines.tokenizer import Tokenizer
 from model_worker.engines.vetting import understood
 from protocol.errors import ErrorCode, WireError
 from protocol.messages import FinishReason
@@ -84,7 +84,7 @@ def _maker(directory: ModelDir, recipe: Recipe) -> bytes:
     return hashlib.blake2b("\n".join(said).encode(errors="surrogateescape"), digest_size=8).digest()
 
 
-class EmbeddingEngine:
+class EmbeddingEngine(TokenizingEngine):
     """One model. See ``Engine`` and ``model_worker.embedding``."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -94,7 +94,6 @@ class EmbeddingEngine:
         usual = CPU_BATCH_TOKENS if spec.device == "cpu" else GPU_BATCH_TOKENS
         self._batches = Batches[int](self._options.batch_tokens or usual)
         self._steps = self._turn = 0
-        self._capabilities: Capabilities | None = None
 
     def load(self, progress: ProgressCallback) -> None:
         checked = check(self._spec)
@@ -109,7 +108,7 @@ class EmbeddingEngine:
     def _load(self, checked: CheckedEmbeddingModel, device: torch.device, progress: ProgressCallback) -> None:
         directory, recipe = checked.directory, checked.recipe
         assert checked.tokenizer is not None, "a worker has the packages"
-        self._tokenizer: Tokenizer = checked.tokenizer
+        self._tokenizer = checked.tokenizer
         vocab_size = directory.text_config.get("vocab_size")
         vocab_size = vocab_size if isinstance(vocab_size, int) else self._tokenizer.vocab_size
         answers = None
@@ -152,29 +151,12 @@ class EmbeddingEngine:
         return own
 
     @property
-    def capabilities(self) -> Capabilities:
-        assert self._capabilities is not None, "load() first"
-        return self._capabilities
-
-    @property
     def constraints(self) -> None:
         return None
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         return None
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return self._tokenizer.encode_rendered(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode_given(token_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id)
 
     def submit(self, job: EmbedJob) -> None:
         if job.id in self._requests:

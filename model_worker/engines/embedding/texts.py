@@ -7,8 +7,7 @@ from typing import Any, Final
 from model_worker.embedding import EmbedJob
 from model_worker.engine import LoadError
 from model_worker.engines.embedding.directory import Recipe
-from model_worker.engines.tokenizer import Tokenizer
-from model_worker.engines.vetting import is_panic
+from model_worker.engines.tokenizer import Tokenizer, guarded
 from protocol.errors import ErrorCode, RequestError
 
 # Qwen3-Reranker's own prompt, as its card has it. It stands in none of its files.
@@ -178,17 +177,7 @@ class TextReader:
         return self._prompts[prompt]
 
     def _encode(self, number: int, name: str, text: str, second: str | None = None) -> Any:
-        try:
-            return self._library.encode(text, second)
-        except (TypeError, UnicodeEncodeError):  # a lone surrogate is a str, but no text
-            raise RequestError(f"{name}[{number}] is not valid Unicode text", field=name) from None
-        except BaseException as e:
-            # The library raises bare Exception, and panics where a pattern takes too long. Its message may quote the
-            # text.
-            if type(e) is not Exception and not is_panic(e):
-                raise
-            message = f"{name}[{number}]: the model's tokenizer fails on this text ({type(e).__name__})"
-            raise RequestError(message, field=name) from None
+        return guarded(lambda: self._library.encode(text, second), f"{name}[{number}]", name)
 
 
 def _too_long(name: str, number: int, has: str, most: str, job: EmbedJob) -> RequestError:
