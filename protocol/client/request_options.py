@@ -162,8 +162,14 @@ USAGE_S: Final = 15.0
 
 
 def collect_options(prompt: str | None, options: RequestOptions, *, progress: bool) -> dict[str, Any]:
-    """Return a program's options under their names on the wire. ``progress``: True if the program wants reports."""
-    return {**options, "prompt": prompt, "progress": progress}
+    """Return a program's options under their names on the wire. ``progress``: True if the program wants reports.
+
+    Raises RequestError for what are no token ids.
+    """
+    given: dict[str, Any] = {**options, "prompt": prompt, "progress": progress}
+    if given.get("token_ids") is not None:
+        given["token_ids"] = pack_token_ids(given["token_ids"])
+    return given
 
 
 def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,9 +186,6 @@ def generate_request(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     if isinstance(affinity, str) and len(affinity) > MAX_STRING:
         raise RequestError(f"affinity has {len(affinity)} characters: at most {MAX_STRING}", field="route.affinity")
     pack_fields(route)
-    ids = body.get("token_ids")
-    if ids is not None and not (isinstance(ids, list) and any(isinstance(each, bytes) for each in ids)):
-        body["token_ids"] = pack_token_ids(ids)  # else they are those of several texts, see ``embed_options``
     if isinstance(body.get("json_schema"), dict):
         body["json_schema"] = _json_text(body["json_schema"])
     bias = body.get("logit_bias")
@@ -221,8 +224,6 @@ def choice_requests(given: dict[str, Any], n: int) -> list[dict[str, Any]]:
     """Return ``n`` requests that differ in their seeds only. Raises RequestError for an ``n`` that is out of range."""
     if type(n) is not int or not 1 <= n <= MOST_CHOICES:
         raise RequestError(f"n is {n!r}: must be a whole number from 1 to {MOST_CHOICES}", field="n")
-    if isinstance(given.get("token_ids"), Iterable) and not isinstance(given["token_ids"], bytes):
-        given = given | {"token_ids": tuple(given["token_ids"])}  # it may be an iterator
     seed = given.get("seed")
     return [given | ({"seed": seed + i} if type(seed) is int else {}) for i in range(n)]
 
